@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from deepspeed_recipes.config.accelerate import lint as accelerate_lint
-from deepspeed_recipes.config.accelerate import read as yaml_file
 from deepspeed_recipes.config.lint import judge
 from deepspeed_recipes.config.read import parse
 from tests import test_zero_config_accelerate, test_zero_config_rules
@@ -195,7 +194,7 @@ def test_a_fix_of_the_yaml_works(number, tmp_path):
 
     def lint(content):
         file.write_text(yaml.safe_dump(content))
-        return accelerate_lint.judge(yaml_file.read(file), file)[0]
+        return accelerate_lint.judge(accelerate_lint.read(file), file)[0]
 
     (found,) = [one for one in lint(config) if one.key == key and what in one.what]
     assert not follow(config, found, lint)

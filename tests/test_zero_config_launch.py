@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from deepspeed_recipes.config.accelerate import lint as accelerate_lint
-from deepspeed_recipes.config.accelerate import read as yaml_file
 from deepspeed_recipes.recipe.project import CONFIGS
 from tests.test_zero_config_accelerate import parallel
 from tests.tiers import tiered
@@ -211,7 +210,7 @@ def findings(tmp_path):
 
     def lint(config):
         file.write_text(yaml.safe_dump(config))
-        return accelerate_lint.judge(yaml_file.read(file), file)[0]
+        return accelerate_lint.judge(accelerate_lint.read(file), file)[0]
 
     return lint
 

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from ..config import edits, formats
 from ..config.accelerate import lint as accelerate
-from ..config.accelerate import read as yaml
 from ..config.formats import Report
 from ..config.lint import ask_deepspeed, describe, judge
-from ..config.model import hidden_size
+from ..config.model import hidden_size, model_config
 from ..config.read import Document, Unreadable, located, parse, read
 from ..config.resolve import Numbers, Unresolvable, resolve
-from ..config.rule import Facts, Finding, model_config
+from ..config.rule import Facts, Finding
 from ..config.rules import hf_trainer
 from ..recipe import files
 from .main import Parser
@@ -139,10 +138,10 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
 
 def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:
     """Check one file and, if it is accelerate's YAML, the DeepSpeed file that it names, for as many ranks."""
-    if Path(file).suffix not in yaml.SUFFIXES:
+    if Path(file).suffix not in accelerate.SUFFIXES:
         return [check(file, facts, arguments)]
     try:
-        document = yaml.read(Path(file))
+        document = accelerate.read(Path(file))
     except Unreadable as error:
         return [unreadable(file, error, arguments)]
     findings, json_file = accelerate.judge(document, Path(file))

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config.lint import first_error, judge
-from ..config.model import hidden_size
+from ..config.model import hidden_size, model_config
 from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
-from ..config.rule import Facts, model_config
+from ..config.rule import Facts
 from ..recipe.errors import UserError
 from ..recipe.project import CONFIGS
 from .main import Parser

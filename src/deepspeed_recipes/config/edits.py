@@ -21,25 +21,23 @@ def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
     """
     unclear = [problem for problem in document.problems if problem.kind in ("duplicate", "not-a-number")]
     if unclear:
-        return document.text, [f"line {problem.line}: not fixed: {_why(problem.kind)}" for problem in unclear]
+        why = {
+            "duplicate": "the key appears twice, and only you know which of the two values is meant; remove the other",
+            "not-a-number": "only you know the number that is meant",
+        }
+        return document.text, [f"line {problem.line}: not fixed: {why[problem.kind]}" for problem in unclear]
     before = judge(document)
     wanted = [finding for finding in before if finding.edits][:MOST]
     template = '"auto"' in json.dumps(document.value)
     fills = [finding for finding in wanted if not template and any(edit.value == "auto" for edit in finding.edits)]
     now = [finding for finding in wanted if finding not in fills]
     text, dropped = _apply(_strict(document), now, judge, _errors(before))
-    why = 'the file has no "auto" yet, and without the Trainer it would no longer load'
-    left = [f"`{finding.key}`: not fixed: {why}" for finding in fills]
+    refused = 'the file has no "auto" yet, and without the Trainer it would no longer load'
+    left = [f"`{finding.key}`: not fixed: {refused}" for finding in fills]
     left += [f"`{finding.key}`: not fixed: with it DeepSpeed would refuse the file" for finding in dropped]
     if document.comments:
         left.append("comments: not removed: move them to another file if the Trainer reads this one")
     return text, left
-
-
-def _why(kind: str) -> str:
-    if kind == "duplicate":
-        return "the key appears twice, and only you know which of the two values is meant; remove the other"
-    return "only you know the number that is meant"
 
 
 def _errors(findings: list[Finding]) -> set[tuple[str, str]]:

@@ -88,17 +88,21 @@ def sarif(reports: list[Report]) -> dict:
     known = {rule.id: f"{rule.cause} {rule.fix}" for rule in RULES}
     used = sorted({note.rule for _, note in notes})
     rules = [{"id": name, "shortDescription": {"text": known.get(name, name)}} for name in used]
-    results = [_result(file, note) for file, note in notes]
+    results = [
+        {
+            "ruleId": note.rule,
+            "level": note.severity,
+            "message": {"text": note.text},
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": file.replace("\\", "/")},
+                        "region": {"startLine": note.line, "startColumn": note.column},
+                    }
+                }
+            ],
+        }
+        for file, note in notes
+    ]
     driver = {"name": "deepspeed-recipes", "rules": rules}
     return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
-
-
-def _result(file: str, note: _Note) -> dict:
-    region = {"startLine": note.line, "startColumn": note.column}
-    place = {"artifactLocation": {"uri": file.replace("\\", "/")}, "region": region}
-    return {
-        "ruleId": note.rule,
-        "level": note.severity,
-        "message": {"text": note.text},
-        "locations": [{"physicalLocation": place}],
-    }

@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from .model import model_config
 from .read import Document, read
-from .rule import Config, Facts, Finding, Hit, Rule, dotted, model_config, shown
+from .rule import Config, Facts, Finding, Hit, dotted, shown
 from .rules import RULES
 
 
@@ -61,15 +62,14 @@ def judge(config: Document | dict, facts: Facts) -> list[Finding]:
     """Return the findings for a parsed file, or for a dictionary, which has no line numbers."""
     seen = Config.of(config) if isinstance(config, Document) else Config(config)
     places = {(problem.key, problem.what): (problem.line, problem.column) for problem in reversed(seen.problems)}
-    findings = [_finding(rule, hit, seen, places) for rule in RULES for hit in rule.check(seen, facts)]
+    findings = []
+    for rule in RULES:
+        for hit in rule.check(seen, facts):
+            line, column = places.get((hit.path, hit.what)) or place(seen, hit)
+            severity, fix = hit.severity or rule.severity, hit.fix or rule.fix
+            at = dotted(hit.path)
+            findings.append(Finding(rule.id, severity, at, line, column, hit.value, hit.what, fix, hit.edits))
     return sorted(findings, key=lambda finding: (finding.severity != "error", finding.line or 0))
-
-
-def _finding(rule: Rule, hit: Hit, config: Config, problems: dict) -> Finding:
-    line, column = problems.get((hit.path, hit.what)) or place(config, hit)
-    severity = hit.severity or rule.severity
-    fix = hit.fix or rule.fix
-    return Finding(rule.id, severity, dotted(hit.path), line, column, hit.value, hit.what, fix, hit.edits)
 
 
 def place(config: Config, hit: Hit) -> tuple[int | None, int | None]:

@@ -8,6 +8,9 @@ import json
 from functools import cache
 from pathlib import Path
 
+from ..recipe.errors import UserError
+from ..recipe.run_folder import read_json
+
 MODEL_TYPES = Path(__file__).with_name("model_types.json")
 DIMENSIONS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "decoder", "generator")
@@ -52,3 +55,17 @@ def hidden_size(model: dict, nested: bool = True) -> int | None:
     if not nested or not isinstance(inner, dict):
         return None
     return hidden_size({"model_type": kind, **inner}, nested=False)
+
+
+def model_config(path: str | Path) -> dict:
+    """Return the `config.json` at `path`, or in the folder `path`.
+
+    Raises:
+        UserError: it cannot be read, or is not a JSON object.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    config = read_json(file)
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: a model's config.json is a JSON object.")
+    return config

@@ -176,20 +176,16 @@ class _Parser:
                 if not stack:
                     return value
                 container, base, opened = stack[-1]
-                if done:
-                    self._store(container, key, value)
+                if done and isinstance(container, list):
+                    container.append(value)
+                elif done and isinstance(container, dict):
+                    container[key[-1]] = value
                 following = self._next_key(container, base, opened, first=not done)
                 if following is not None:
                     key = following
                     break
                 stack.pop()
                 value, key, begin, done = container, base, opened, True
-
-    def _store(self, container: dict | list, key: Key, value: object) -> None:
-        if isinstance(container, list):
-            container.append(value)
-        else:
-            container[key[-1]] = value
 
     def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
         """Move to the next item of `container` and return its key; None if the container is closed."""
@@ -200,7 +196,9 @@ class _Parser:
         if not first:
             comma = self.at
             taken = self._take(",")
-            if not taken and not self._new_line_since(end):
+            # hjson, which DeepSpeed reads, needs no comma before an item on another line.
+            new_line = "\n" in self.text[end : self.at]
+            if not taken and not (new_line and self.text[self.at : self.at + 1] not in ("", "}", "]", ":")):
                 raise self._expected("a comma", closer, opened)
             self._skip(base)
             if not taken:
@@ -213,10 +211,6 @@ class _Parser:
             self.places[key] = self._place(self.at)
             return key
         return self._name(container, base, opened)
-
-    def _new_line_since(self, start: int) -> bool:
-        """Return whether the next item is on another line, where hjson, which DeepSpeed reads, needs no comma."""
-        return "\n" in self.text[start : self.at] and self.text[self.at : self.at + 1] not in ("", "}", "]", ":")
 
     def _name(self, container: dict, base: Key, opened: int) -> Key:
         start = self.at

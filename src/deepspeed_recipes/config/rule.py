@@ -3,11 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-from ..recipe.errors import UserError
-from ..recipe.run_folder import read_json
 from .model import text_model
 from .read import Document, Key, Problem
 
@@ -191,20 +188,6 @@ def shown(value: object) -> str:
     """Return a value as JSON for a message, cut to 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def model_config(path: str | Path) -> dict:
-    """Return the `config.json` at `path`, or in the folder `path`.
-
-    Raises:
-        UserError: it cannot be read, or is not a JSON object.
-    """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: a model's config.json is a JSON object.")
-    return config
 
 
 _NOTHING = object()

@@ -86,6 +86,11 @@ def section(*path: str | int) -> dict | None:
     return node
 
 
+def entry(path: tuple[str | int, ...]) -> dict:
+    """Return the schema's entry for the key at `path`, empty if there is none."""
+    return (section(*path[:-1]) or {"keys": {}})["keys"].get(path[-1], {})
+
+
 def nearest(name: str, known: tuple[str, ...]) -> str | None:
     """Return the known key that `name` is a misspelling of, compared without case, `-` and `_`, or None.
 

@@ -2,12 +2,63 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..lint import place
-from ..read import Document, Unreadable
+from ..read import MAX_BYTES, Document, Key, Problem, Unreadable
 from ..read import read as read_json
 from ..rule import Config, Finding, Hit, dotted
 from . import rules
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def read(path: Path) -> Document:
+    """Parse the file at `path`.
+
+    Raises:
+        Unreadable: no such file, no YAML, or no mapping of keys.
+    """
+    import yaml
+
+    try:
+        text = path.read_text(encoding="utf-8")
+        if len(text) > MAX_BYTES:
+            raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB, which no such file is")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if not isinstance(root, yaml.MappingNode):
+            raise Unreadable("expected keys with values, one `key: value` per line")
+        places: dict[Key, tuple[int, int]] = {}
+        problems: list[Problem] = []
+        _walk(root, (), places, problems, set())
+        return Document(yaml.safe_load(text), places, tuple(problems), text, {}, {})
+    except OSError as error:
+        raise Unreadable(error.strerror or str(error), file=str(path)) from None
+    except UnicodeDecodeError:
+        raise Unreadable("not UTF-8 text", file=str(path)) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
+        raise Unreadable(f"not YAML: {getattr(error, 'problem', None) or error}", line, column, str(path)) from None
+    except Unreadable as error:
+        raise Unreadable(error.what, error.line, error.column, str(path)) from None
+
+
+def _walk(node: Any, path: Key, places: dict[Key, tuple[int, int]], problems: list[Problem], open_: set[int]) -> None:
+    """Note where each key is, and which ones come twice."""
+    import yaml
+
+    if id(node) in open_:
+        raise Unreadable("an alias (*) contains itself", node.start_mark.line + 1, node.start_mark.column + 1)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for name, value in node.value:
+        key, mark = (*path, str(name.value)), name.start_mark
+        if key in places:
+            what = f"`{name.value}` appears twice (first on line {places[key][0]}); accelerate uses the last value"
+            problems.append(Problem("duplicate", key, mark.line + 1, mark.column + 1, None, what, mark.index))
+        places[key] = (mark.line + 1, mark.column + 1)
+        _walk(value, key, places, problems, open_ | {id(node)})
 
 
 def judge(document: Document, path: Path) -> tuple[list[Finding], Path | None]:

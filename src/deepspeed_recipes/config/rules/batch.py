@@ -67,14 +67,10 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
         return
     by = "" if config.has(_ACCUMULATION) or facts.trainer == "plain" else " (which accelerate adds)"
     product = f"micro batch {micro or 'any'} x accumulation {accumulation or 'any'}{by}"
-    product += "" if ranks is None else f" x {_on(ranks)}"
+    product += "" if ranks is None else f" x {ranks} data-parallel rank{'s' * (ranks != 1)}"
     what = f"{shown(train)} is not {'' if whole else 'a multiple of '}{product}"
     fix = f"remove it, or write {right}" if whole else f"write a multiple of {right}"
     yield Hit((_TRAIN,), train, what, fix)
-
-
-def _on(ranks: int) -> str:
-    return f"{ranks} data-parallel rank{'s' if ranks != 1 else ''}"
 
 
 def _ranks(config: Config, facts: Facts) -> int | None:

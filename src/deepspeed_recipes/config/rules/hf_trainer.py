@@ -16,15 +16,10 @@ def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("gradient_clipping",), None, what, 'add "gradient_clipping": "auto"', edits)
 
 
-def _needs_own_optimizer(config: Config) -> bool:
-    """Return whether the config uses ZenFlow or AutoEP, which need an optimizer that DeepSpeed builds."""
-    return isinstance(config.get("zero_optimization", "zenflow"), dict) or bool(
-        config.get("expert_parallel", "enabled")
-    )
-
-
 def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
-    if facts.trainer == "hf" and config.section("optimizer") and not _needs_own_optimizer(config):
+    # ZenFlow and AutoEP need an optimizer that DeepSpeed builds.
+    needed = isinstance(config.zero("zenflow"), dict) or config.get("expert_parallel", "enabled")
+    if facts.trainer == "hf" and config.section("optimizer") and not needed:
         what = "replaces TrainingArguments.optim, and weight decay also applies to norms and biases"
         yield Hit(("optimizer",), config.get("optimizer"), what, "remove the block")
 

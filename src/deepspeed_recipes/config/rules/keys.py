@@ -56,19 +56,13 @@ def _unknown(config: Config) -> list[_Unknown]:
         if path[0] == "bfloat16" and config.get("bf16") is not None:
             continue  # ignored as a whole; `bf16-twice` reports it
         refused = node["unknown"] == "rejected" and value != "auto"
-        found.append(_Unknown(path, value, refused, nearest(name, tuple(node["keys"])), _home(name)))
+        found.append(_Unknown(path, value, refused, nearest(name, tuple(node["keys"])), _homes().get(name)))
     return found
 
 
-def _home(name: str) -> Key | None:
-    """Return the key of this name in another section; None if no section or several sections have one."""
-    homes = _homes().get(name, [])
-    return homes[0] if len(homes) == 1 else None
-
-
 @cache
-def _homes() -> dict[str, list[Key]]:
-    """Return where each name of the schema is a key."""
+def _homes() -> dict[str, Key]:
+    """Return the path of each key name that only one section of the schema has."""
     homes: dict[str, list[Key]] = {}
     pending: list[tuple[Key, dict]] = [((), schema.load()["root"])]
     while pending:
@@ -78,12 +72,12 @@ def _homes() -> dict[str, list[Key]]:
                 homes.setdefault(key, []).append((*path, key))
             if "section" in entry:
                 pending.append(((*path, key), entry["section"]))
-    return homes
+    return {name: paths[0] for name, paths in homes.items() if len(paths) == 1}
 
 
 def _rename(path: Key, right: str, config: Config) -> tuple[Edit, ...]:
     """Return the edit, unless the right key is there already or does not take the value of the wrong one."""
-    entry = (schema.section(*path[:-1]) or {"keys": {}})["keys"].get(right, {})
+    entry = schema.entry((*path[:-1], right))
     taken = right in config.section(*path[:-1])
     return (Edit("rename", path, right),) if not taken and _suits(entry, config.get(*path)) else ()
 

@@ -1,11 +1,12 @@
 """Rules about values: wrong types, unknown words, and "auto" that nobody fills."""
 
 import difflib
+import math
 from collections.abc import Iterator
 
 from .. import schema
 from ..read import Key
-from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
+from ..rule import FAILS_LATER, REJECTED, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
 from ..schema import describe, fits
 
 # Batch sizes depend on each other; rules/batch.py covers them.
@@ -60,19 +61,14 @@ def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
             yield path, value, entry
 
 
-def _is_typed(path: Key) -> bool:
-    """Return whether pydantic reads this field, in which case "auto" means the default."""
-    node = schema.section(*path[:-1]) or {"keys": {}}
-    return "type" in node["keys"].get(path[-1], {})
-
-
 def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, entry in known_keys(config):
         if value == "auto" and "type" in entry:
             continue
         if "type" in entry and not fits(entry["type"], value):
-            nearest = _nearest_value(entry["type"], value)
-            fix = f"did you mean {shown(nearest)}?" if nearest else f"write {describe(entry['type'])}"
+            words = [word for word in entry["type"].get("values", ()) if isinstance(word, str)]
+            close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
+            fix = f"did you mean {shown(close[0])}?" if close else f"write {describe(entry['type'])}"
             yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
         elif not schema.accepts(entry, value):
             yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
@@ -91,12 +87,6 @@ def _accepted(entry: dict) -> str:
         "null": "null",
     }
     return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing; remove the key")
-
-
-def _nearest_value(kind: dict, value: object) -> object:
-    words = [word for word in kind.get("values", ()) if isinstance(word, str)]
-    close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
-    return close[0] if close else None
 
 
 _NEEDED = {
@@ -128,41 +118,92 @@ def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(("data_types", name), value, f"{shown(value)} is not a dtype", f"write {' | '.join(short)}")
 
 
-def _auto_paths(config: Config) -> Iterator[tuple[Key, bool]]:
-    """Yield the path of every "auto", and whether it is in a typed section."""
+def _auto_paths(config: Config) -> Iterator[Key]:
+    """Yield the path of every "auto"."""
     pending: list[tuple[Key, object]] = [((), config.value)]
     while pending:
         path, value = pending.pop()
         if isinstance(value, dict):
             pending.extend(((*path, name), inner) for name, inner in reversed(value.items()))
         elif value == "auto":
-            yield path, _is_typed(path)
+            yield path
 
 
 def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "plain":
         return
-    for path, typed in _auto_paths(config):
-        node = schema.section(*path[:-1]) or {"keys": {}}
-        default = node["keys"].get(path[-1], {}).get("default")
+    for path in _auto_paths(config):
+        entry = schema.entry(path)
+        default = entry.get("default")
         if default == "auto" or dotted(path) in ("datastates_ckpt", "scheduler.type", "optimizer.type"):
             continue
         if path[-1] in BATCH_KEYS:
             continue  # DeepSpeed rejects it: rules/batch.py
-        effect = f"is read as {shown(default)}" if typed else "stays the string `auto`, which nothing can use"
+        # pydantic reads a field with a type, and takes its default for "auto".
+        effect = f"is read as {shown(default)}" if "type" in entry else "stays the string `auto`, which nothing can use"
         yield Hit(path, "auto", f'"auto" has a meaning only for the Hugging Face Trainer; here it {effect}')
 
 
 def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf":
         return
-    for path, _ in _auto_paths(config):
+    for path in _auto_paths(config):
         if dotted(path) not in FILLED:
-            node = schema.section(*path[:-1]) or {"keys": {}}
-            own = node["keys"].get(path[-1], {}).get("default") == "auto"
+            own = schema.entry(path).get("default") == "auto"
             fix = "remove it; it is the default" if own else "write the value"
             edits = (Edit("remove", path),) if own else ()
             yield Hit(path, "auto", f"the Trainer has no value for `{dotted(path)}` and stops", fix, edits)
+
+
+def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in known_keys(config):
+        default = entry.get("default")
+        untyped_number = "type" not in entry and isinstance(default, (int, float))
+        if not untyped_number or isinstance(default, bool) or not isinstance(value, (str, list, dict)):
+            continue
+        if value == "auto" or not schema.accepts(entry, value):
+            continue
+        try:
+            number = float(value) if isinstance(value, str) else math.nan
+        except ValueError:
+            number = math.nan
+        if number.is_integer() and "." not in str(value):
+            number = int(number)
+        finite = math.isfinite(number)
+        edits = (Edit("set", path, number),) if finite else ()
+        fix = f"write {number if finite else default}"
+        yield Hit(
+            path, value, f"{shown(value)} is accepted as it is and fails later, where a number is needed", fix, edits
+        )
+
+
+def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, value, entry in known_keys(config):
+        if "type" in entry or not isinstance(entry.get("default"), bool) or not isinstance(value, str):
+            continue
+        if value.lower() in ("false", "no", "off", "0") and schema.accepts(entry, value):
+            what = f"the string {shown(value)} counts as true, like every string that is not empty"
+            yield Hit(path, value, what, "write false", (Edit("set", path, False),))
+
+
+_READ_BY_TRAINER = (
+    ("zero_optimization", "stage"),
+    ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"),
+    ("bf16", "enabled"),
+    ("fp16", "enabled"),
+)
+"""Typed keys that transformers or accelerate look up themselves, without pydantic."""
+
+
+def _text_for_trainer(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path in _READ_BY_TRAINER if facts.trainer == "hf" else ():
+        value = config.text(*path)
+        entry = schema.load()["root"]["keys"][path[0]]["section"]["keys"][path[1]]
+        if value in (None, "auto") or not fits(entry["type"], value):
+            continue
+        right = int(float(value)) if path[1] == "stage" else value.lower() in TRUE_TEXTS
+        what = f"DeepSpeed reads {shown(right)}, but the Trainer compares the string {shown(value)}"
+        yield Hit(path, value, what, f"write {shown(right)}", (Edit("set", path, right),))
 
 
 RULES = (
@@ -219,5 +260,34 @@ RULES = (
         'accelerate fills every "auto" in the config and stops at one that it has no value for.',
         "Write the value.",
         _auto_unfilled,
+    ),
+    Rule(
+        "text-for-number",
+        "error",
+        FAILS_LATER,
+        "\"'>' not supported between instances of 'str' and 'float'\" in the first optimizer step",
+        "The number is in quotes; sections without types keep it as a string until it is used.",
+        "Remove the quotes.",
+        _text_for_number,
+    ),
+    Rule(
+        "text-for-truth",
+        "error",
+        WRONG,
+        'a switch set to the string "false" is on',
+        "Outside the typed sections DeepSpeed tests values for emptiness, and only the empty string is empty.",
+        "Write false without quotes.",
+        _text_for_truth,
+    ),
+    Rule(
+        "text-for-trainer",
+        "error",
+        WRONG,
+        '"Please correct the following DeepSpeed config values that mismatch TrainingArguments"; or the Trainer '
+        "does not notice ZeRO-3, and every rank loads the whole model",
+        'DeepSpeed\'s typed sections understand "3" and "true"; the Trainer and accelerate look these keys up '
+        "themselves, where a string is neither 3 nor true.",
+        "Remove the quotes.",
+        _text_for_trainer,
     ),
 )

@@ -96,13 +96,10 @@ def _file_system(path: str) -> str:
 
 
 def _gds(config: Config, facts: Facts) -> Iterator[Hit]:
-    if config.get("aio") and config.get("aio", "use_gds") and not _has_cuda():
-        yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, which this machine lacks")
-
-
-def _has_cuda() -> bool:
     wanted = os.environ.get("DS_ACCELERATOR")
-    return wanted == "cuda" or (wanted is None and Path("/proc/driver/nvidia").exists())
+    cuda = wanted == "cuda" or (wanted is None and Path("/proc/driver/nvidia").exists())
+    if config.get("aio", "use_gds") and not cuda:
+        yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, which this machine lacks")
 
 
 def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:

@@ -25,15 +25,12 @@ def _client_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "device")
     forced = config.get("zero_force_ds_cpu_optimizer", default=True)
     offloaded = config.offload_device("offload_optimizer")
-    if facts.trainer == "plain" and offloaded and config.stage in (1, 2, 3) and forced and not _builds(config):
+    built = config.text("optimizer", "type") is not None
+    if facts.trainer == "plain" and offloaded and config.stage in (1, 2, 3) and forced and not built:
         what = (
             "without an `optimizer` block, initialize refuses every optimizer but DeepSpeedCPUAdam and DeepSpeedCPULion"
         )
         yield Hit(path, offloaded, what, "pass one of them, or add an `optimizer` block")
-
-
-def _builds(config: Config) -> bool:
-    return config.text("optimizer", "type") is not None
 
 
 def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:

@@ -1,9 +1,12 @@
 """Rules about the `optimizer` and `scheduler` blocks: what DeepSpeed can build, and what it can be combined with."""
 
+import difflib
+import math
 from collections.abc import Iterator
 
 from .. import schema
-from ..rule import FAILS_LATER, Config, Edit, Facts, Hit, Rule
+from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..schema import describe, fits
 
 _ZERO = "zero_optimization"
 
@@ -85,6 +88,89 @@ def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("scheduler", "type"), name, what, "remove `scheduler`, and step it yourself, in your loop")
 
 
+_Call = tuple[tuple[str, str], str, dict]
+"""Path of the arguments, the class, and its parameters."""
+
+
+def _calls(config: Config) -> Iterator[_Call]:
+    """Yield the classes that DeepSpeed builds; one that is unknown is the subject of other rules."""
+    optimizer, scheduler = config.text("optimizer", "type") or "", config.text("scheduler", "type") or ""
+    known = schema.load()
+    parameters = _optimizer_parameters(config, optimizer.lower()) or known["torch_optimizers"].get(optimizer)
+    if parameters:
+        yield ("optimizer", "params"), optimizer, parameters
+    parameters = known["schedulers"].get(scheduler) or known["torch_schedulers"].get(scheduler)
+    if parameters:
+        yield ("scheduler", "params"), scheduler, parameters
+
+
+def _optimizer_parameters(config: Config, name: str) -> dict | None:
+    """Return the parameters of one of DeepSpeed's optimizers, which another class implements if it is offloaded."""
+    classes = schema.load()["optimizer_parameters"].get("adam" if name == "adamw" else name)
+    if classes is None:
+        return None
+    if "torch" in classes and config.get("optimizer", "params", "torch_adam"):
+        return classes["torch"]
+    return classes["cpu" if "cpu" in classes and config.offload_device("offload_optimizer") else "gpu"]
+
+
+def _unknown(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, name, parameters in _calls(config):
+        given = config.section(*path)
+        for parameter, value in given.items():
+            if parameter in parameters or parameter == "max_grad_norm":
+                continue
+            near = difflib.get_close_matches(parameter.lower(), parameters, n=1, cutoff=0.8)
+            fix = f"did you mean `{near[0]}`?" if near else f"{name} has {', '.join(parameters)}"
+            kind = near and parameters[near[0]]["type"]
+            edits = (Edit("rename", (*path, parameter), near[0]),) if kind and fits(kind, value) else ()
+            what = f"{name} has no parameter `{parameter}`"
+            yield Hit((*path, parameter), value, what, fix, () if near and near[0] in given else edits)
+
+
+def _value(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, _, parameters in _calls(config):
+        for parameter, value in config.section(*path).items():
+            kind = parameters.get(parameter, {}).get("type")
+            if kind is None or value == "auto" or fits(kind, value):
+                continue
+            right = _meant(kind, value)
+            fix = f"write {describe(kind)}" if right is None else f"write {shown(right)}"
+            edits = () if right is None else (Edit("set", (*path, parameter), right),)
+            yield Hit((*path, parameter), value, f"{shown(value)} is not {describe(kind)}", fix, edits)
+
+
+def _meant(kind: dict, value: object) -> object:
+    """Return the value that quotes or an exponent hide: 1e-5 for "1e-5", 100 for 1e2; None if there is none."""
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        right: object = value.lower() == "true"
+    else:
+        try:
+            number = float(value) if isinstance(value, (str, float)) else math.inf
+        except ValueError:
+            return None
+        right = int(number) if abs(number) < 2**53 and number.is_integer() else number
+    return right if fits(kind, right) and right != math.inf else None
+
+
+def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
+    for path, name, parameters in _calls(config):
+        for parameter, entry in parameters.items():
+            if entry["required"] and not config.has(*path, parameter):
+                auto = facts.trainer == "hf" and parameter == "total_num_steps"
+                fix = f'add "{parameter}": "auto"' if auto else f"add `{parameter}`"
+                edits = (Edit("set", (*path, parameter), "auto"),) if auto else ()
+                yield Hit((*path, parameter), None, f"{name} cannot be built without `{parameter}`", fix, edits)
+
+
+def _rate(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = ("optimizer", "params", "lr")
+    if facts.trainer == "hf" and config.text("optimizer", "type") and not config.has(*path):
+        default = "DeepSpeed's default, 1e-3 for most optimizers"
+        edits = (Edit("set", path, "auto"),) if config.has(*path[:2]) else ()
+        yield Hit(path, None, f"the learning rate is {default}, whatever learning_rate is", 'add "lr": "auto"', edits)
+
+
 RULES = (
     Rule(
         "torch-schedule",
@@ -139,5 +225,42 @@ RULES = (
         "The name is looked up when the engine is built, first in DeepSpeed's list, then in torch.",
         "Use an existing schedule.",
         _scheduler,
+    ),
+    Rule(
+        "unknown-parameter",
+        "error",
+        FAILS_LATER,
+        "\"TypeError: FusedAdam.__init__() got an unexpected keyword argument 'learning_rate'\"",
+        "`params` are the arguments of the class that `type` names; offload takes another class than the GPU.",
+        "Use the class's own names.",
+        _unknown,
+    ),
+    Rule(
+        "parameter-value",
+        "error",
+        FAILS_LATER,
+        "\"warmup_num_steps must be a positive integer, got 0\", \"'<' not supported between instances of 'str' and "
+        '\'float\'", "multi_tensor_adam(): incompatible function arguments"; or the loss becomes NaN',
+        "`params` reach the class as they are: a number in quotes stays a string, and 1e2 is not a whole number.",
+        "Write a number in the range.",
+        _value,
+    ),
+    Rule(
+        "parameter-missing",
+        "error",
+        FAILS_LATER,
+        "\"TypeError: WarmupDecayLR.__init__() missing 1 required positional argument: 'total_num_steps'\"",
+        "The class has no default for it, and the Trainer fills only keys that are present.",
+        "Add it.",
+        _missing,
+    ),
+    Rule(
+        "learning-rate-missing",
+        "warning",
+        WRONG,
+        "learning_rate= has no effect",
+        "The Trainer fills only keys that are present, and DeepSpeed's optimizers have a default.",
+        'Add "lr": "auto".',
+        _rate,
     ),
 )

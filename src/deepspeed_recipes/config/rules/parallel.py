@@ -129,19 +129,15 @@ def _expert_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
 def _expert_version(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf" or not _expert(config):
         return
-    version = _version("transformers")
-    if version and version >= (5, 23) and schema.installed_version() == _TESTED_DEEPSPEED:
-        text = ".".join(map(str, version))
+    try:
+        version = metadata.version("transformers")
+        recent = tuple(int(part) for part in version.split(".")[:2]) >= (5, 23)
+    except (metadata.PackageNotFoundError, ValueError):
+        return
+    if recent and schema.installed_version() == _TESTED_DEEPSPEED:
+        text = ".".join(version.split(".")[:2])
         what = f"DeepSpeed {_TESTED_DEEPSPEED} cannot replace the experts of transformers {text}"
         yield Hit(_EXPERT, _expert(config), what, "install transformers 5.22")
-
-
-def _version(package: str) -> tuple[int, ...] | None:
-    try:
-        parts = metadata.version(package).split(".")
-        return tuple(int(part) for part in parts[:2])
-    except (metadata.PackageNotFoundError, ValueError):
-        return None
 
 
 def _deepcompile(config: Config, facts: Facts) -> Iterator[Hit]:
