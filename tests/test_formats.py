@@ -172,7 +172,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_judged_answers_are_not_taken_for_answers_to_imitate(label, method):
     row = {"prompt": "Hi?", "completion": "Go away.", "label": label}
-    with pytest.raises(UserError, match="answers that were judged \\(KTO\\)"):
+    with pytest.raises(UserError, match="answers that were judged good or bad \\(KTO\\)"):
         formats.form_of("here", row, method)
     assert formats.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
     assert formats.form_of("here", row | {"label": "billing"}, "sft") == "prompt_completion"
@@ -392,16 +392,16 @@ MISTAKES = {
     "video": (line(messages=SHORT, videos=["a.mp4"]), "sft", "'videos' holds video, which no recipe reads"),
     "image beside text": (line(prompt="a", completion="b", image="a.png"), "sft", "model.vision=true"),
     "image to classify": (line(text="a", label="b", image="a.png"), "classify", "'image' holds images"),
-    "place of an image": (line(messages=[user("<image>\nHi?"), assistant("b")]), "sft", "the place of a file, <image>"),
-    "place in a prompt": (line(instruction="Hi?\n<image>", output="b"), "sft", "the place of a file, <image>"),
+    "place of an image": (line(messages=[user("<image>\nHi?"), assistant("b")]), "sft", "has a placeholder, <image>"),
+    "place in a prompt": (line(instruction="Hi?\n<image>", output="b"), "sft", "has a placeholder, <image>"),
     "passage of another kind": (line(prompt="a", completion="b", context=["c"]), "sft", "'context' must be a string"),
     "two names": (line(prompt="a", completion="b", label=True, kto_tag=True), "kto", "'kto_tag' and 'label' mean"),
     "answer not to learn": (
         line(prompt="a", chosen=[assistant("b", train=False)], rejected="c"),
         "dpo",
-        "a flag leaves this answer out of the loss",
+        "a flag excludes this answer from the loss",
     ),
-    "judged conversation": (line(messages=SHORT, kto_tag=False), "sft", "answers that were judged (KTO)"),
+    "judged conversation": (line(messages=SHORT, kto_tag=False), "sft", "answers that were judged good or bad (KTO)"),
     "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
     "arguments": (
         line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]),
@@ -417,7 +417,11 @@ MISTAKES = {
     "second row": (line(instruction="a", output="b") + "\n" + line(prompt="a"), "sft", ":2: the field 'instruction'"),
     "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
     "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),
-    "another name": (line(question="q", chosen="a", rejected="b"), "dpo", "'rejected'; data.columns=NAME:prompt says"),
+    "another name": (
+        line(question="q", chosen="a", rejected="b"),
+        "dpo",
+        "'rejected'; name the right one with data.columns=NAME:prompt",
+    ),
     "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must continue the prompt"),
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),

@@ -65,7 +65,7 @@ def train(ranks, run, recipe, log):
 
 
 @pytest.mark.parametrize(
-    "method, hint", [("sft", "no trained weight takes part"), ("grpo", "did the rewards of the ans")]
+    "method, hint", [("sft", "depends on no trained weight"), ("grpo", "all answers of a group got the same")]
 )
 def test_updates_without_a_gradient_are_named_once(tmp_path, capsys, method, hint):
     recipe = pages.find("tiny", "full" if method == "sft" else method)

@@ -282,7 +282,7 @@ def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, str
         assert source.unread == {"id": ids, "source": 1, "turns.mood": ids}
         assert "unread" not in (source.examples.column_names or ())
         line = source.unread_line("{{ message.mood }}")
-        assert line.endswith(f"keys that nothing reads, and in how many examples they are: id ({ids}), source (1)")
+        assert line.endswith(f"keys that nothing reads, with their numbers of examples: id ({ids}), source (1)")
         assert f"turns.mood ({ids})" in source.unread_line("{{ message.content }}")
 
 
@@ -358,7 +358,7 @@ def test_too_few_examples_to_hold_some_out_are_said_with_what_holds_some_out(tmp
     recipe = replace(recipe, data=replace(recipe.data, validation_share="auto"))
     assert load.read_examples(recipe)[1] is None
     said = capsys.readouterr().out
-    assert "held out: none, and 5% of 5 is less than one, so nothing will show" in said
+    assert "held out: none, and 5% of 5 is less than one, so nothing will measure" in said
     assert "data.validation_share=0.2 holds out a fifth" in said
     mended = replace(recipe, data=replace(recipe.data, validation_share=0.2))
     assert len(load.read_examples(mended)[1]) == 1

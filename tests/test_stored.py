@@ -131,7 +131,7 @@ def test_a_tensor_without_a_place_in_a_layer_is_refused(model):
 def test_a_head_beside_a_tied_embedding_is_refused_unless_it_is_the_same(model):
     config = read_json(model / "config.json")
     write_json(model / "config.json", config | {"tie_word_embeddings": True})
-    with pytest.raises(UserError, match=r"tie_word_embeddings=true, and the files hold a lm_head\.weight"):
+    with pytest.raises(UserError, match=r"tie_word_embeddings=true, but the files hold a lm_head\.weight"):
         load.load_model(small(model, "unread"))
     rewrite(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     assert load.load_model(small(model, "unread"))

@@ -99,7 +99,7 @@ def test_a_template_without_blocks_is_refused_where_the_data_reasons():
         ):
             tokens_and_learned("llama3", [FIRST, answer("Yes.")], how)
     assert REASON not in tokens_and_learned("llama3", [FIRST, answer("Yes.")], "strip")[0]
-    with pytest.raises(UserError, match=r"no reasoning block that is known, so data\.thinking=read has nothing"):
+    with pytest.raises(UserError, match=r"no known reasoning block, so data\.thinking=read has nothing"):
         tokens_and_learned("gptoss", [FIRST, answer("Yes.") | {"thinking": REASON}], "read")
 
 

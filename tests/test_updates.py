@@ -31,8 +31,8 @@ def size(documents, sequences):
 def test_too_few_updates_are_said_with_what_mends_them():
     recipe = pages.find("llama3-1b", "lora")
     assert updates.advice(recipe, size(60, 1), world_size=1) == (
-        "warning: 60 examples in 1 sequence: 1 update per epoch, 1 in all; a global batch is 64 sequences. So few "
-        "teach a model little; use packing=false global_batch_size=5, or epochs=12."
+        "warning: 60 examples in 1 sequence: 1 update per epoch, 1 in all; a global batch is 64 sequences. This "
+        "teaches a model little; use packing=false global_batch_size=5, or epochs=12."
     )
     names, numbers = updates.table(recipe, size(60, 1))
     assert re.split(r"\s\s+", names) == [
@@ -68,7 +68,7 @@ def test_a_warm_up_longer_than_the_run_is_named():
     for kind in ("linear", "cosine", "constant_with_warmup"):
         (line,) = updates.left_out(replace(recipe, schedule=Schedule(kind, 500)), size(380, 127))
         assert "schedule.warmup=500: the learning rate rises for 500 updates and the run has 16, so it never" in line
-        assert "gets to 0.002" in line
+        assert "reaches 0.002" in line
     for enough in (Schedule("constant", 500), Schedule("cosine", 16), Schedule("cosine", 0.5), Schedule("cosine", 0)):
         assert updates.left_out(replace(recipe, schedule=enough), size(380, 127)) == [], enough
 

@@ -148,5 +148,5 @@ def test_there_are_none_where_they_would_be_wrong(tmp_path, models, conversation
     file = deepspeed_file.read(str(ROOT / "configs" / recipe.deepspeed))
     assert not training_run.measures_layers(recipe, file)
     assert training_run.measures_layers(replace(recipe, layout=Layout()), file)
-    with pytest.raises(UserError, match="layer_stats=true: not under tensor parallelism"):
+    with pytest.raises(UserError, match="layer_stats=true does not work with tensor parallelism"):
         training_run.measures_layers(replace(recipe, layer_stats=True), file)

@@ -329,7 +329,7 @@ def test_a_poisoned_checkpoint_runs_no_code(ranks, tmp_path, whole, case, file):
     processes[0].kill()
     assert processes[1].exitcode == 2
     said = read_logs(tmp_path / "log")[1]
-    assert "not loaded, since one of its files stores" in said and "mkdir" in said and "Traceback" not in said
+    assert "not loaded: one of its files contains" in said and "mkdir" in said and "Traceback" not in said
     assert not (tmp_path / "attacked").exists()
 
 

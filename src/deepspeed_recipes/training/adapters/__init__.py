@@ -1,1 +1,1 @@
-"""Low-rank adapters: how they are added to a model, how they start, and how their layers compute."""
+"""Low-rank adapters: adding them to a model, their initial values, and the computation of their layers."""

@@ -1,4 +1,4 @@
-"""LoRA, QLoRA and DoRA: what is frozen, in which form, and what is trained on top of it."""
+"""LoRA, QLoRA and DoRA: freezes or quantises the base model and adds the weights that are trained."""
 
 import math
 import zlib
@@ -16,16 +16,16 @@ from ..vision.tower import NAMES as VISION
 from . import fused, pissa
 
 HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
-"""Modules that stay in the training dtype in a model that sees, as transformers matches them from the first letter."""
+"""Modules of a vision-language model that keep the training dtype; transformers matches the whole name."""
 
 
 def nf4(dtype: torch.dtype, kept: Sequence[str] | None = None) -> BitsAndBytesConfig:
     """Return QLoRA's 4-bit quantisation (arXiv:2305.14314): NF4 with double quantisation.
 
-    `kept` names the modules that are not quantised; None: the head alone.
+    `kept` names the modules that are not quantised; None keeps only the head.
 
-    The packed bytes are stored as the training dtype: DeepSpeed casts every floating parameter to that dtype, which
-    would convert bytes stored as another one as if they were numbers.
+    The packed bytes are stored as the training dtype: DeepSpeed casts every floating-point parameter to that dtype, and
+    would convert bytes of another dtype as if they were numbers.
     """
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -50,7 +50,7 @@ def add(
     Args:
         model: of the kind that the method trains.
         lora: the adapters.
-        seed: of their random values.
+        seed: for their random values.
         scores: the model scores sequences: a reward model or a classifier.
         embeds: the model has no head.
         excluded: modules without adapters, as a regular expression.
@@ -83,7 +83,7 @@ def add(
 def _fused_layers(model: PreTrainedModel) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
     if not getattr(model, "is_loaded_in_4bit", False):
         return fused.LAYERS
-    from . import fused_4bit  # and with it bitsandbytes
+    from . import fused_4bit  # which imports bitsandbytes
 
     return fused_4bit.LAYERS
 
@@ -91,13 +91,13 @@ def _fused_layers(model: PreTrainedModel) -> dict[type[torch.nn.Module], type[to
 def _start_by_name(adapted: PeftModel, seed: int) -> None:
     """Initialise each adapter with random values that depend only on its name and the seed.
 
-    PEFT draws them in sequence, so a stage of a pipeline, which has other layers, would get different ones.
+    PEFT draws them in sequence, so a stage of a pipeline, which has other layers, would get different values.
     """
     for name, parameter in adapted.named_parameters():
         if "lora_A" in name and not parameter.is_meta:
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
                 drawn = torch.empty(parameter.shape)
-                if drawn.numel():  # under ZeRO-3 the others only take part
+                if drawn.numel():  # under ZeRO-3 the other ranks only take part
                     torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT does
                 parameter.data.copy_(drawn)

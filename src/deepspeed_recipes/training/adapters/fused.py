@@ -18,8 +18,8 @@ from torch.nn.functional import linear
 class DownProjection(torch.autograd.Function):
     """The input and its product with A; in the backward pass the adapter's share joins the base layer's gradient.
 
-    The base layer has to read the input that is returned, and nothing else may: only then is the gradient that arrives
-    for it the base layer's own, freshly computed and read by nobody else, and can be added to in place.
+    Only the base layer may read the returned input: only then is the gradient that arrives for it the base layer's
+    alone, freshly computed and read by nothing else, so that it can be added to in place.
     """
 
     @staticmethod
@@ -55,8 +55,8 @@ class UpProjection(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, reduced: Tensor, up: Tensor, scaling: float) -> Tensor:
         """Return the sum, [..., out], in the place of the base layer's output.
 
-        Not marked as changed: of an output that is a view, as that of a layer with a bias, autograd would copy the
-        gradient twice. Where somebody has kept the output for a backward pass, autograd still notices and raises.
+        Not marked as changed: if the output is a view, as in a layer with a bias, autograd would copy the gradient
+        twice. If anything else has kept the output for a backward pass, autograd still detects that and raises.
 
         Args:
             ctx: autograd's.
@@ -86,22 +86,22 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    return torch.addmm(left.new_empty(1, 1), left, right, beta=0, alpha=scale)  # beta=0: the first one is not read
+    return torch.addmm(left.new_empty(1, 1), left, right, beta=0, alpha=scale)  # with beta=0 the empty tensor is unread
 
 
 class Fused(LoraLayer):
-    """What `FusedLinear` and `FusedLinear4bit` add to PEFT's layers."""
+    """Fused computation that `FusedLinear` and `FusedLinear4bit` add to PEFT's layers."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Return the layer's output for x, [..., in]; PEFT computes what is not a single plain adapter in x's dtype."""
+        """Return the layer's output for x, [..., in]; PEFT computes all but a single plain adapter in x's dtype."""
         name = None if arguments or options else self._plain_adapter(x)
         if name is None:
             return super().forward(x, *arguments, **options)
-        # Of modules that are not called; ZeRO-3 gathers them for this layer once it has seen it read them.
+        # The adapter's modules are not called; ZeRO-3 gathers their weights for this layer after the first read.
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
         dropout = self.lora_dropout[name]
         drops = isinstance(dropout, torch.nn.Dropout) and dropout.training
-        if drops or not x.requires_grad:  # the base layer's gradient is of another tensor, or is not wanted
+        if drops or not x.requires_grad:  # the base layer's gradient is for another tensor, or is not needed
             reduced = self.lora_A[name](dropout(x))
         else:
             x, reduced = DownProjection.apply(x, down)
@@ -123,4 +123,4 @@ class FusedLinear(Fused, Linear):
 
 
 LAYERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: FusedLinear}
-"""What replaces PEFT's layers, by the layers that they adapt; PEFT takes the first that fits."""
+"""Replacements of PEFT's layers, by the layers that they adapt; PEFT takes the first match."""

@@ -1,4 +1,4 @@
-"""Fused LoRA on 4-bit weights. It imports bitsandbytes, which runs without such weights do not."""
+"""Fused LoRA on 4-bit weights. It imports bitsandbytes, which runs without such weights do not need."""
 
 from bitsandbytes.nn import Linear4bit
 from peft.tuners import lora
@@ -12,4 +12,4 @@ class FusedLinear4bit(fused.Fused, lora.Linear4bit):
 
 
 LAYERS: dict[type[nn.Module], type[nn.Module]] = {Linear4bit: FusedLinear4bit, **fused.LAYERS}
-"""`fused.LAYERS` of a model with 4-bit weights, whose layers are linear ones, too."""
+"""`fused.LAYERS` for a model with 4-bit weights, whose layers are linear layers too."""

@@ -1,7 +1,7 @@
 """PiSSA (Meng et al. 2024, arXiv:2404.02948): adapters that start as a weight's largest singular values.
 
-What they take is taken out of the weight, so the frozen model is not the one in the files any more. The export is
-therefore an ordinary adapter of twice the rank on that model: the trained one less the one that it started as.
+The initial adapters are subtracted from the weights, so the frozen model differs from the model in the files. The
+export is therefore an ordinary adapter of twice the rank on that model: the trained adapter minus the initial one.
 """
 
 import math
@@ -22,14 +22,14 @@ SIDES = {"lora_A": 0, "lora_B": 1}
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Let PEFT's fast decomposition draw the same numbers on every rank, and again when a run is resumed."""
+    """Make PEFT's fast decomposition draw the same numbers on every rank, and again when a run is resumed."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
 
 
 def remember(model: PeftModel) -> None:
-    """Keep what the adapters are now beside them, in buffers that no checkpoint holds."""
+    """Store the adapters' current values next to them, in buffers that no checkpoint contains."""
     for layer in _layers(model).values():
         for side in SIDES:
             weight = getattr(layer, side)[model.active_adapter].weight
@@ -37,7 +37,7 @@ def remember(model: PeftModel) -> None:
 
 
 def export(model: PeftModel, folder: Path) -> None:
-    """Change the adapter that was written to `folder` into one on the unchanged base model, of twice the rank.
+    """Convert the adapter in `folder` into an adapter of twice the rank on the unchanged base model.
 
     W + s (B A - B0 A0) = W + s [B, -B0] [A; A0], and the scale s, alpha / rank or alpha / sqrt(rank), stays the same.
     """

@@ -1,1 +1,1 @@
-"""The data: read, converted, tokenized, packed and described."""
+"""Reads, converts, tokenizes, packs and describes the data."""

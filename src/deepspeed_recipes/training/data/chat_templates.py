@@ -1,4 +1,4 @@
-"""Chat templates: which one a run uses, and how it marks the assistant's tokens for the loss."""
+"""Chat templates: chooses a run's template, and marks the assistant's tokens in it for the loss."""
 
 import contextlib
 import copy
@@ -28,22 +28,22 @@ Turns = list[dict[str, Any]]
 Marked = tuple[list[int], list[bool]]
 """Tokens, and whether each is the assistant's."""
 Rendered = tuple[str, list[tuple[int, int]]]
-"""A conversation as text, and where in it the assistant speaks."""
+"""A conversation as text, and the spans in it that the assistant writes."""
 Mark = Callable[..., Marked]
 """Called with a conversation's turns, tools, and arguments of the template, or None."""
 
 RENDER_SECONDS = 10.0
-"""How long a template may take for a conversation, or a probe; those in use take milliseconds."""
+"""Time limit of a template for a conversation or a probe; templates in use take milliseconds."""
 RENDER_BYTES = 2**31
-"""How much memory it may take beside what the process has; those in use take kilobytes."""
+"""Memory limit of a template in addition to the process's own; templates in use take kilobytes."""
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
-"""The project's own, for base models."""
+"""The project's own template, for base models."""
 _TOOL_USE, _OTHERWISE = "{% if tools %}", "{# without tools #}{% else %}"
-"""Before and between two templates that become one."""
+"""Text before and between two templates that are joined."""
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with a pad token and the chat template that the recipe asks for.
+    """Return the model's tokenizer, with a pad token and the recipe's chat template.
 
     Raises:
         UserError: the folder or Hub id has none, or the template cannot be read.
@@ -52,7 +52,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(cannot_load("tokenizer", recipe, error)) from error
-    if tokenizer.pad_token is None:  # attention masks it, so any token will do
+    if tokenizer.pad_token is None:  # attention masks it, so any token works
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
         tokenizer.pad_token = next(token for token in spare if token is not None)
     choose(recipe, tokenizer)
@@ -62,10 +62,10 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tokens without rows in the embeddings; special ones only where the template or the tokenizer adds them.
+    """Refuse tokens without rows in the embeddings; special tokens only where the template or the tokenizer adds them.
 
     Raises:
-        UserError: names both numbers.
+        UserError: the message has both numbers.
     """
     folder = stored.folder_of(recipe.model.path)
     if folder is None:
@@ -77,21 +77,21 @@ def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a conversation, so that a template that never ends is noticed in every method.
+    """Render a conversation, so that a template that never ends is detected with every method.
 
     Raises:
         UserError: it does not end in time.
     """
     if tokenizer.chat_template is None:
         return
-    # A template may refuse this conversation; what it is used for will say why.
+    # A template may refuse this conversation; its actual use will report why.
     with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(f"model.path={recipe.model.path}"):
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
 
 
 @contextlib.contextmanager
 def bounded(where: str) -> Iterator[None]:
-    """Stop a template that does not end: the sandbox that it runs in has no limit of its own.
+    """Stop a template that does not end: its sandbox has no limit of its own.
 
     Raises:
         UserError: it takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES.
@@ -103,11 +103,11 @@ def bounded(where: str) -> Iterator[None]:
             "model.chat_template."
         )
 
-    if threading.current_thread() is not threading.main_thread():  # signals reach only that one
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         yield
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    # Read directly, since this is done for every conversation: psutil takes twice as long, 85 us.
+    # Read directly, since this runs for every conversation: psutil takes twice as long, 85 us.
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + RENDER_BYTES
     previous = signal.signal(signal.SIGALRM, stop)
@@ -124,7 +124,7 @@ def bounded(where: str) -> Iterator[None]:
 
 
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer the template that `model.chat_template` asks for; the export then carries it too.
+    """Give the tokenizer the template set by `model.chat_template`; the export then includes it.
 
     Raises:
         UserError: a template file that cannot be read, or is not Jinja.
@@ -138,9 +138,9 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
                 "is the default; save the right one to a file, and name that file: model.chat_template=FILE."
             )
         tokenizer.chat_template = named["default"]
-        if "tool_use" in named:  # transformers takes it where an example has tools
+        if "tool_use" in named:  # transformers uses it where an example has tools
             both = [named[name].removesuffix("\n") for name in ("tool_use", "default")]
-            if len({*map(has_generation_markers, both)}) == 1:  # else one of them would have nothing to learn
+            if len({*map(has_generation_markers, both)}) == 1:  # otherwise one of them would mark nothing to learn
                 tokenizer.chat_template = _TOOL_USE + _OTHERWISE.join(both) + "{% endif %}"
     elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
         tokenizer.chat_template = CHATML
@@ -156,8 +156,8 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
     """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
 
-    The marks come from the template itself, from TRL's version of it, or, where TRL has none, from rendering it turn by
-    turn. All put a thinking model's empty think block into the loss, since the model has to write it before its answer.
+    The marks come from the template itself, from TRL's version of it or, where TRL has none, from rendering it turn by
+    turn. All three put a thinking model's empty think block into the loss, since the model has to write it first.
 
     Raises:
         UserError: the tokenizer has no template, or none of the three shows where the assistant's turns end.
@@ -208,9 +208,9 @@ def renderer(
 ) -> tuple[str, Callable[..., Rendered]]:
     """Return the template that a run trains with, and the function that renders a conversation in it.
 
-    It returns the text, in which control tokens that people wrote are marked (`ControlTokens.encode` reads that), and
-    where the assistant speaks in turns that are learned. See `marker` for how that is found. `images` are the tokens in
-    whose place the model sees an image; in the text of an example such a token is text.
+    The function returns the text, in which control tokens that people wrote are marked (for `ControlTokens.encode`),
+    and the spans of the assistant's turns that are learned, found as in `marker`. `images` are the tokens that
+    represent an image in the model's input; in the text of an example such a token is text.
 
     Raises:
         UserError: see `marker`.
@@ -243,20 +243,20 @@ def _with_spans(
     if left_out := _left_out(messages):
         owned = owners(messages, tools, render)
         if len(owned) != len(spans):
-            raise UserError("it divides the assistant's turns by what they say, so none can be left out of the loss")
+            raise UserError("it divides the assistant's turns by their content, so none can be excluded from the loss")
         spans = [span for span, number in zip(spans, owned, strict=True) if number not in left_out]
     return chat, spans
 
 
 def _left_out(messages: Turns) -> set[int]:
-    """Return the numbers of the turns that stay out of the loss."""
+    """Return the numbers of the turns that are excluded from the loss."""
     return {number for number, turn in enumerate(messages) if turn.get("train") is False}
 
 
 def _turn_by_turn(
     tokenizer: PreTrainedTokenizerBase, known: ControlTokens, messages: Turns, tools: Any, options: Any = None
 ) -> Rendered:
-    """Render a conversation, and each beginning of it, to see what an assistant turn adds to what is before it."""
+    """Render a conversation and each beginning of it, to find the text that each assistant turn adds."""
     left_out = _left_out(messages)
     messages, tools = known.mark(messages, tools)
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **(options or {}))
@@ -274,7 +274,7 @@ def _turn_by_turn(
 
 
 def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any, options: Any = None) -> Marked:
-    """Mark what each assistant turn adds to the conversation before it and the generation prompt."""
+    """Mark the tokens that each assistant turn adds to the conversation before it and the generation prompt."""
     known = control_tokens(tokenizer, tokenizer.chat_template)
     whole, spans = _turn_by_turn(tokenizer, known, messages, tools, options)
     ids, places = known.encode(tokenizer, whole)
@@ -293,9 +293,9 @@ def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: An
 
 
 def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Return whether `template` writes out tool calls and their results; some drop them silently."""
+    """Return whether `template` writes tool calls and their results; some templates drop them silently."""
     probe = copy.copy(tokenizer)
     probe.chat_template = template
-    if template.startswith(_TOOL_USE):  # TRL asks without tools
+    if template.startswith(_TOOL_USE):  # TRL's check passes no tools
         probe.chat_template = template.removeprefix(_TOOL_USE).partition(_OTHERWISE)[0]
     return supports_tool_calling(probe)

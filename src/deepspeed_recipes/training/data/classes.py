@@ -1,6 +1,6 @@
-"""What has to hold of all examples of labelled and of matching texts together; standard library only.
+"""Checks that concern all examples of labelled or matching texts together; standard library only.
 
-The launcher asks for files that it can read, the ranks for all data.
+The launcher checks the files that it can read, the ranks check all data.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from ...recipe.errors import UserError
 
 SHOWN = 5
-"""How many names of classes a message lists."""
+"""Maximum number of class names in a message."""
 
 
 def ordered(names: Iterable[str]) -> list[str]:
@@ -21,8 +21,8 @@ def check(key: str, counts: Mapping[str, int]) -> None:
     """Refuse labels from which no classes can be learned.
 
     Args:
-        key: that names the data.
-        counts: examples by class.
+        key: the key that names the data.
+        counts: number of examples by class.
 
     Raises:
         UserError: there is one class only, or no class has two examples.
@@ -33,7 +33,7 @@ def check(key: str, counts: Mapping[str, int]) -> None:
         raise UserError(f"{key}: all {total} examples have the label {name!r}; add examples of another class.")
     if max(counts.values()) == 1:
         raise UserError(
-            f"{key}: {total} examples with {total} different labels, so these are no classes; name the column that "
+            f"{key}: {total} examples have {total} different labels, so these are not classes; name the column that "
             "holds the class: data.columns=COLUMN:label."
         )
 
@@ -42,7 +42,7 @@ def check_known(key: str, names: Iterable[str], known: Collection[str], where: s
     """Refuse classes that the model will not have.
 
     Raises:
-        UserError: names some of them.
+        UserError: the message lists some of them.
     """
     unknown = sorted(set(names) - set(known))
     if unknown:
@@ -53,7 +53,7 @@ def check_known(key: str, names: Iterable[str], known: Collection[str], where: s
 
 
 def shown(names: Collection[str]) -> str:
-    """Return the first of some names, for messages."""
+    """Return the first names of a list, for messages."""
     listed = ", ".join(map(repr, list(names)[:SHOWN]))
     return listed if len(names) <= SHOWN else f"{listed} and {len(names) - SHOWN} more"
 
@@ -62,7 +62,7 @@ def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
     """Refuse fewer pairs of texts than a batch has: an anchor learns from the others' texts.
 
     Raises:
-        UserError: names the number, and the batch that it allows.
+        UserError: the message has the number of pairs, and the largest possible batch.
     """
     if pairs < max(2, global_batch_size):
         fix = (
@@ -70,7 +70,7 @@ def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
         )
         raise UserError(
             f"{key}: {pairs} {'pair' if pairs == 1 else 'pairs'}, fewer than global_batch_size={global_batch_size}; "
-            f"the other pairs of a batch are what each is told from: {fix}."
+            f"the other pairs of a batch serve as negatives: {fix}."
         )
 
 
@@ -78,7 +78,7 @@ def check_negatives(key: str, negatives: int, pairs: int) -> None:
     """Refuse pairs of which only some have a negative: ranks could not exchange batches of different sizes.
 
     Raises:
-        UserError: names how many have one.
+        UserError: the message has the number of pairs with a negative.
     """
     if 0 < negatives < pairs:
         raise UserError(

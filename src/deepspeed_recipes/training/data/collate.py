@@ -9,15 +9,15 @@ import torch
 from ..model import attention
 
 IGNORED = -100
-"""The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
+"""Label of a token that is excluded from the loss (PyTorch's `ignore_index`)."""
 STEP = 256
-"""The number of labelled tokens is filled up to a multiple of it: a GPU's allocator reuses blocks of the same size."""
+"""The number of labelled tokens is padded to a multiple of it: a GPU's allocator reuses blocks of equal size."""
 
 
 def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
     """Return whole texts as `input_ids` and `attention_mask`, [texts, longest] each, and two plain counts.
 
-    Padding is behind the tokens, and its id may be that of a token.
+    Padding follows the tokens; its id may also be that of a token.
     """
     lengths = [len(sequence) for sequence in sequences]
     ids = torch.full((len(lengths), max(lengths)), pad_token_id)
@@ -32,17 +32,17 @@ def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, A
 class Collator:
     """Collates sequences of documents into the model's inputs.
 
-    Position ids restart at every document and there is no attention mask; from that, transformers infers the documents'
-    boundaries. Padding continues the positions of a sequence's last document; the causal mask hides it from the
-    document, and its labels keep it out of the loss.
+    Position ids restart at every document and there is no attention mask: transformers infers the documents' boundaries
+    from the position ids. Padding continues the positions of a sequence's last document; the causal mask hides it from
+    the document, and its labels exclude it from the loss.
     """
 
     pad_token_id: int
     multiple: int = 8
     boundaries: bool = False
-    """Also return where documents begin, for attention implementations that need it."""
+    """Also return the boundaries of documents, for attention implementations that need them."""
     document_lengths: bool = False
-    """Also return the length of the document that each token is in, [sequences, longest]; 0 for padding."""
+    """Also return the length of each token's document, [sequences, longest]; 0 for padding."""
     labelled: bool = False
     """Also return `labelled_only`."""
 
@@ -77,19 +77,20 @@ class Collator:
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Return the label of the token after each position, [sequences, length]; the last has none."""
+    """Return the label of the token after each position, [sequences, length]; the last position has none."""
     return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return which tokens are labelled, and with what: a device would have to wait for a mask that selects them.
+    """Return the labelled tokens and their labels; with a mask, a device would have to wait for their number.
 
     Args:
-        following: what `next_labels` returns.
+        following: the result of `next_labels`.
 
     Returns:
-        `labelled`, the numbers of these tokens, all sequences laid end to end, [places], and `shift_labels`,
-        [1, places]: a multiple of `STEP`, unless all are labelled, filled up with the first token that is not.
+        `labelled`, the numbers of these tokens when all sequences are concatenated, [places], and `shift_labels`,
+        [1, places]. Unless all tokens are labelled, the number of places is a multiple of `STEP`, padded with the
+        first unlabelled token.
     """
     labels = following.flatten()
     others = labels == IGNORED

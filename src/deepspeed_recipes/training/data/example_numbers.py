@@ -1,4 +1,4 @@
-"""Numbers for training sequences, so that those that spoil a step can be named and left out."""
+"""Numbers training sequences, so that those that spoil a step can be named and excluded."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from ...recipe.errors import UserError
 from ...recipe.run_folder import RunFolder, read_json, write_json
 
 KEY = "number"
-"""Of a sequence: its number in the training data, from 0. Of a batch: the list of its sequences' numbers."""
+"""Key of a sequence's number in the training data, from 0; in a batch, the list of its sequences' numbers."""
 
 
 def numbered(dataset: Any, run: RunFolder) -> Any:
-    """Return the dataset with a number in every sequence, without those that the run has found to be bad.
+    """Return the dataset with a number in every sequence, without the sequences that the run has found to be bad.
 
     A stream stays as it is: its sequences have no numbers.
 
@@ -35,15 +35,15 @@ def left_out(run: RunFolder) -> list[int]:
 
 
 def leave_out(run: RunFolder, numbers: Sequence[int]) -> None:
-    """Leave sequences out from the next start of the run."""
+    """Exclude sequences from the next start of the run."""
     write_json(run.left_out, sorted({*left_out(run), *numbers}))
 
 
 @dataclass(frozen=True)
 class Numbered:
-    """A dataset whose sequences have numbers; one that is left out is replaced by the next that is not.
+    """A dataset whose sequences have numbers; an excluded sequence is replaced by the next one that is not excluded.
 
-    This keeps the order of the others, and with it the place where a checkpoint resumes.
+    This keeps the order of the others, and so the place where a checkpoint resumes.
     """
 
     sequences: Any
@@ -61,11 +61,11 @@ class Numbered:
 
 @dataclass(frozen=True)
 class WithNumbers:
-    """A collator that passes the sequences' numbers on."""
+    """Adds the sequences' numbers to the batches of another collator."""
 
     collator: Callable[..., dict[str, Any]]
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the collator makes of the sequences, and their numbers."""
+        """Return the collator's batch with the numbers of its sequences."""
         bare = [{name: value for name, value in sequence.items() if name != KEY} for sequence in sequences]
         return self.collator(bare) | {KEY: [sequence[KEY] for sequence in sequences if KEY in sequence]}

@@ -1,4 +1,4 @@
-"""The datasets of a run: sources read, mixed and split, and described on the screen as they go into training."""
+"""Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,31 +16,31 @@ from .stream import Stream
 
 @dataclass(frozen=True)
 class Datasets:
-    """What a run trains on and is measured on."""
+    """A run's training and held-out data."""
 
     training: Dataset | Stream
     """Sequences of tokens, or examples where the method's own trainer tokenizes them."""
     held_out: Dataset | None
     """The held-out examples as read."""
     held_out_sequences: Dataset | None
-    """The same, tokenized; None where the method's own trainer tokenizes."""
+    """The same, tokenized, or None where the method's own trainer tokenizes."""
     sample: list[int]
     """One sequence of tokens, to compare the export on."""
     size: updates.Size | None = None
-    """Of the training data; None for a stream."""
+    """Size of the training data, or None for a stream."""
     description: Mapping[str, Any] = field(default_factory=dict)
-    """What the run folder's data.json holds: `training` and `held_out`, each a `Report` or None, and examples as
+    """Content of the run folder's data.json: `training` and `held_out`, each a `Report` or None, and examples as
     `Pieces`, `shown`."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes, in the order of its outputs."""
     shown: Mapping[str, Any] | None = None
-    """The sequence that `sample` is of, where it has pictures."""
+    """The sequence of `sample`, if it has images."""
 
 
 def read_examples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[sources.Examples, Dataset | None]:
-    """Return the examples to train on and the held-out ones; print where they came from, and what nothing reads."""
+    """Return the training and the held-out examples; print their sources, and the keys that nothing reads."""
     template = str(tokenizer.chat_template) if tokenizer else ""
     training = sources.read(recipe.data.path, recipe, recipe.data.streaming)
     held_out = sources.read(recipe.data.validation, recipe) if recipe.data.validation else []
@@ -66,7 +66,7 @@ def read_examples(
 
 
 def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
-    """Return (training, held out) as `data.validation_share` asks, and say how many are held out."""
+    """Return (training, held out) according to `data.validation_share`, and print the number of held-out examples."""
     share = recipe.data.validation_share
     if share != "auto":
         training, held_out = sources.split(found, share, recipe.seed)
@@ -78,7 +78,7 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
         few = f", and {sources.FEW[0]:.0%} of {count} is less than one" if count * sources.FEW[0] < 1 else ""
         fifth = ", and data.validation_share=0.2 holds out a fifth" if few and len(found) == 1 and count >= 5 else ""
         say(
-            f"held out: none{few}, so nothing will show what the model does with examples that it has not seen; "
+            f"held out: none{few}, so nothing will measure the model on examples that it was not trained on; "
             f"data.validation=FILE names some{fifth}"
         )
         return training, held_out
@@ -90,12 +90,12 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
 
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
-    """Return the datasets of a method that trains on tokens with labels: `tokenize.tokenized` of what is read."""
+    """Return the datasets of a method that trains on tokens with labels, by `tokenize.tokenized`."""
     if recipe.method == "pretrain" and tokenizer.eos_token is None:
         say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
     examples, held_out = read_examples(recipe, tokenizer)
     sequences, report = _tokenized(examples, recipe, tokenizer, "training")
-    # One document per sequence, so that the loss of each counts the same, whatever it would be packed with.
+    # One document per sequence, so that each one's loss counts the same, however it would be packed.
     alone = replace(recipe, packing=False)
     held_out_sequences, held_out_report = None, None
     if held_out:
@@ -127,7 +127,7 @@ def show(examples: list[Pieces]) -> None:
 
 
 def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> None:
-    """Print how many updates the run makes, and what to change where they are too few."""
+    """Print the number of updates of the run, and settings that give more if there are too few."""
     if size is None:
         say(f"{recipe.max_steps} steps in all, from a stream")
         return
@@ -139,7 +139,7 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> N
 def _tokenized(
     examples: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[Any, Report | None]:
-    """Return the sequences that `examples` become, and what they are, None for a stream; say it."""
+    """Return the sequences of `examples` and the report on them, None for a stream; print it."""
     if not isinstance(examples, Dataset):
         say(f"{name}: tokenized during training, so its size and lengths are unknown")
         return tokenize.stream(examples, recipe, tokenizer), None

@@ -11,7 +11,7 @@ BARS = 6
 WIDEST = 30
 NOT_IN_LOSS = "without a token in the loss; are the answers empty, or all marked as not learned (`train`: false)?"
 RUNS = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
-"""A special token several times, as an image's placeholders are: hundreds of them."""
+"""A repeated special token, such as an image's hundreds of placeholders."""
 LONGEST_SHOWN = 400
 """Characters shown of each turn."""
 
@@ -23,23 +23,23 @@ class Report:
     examples: int
     """As read."""
     dropped: int
-    """Longer than the sequence length, so dropped."""
+    """Number of examples longer than the sequence length, which are dropped."""
     unlearnable: int
-    """Without a single token in the loss, so dropped."""
+    """Number of examples without a single token in the loss, which are dropped."""
     extra_pieces: int
     """Pieces beyond one per text, from texts longer than the sequence length."""
     sequences: int
-    """What training sees: packed, or one per example."""
+    """Number of training sequences: packed, or one per example."""
     tokens: int
-    """In all sequences, without padding."""
+    """Number of tokens in all sequences, without padding."""
     loss_tokens: int
-    """Those the loss is computed on."""
+    """Number of tokens in the loss."""
     lengths: tuple[tuple[int, int, int], ...]
-    """(shortest, longest, how many documents are kept), in equal steps of length."""
+    """(shortest, longest, number of kept documents), in equal steps of length."""
     forgetting: int = 0
-    """Examples of whose earlier turns the chat template leaves out the reasoning."""
+    """Number of examples from whose earlier turns the chat template removes the reasoning."""
     longest: int = 0
-    """Tokens of the longest document, also if it was dropped."""
+    """Tokens of the longest document, even if it was dropped."""
 
     def lines(self, name: str, sequence_length: int) -> list[str]:
         """Return the report as text for a person."""
@@ -57,7 +57,7 @@ class Report:
             cut = f"cut into {self.examples + self.extra_pieces} pieces"
             notes.append(f"{name}: texts longer than sequence_length={sequence_length} were {cut}")
         if self.forgetting:
-            notes.append(f"{name}: of {self.forgetting} examples the chat template leaves out the earlier reasoning")
+            notes.append(f"{name}: in {self.forgetting} examples the chat template removes the earlier reasoning")
         return [first, *notes]
 
     def bars(self) -> list[str]:
@@ -81,7 +81,7 @@ def too_long(name: str, dropped: int, examples: int, longest: int, sequence_leng
 
 
 def cut_off(cut: int, texts: int, sequence_length: int) -> str:
-    """Return the warning that texts are read only in part."""
+    """Return the warning that only a part of some texts is read."""
     return (
         f"warning: training: {cut} of {texts} texts ({cut / texts:.0%}) are cut at sequence_length={sequence_length}; "
         "raise it to read them to their ends"
@@ -93,7 +93,7 @@ Pieces = list[tuple[str, bool]]
 
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
-    """Return (shortest, longest, how many), for equal steps of length from the shortest to the longest."""
+    """Return (shortest, longest, number), for equal steps of length from the shortest to the longest."""
     least = int(lengths.min())
     step = -(-(int(lengths.max()) - least + 1) // BARS)
     counts = np.bincount((lengths - least) // step, minlength=BARS)
@@ -102,7 +102,7 @@ def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
 
 
 def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """Return a document as text, divided where the loss begins and ends."""
+    """Return a document as text, divided at the boundaries of the loss."""
     edges = [i for i in range(1, len(tokens)) if learned[i] != learned[i - 1]]
     spans = zip([0, *edges], [*edges, len(tokens)], strict=True)
     return [(_clipped(tokenizer.decode(tokens[start:end])), learned[start]) for start, end in spans]

@@ -1,4 +1,4 @@
-"""The sources of a run's examples: read, converted to the method's one form, mixed by weight, and split."""
+"""Reads a run's sources, converts them to the method's form, mixes them by weight, and splits them."""
 
 import contextlib
 import hashlib
@@ -41,58 +41,58 @@ Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
 
 FEW = (0.05, 500)
-"""What `data.validation_share=auto` holds out at most: a share of the examples, and a number."""
+"""Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
 
 GIVEN = {"tools": Json(), "options": Json()}
-"""What the chat template gets beside the turns."""
+"""Arguments of the chat template in addition to the turns."""
 FEATURES = {
     # Turns as JSON: Arrow's structs would give every turn and every tool call the keys of all the others.
     "conversations": Features({"messages": Json(), **GIVEN, "given": Value("int32")}),
     "pairs": Features({"prompt": Json(), "chosen": Json(), "rejected": Json(), **GIVEN}),
     "judged answers": Features({"prompt": Json(), "completion": Json(), "label": Value("bool"), **GIVEN}),
     "texts": Features({"text": Value("string")}),
-    # Not text as JSON: a text that is itself JSON, such as a number, would be read as what it says.
+    # Not text as JSON: a text that is itself JSON, such as a number, would be read as its value.
     "labelled texts": Features({"text": Value("string"), "messages": Json(), **GIVEN, "label": Value("string")}),
     "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
     "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
 }
-"""The columns of each kind of examples; `formats.py` says what is in them."""
+"""The columns of each kind of examples; `formats.py` describes them."""
 PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
 """More columns of conversations with images; `vision/content.py` describes them."""
 UNREAD = "unread"
-"""A column with an example's keys that nothing reads, which is counted and then removed."""
+"""A column with the keys of an example that nothing reads; they are counted, and the column is removed."""
 NAMED = 8
-"""Keys that a line names."""
+"""Maximum number of keys in a line."""
 CONVERTED_BY = hashlib.blake2b(
     b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, columns, formats, keys, turns, content)),
     digest_size=8,
 ).hexdigest()
-"""Identifies this version of the conversions; examples that another version has cached are converted again."""
+"""Identifies this version of the conversions; examples in the cache of another version are converted again."""
 
 NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
-"""Files of a folder that are not data, and of which no warning is printed."""
+"""Files of a folder that are not data, and cause no warning."""
 NAMED_FILES = 5
-"""Files that a message names."""
+"""Maximum number of files in a message."""
 EMPTY_BYTES = 2**16
-"""No file without an example has so many: a header or a schema is all that is in it."""
+"""No file without examples is larger: it holds only a header or a schema."""
 READ_AT_ONCE = 100
-"""Rows that are unpacked at a time: a group of rows can be a whole file."""
+"""Rows that are unpacked at a time; a row group can be a whole file."""
 UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
-"""What a file may unpack to: this much, or this many times its size. Text packs to a third or a tenth."""
+"""Limit of a file's unpacked size: this many bytes, or this many times its size. Text packs to a third or a tenth."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of the datasets that `data.path` names."""
+    """One of the datasets in `data.path`."""
 
     name: str
     form: str
-    """How its examples are written; one of `formats.FORMS`."""
+    """The form of its examples; a key of `formats.FORMS`."""
     examples: Examples
     """Converted to the columns of `FEATURES`."""
     unread: Mapping[str, int]
-    """In how many examples there are the keys that nothing here reads, as `formats.unread` names them; of a stream,
-    those of the first example."""
+    """Number of examples by key that nothing here reads, with the names from `formats.unread`; for a stream, of the
+    first example only."""
 
     def line(self) -> str:
         """Return a line for the screen that describes the source."""
@@ -100,7 +100,7 @@ class Source:
         return f"{self._short()}: {count} in the form {self.form}"
 
     def unread_line(self, template: str) -> str | None:
-        """Return a line that names the keys that neither this project nor the chat template reads, or None."""
+        """Return a line with the keys that neither this project nor the chat template reads, or None."""
         found = {
             key: count
             for key, count in self.unread.items()
@@ -111,14 +111,14 @@ class Source:
         names = sorted(found, key=lambda key: -found[key])
         listed = ", ".join(f"{name} ({found[name]})" for name in names[:NAMED])
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return f"{self._short()}: keys that nothing reads, and in how many examples they are: {listed}{more}"
+        return f"{self._short()}: keys that nothing reads, with their numbers of examples: {listed}{more}"
 
     def _short(self) -> str:
         return "/".join(Path(self.name).parts[-2:])
 
 
 def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
-    """Return the sources that `path` names, checked and converted for the recipe's method.
+    """Return the sources in `path`, checked and converted for the recipe's method.
 
     Raises:
         UserError: a source that cannot be read or is empty, or an example that breaks a rule of `formats.py`;
@@ -147,7 +147,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found).remove_columns(UNREAD)
         unread = dict.fromkeys(formats.unread(*first, form, recipe.method), 1)
         return Source(name, form, stream, unread)
-    # datasets caches a generator's output by its arguments, so one of them identifies the version of the data.
+    # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
     found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))
     try:
         examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
@@ -186,7 +186,7 @@ def _converted(
 
 
 def folder_of(source: Path) -> Path | None:
-    """Return the folder that the paths of a source's pictures are relative to; None: it is on the Hub."""
+    """Return the folder to which the paths of a source's images are relative, or None if it is on the Hub."""
     return (source if source.is_dir() else source.parent) if source.exists() else None
 
 
@@ -227,14 +227,14 @@ def _damage_named(path: Path, kind: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:  # pyarrow and datasets raise a dozen kinds for files that are damaged, or of others
+    except Exception as error:  # pyarrow and datasets raise a dozen types for damaged or unsupported files
         raise UserError(
             f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
         ) from error
 
 
 def _as_files(found: Examples) -> Examples:
-    """Return the examples with pictures as the files that they are, which `datasets` would decode."""
+    """Return the examples with images as undecoded files; `datasets` would decode them."""
     pictures = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
     for name, kind in pictures.items():
         found = found.cast_column(name, kind)
@@ -251,10 +251,10 @@ def _undecoded(kind: Any) -> Any:
 
 
 def _check_row_groups(path: Path) -> None:
-    """Refuse a file in which a group of rows would take far more memory than its size lets expect.
+    """Refuse a file with a row group that would take far more memory than the file's size suggests.
 
     Raises:
-        UserError: names the file.
+        UserError: the message names the file.
     """
     about = ParquetFile(path).metadata
     for number in range(about.num_row_groups):
@@ -265,7 +265,7 @@ def _check_row_groups(path: Path) -> None:
 
 
 def _of_sane_size(path: Path, located: Located) -> Located:
-    """Yield the examples, until they turn out to be far larger than the file: a dictionary holds equal texts once."""
+    """Yield the examples, until they prove far larger than the file: a dictionary stores equal texts once."""
     total, most = 0, max(UNPACKED_BYTES, PACKED_TIMES * path.stat().st_size)
     for where, example in located:
         total += _characters(example)
@@ -291,13 +291,13 @@ def _unpacks(path: Path) -> UserError:
 
 
 def _files(folder: Path, split: str) -> list[Path]:
-    """Return a folder's files for a split: all of them, unless their names tell splits apart as on the Hub."""
+    """Return a folder's files for a split: all, unless their names indicate splits as on the Hub."""
     try:
         found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:
         found = {}
     files = [Path(file) for file in found.get(split, ())]
-    # A text file beside others is a licence or a note.
+    # A text file next to others is a licence or a note.
     chosen = [file for file in files if file.suffix in text_files.SUFFIXES] or [
         file for file in files if file.suffix in text_files.PLAIN
     ]
@@ -309,7 +309,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def files_left(source: Source, split: str) -> str | None:
-    """Return a warning that names the files of a folder which are not read, or None if all are."""
+    """Return a warning with the files of a folder that are not read, or None if all are."""
     folder = Path(source.name)
     if not _is_of_files(folder):
         return None
@@ -327,7 +327,7 @@ def files_left(source: Source, split: str) -> str | None:
 
 
 def empty_files(source: Source, split: str) -> str | None:
-    """Return a warning that names the files of a folder which hold no example, or None if all hold some."""
+    """Return a warning with the files of a folder that contain no example, or None if all contain some."""
     folder = Path(source.name)
     if not _is_of_files(folder):
         return None
@@ -373,7 +373,7 @@ def _from_hub(name: str, split: str, streaming: bool) -> Examples:
 def _version(name: str, split: str) -> tuple[Any, ...]:
     """Return a value that changes whenever a source's examples may have changed."""
     path = Path(name)
-    if not path.exists():  # the cache's files are named by the commit they came from
+    if not path.exists():  # the cache's files are named by their commit
         return tuple(file["filename"] for file in _from_hub(name, split, streaming=False).cache_files)
     within = sorted(path.rglob("*")) if path.is_dir() else [path]
     return tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in within if file.is_file())
@@ -382,7 +382,7 @@ def _version(name: str, split: str) -> tuple[Any, ...]:
 def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) -> Examples:
     """Return one dataset: every example of each source once, or drawn by `shares` until every source has been read.
 
-    Shares repeat the sources that would run out, so that the proportions hold from the first example to the last.
+    Shorter sources are repeated, so that the shares hold from the first example to the last.
     """
     found = [source.examples for source in sources]
     if shares is None or len(found) == 1:
@@ -391,18 +391,18 @@ def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) ->
 
 
 def draw(found: Dataset, most: int, seed: int) -> Dataset:
-    """Return `most` examples drawn by the seed; a larger number draws those of a smaller one first."""
+    """Return `most` examples drawn with the seed; a larger number begins with the examples of a smaller number."""
     return found.shuffle(seed=seed).select(range(most))
 
 
 def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Source], list[Source]]:
-    """Return (training, held out): a seeded `share` of all examples is held out, equal ones on the same side.
+    """Return (training, held out): a seeded `share` of all examples is held out, equal examples on the same side.
 
-    Examples are ranked by a seeded hash of their content, so one nearly always keeps its side when others are added or
-    reordered.
+    Examples are ranked by a seeded hash of their content, so an example nearly always keeps its side when others are
+    added or reordered.
 
     Raises:
-        UserError: nothing is left of a source to train on.
+        UserError: no example of a source is left for training.
     """
     training, held_out = _divide(sources, seed, lambda ranks: int(ranks[max(1, round(share * len(ranks))) - 1]) + 1)
     for source, left in zip(sources, training, strict=True):
@@ -415,7 +415,7 @@ def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Sour
 
 
 def split_few(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
-    """Return (training, held out) with at most `FEW` held out; none where that is less than one example."""
+    """Return (training, held out) with at most `FEW` held out, or none where that is less than one example."""
     share, most = FEW
     training, held_out = _divide(sources, seed, lambda ranks: int(ranks[min(most, int(share * len(ranks)))]))
     if all(len(source.examples) for source in training):
@@ -426,7 +426,7 @@ def split_few(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[
 def _divide(
     sources: Sequence[Source], seed: int, bound: Callable[[np.ndarray], int]
 ) -> tuple[list[Source], list[Source]]:
-    """Return (training, held out): held out are the examples whose rank is below `bound`, called with all in order."""
+    """Return (training, held out); an example is held out if its rank is below `bound(all ranks, sorted)`."""
     ranks = [_ranks(source.examples, seed) for source in sources]
     below = bound(np.sort(np.concatenate(ranks)))
     training = [_keep(source, rank >= below) for source, rank in zip(sources, ranks, strict=True)]

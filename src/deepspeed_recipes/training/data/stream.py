@@ -1,4 +1,4 @@
-"""A dataset that is read during training: endless, shuffled anew on every pass."""
+"""A dataset that is read during training: endless, shuffled again on every pass."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,19 +10,19 @@ from ...recipe.errors import UserError
 
 
 class Stream(TorchIterableDataset):
-    """Sequences without end, shuffled anew on every pass.
+    """Endless sequences, shuffled again on every pass.
 
-    Every rank reads all of them and accelerate picks its batches, so that all ranks get equally many. If accelerate saw
-    a dataset of `datasets`, it would assign whole files to ranks, and some would finish before others.
+    Every rank reads all of them and accelerate picks its batches, so that all ranks get equally many. If accelerate got
+    a dataset of `datasets`, it would assign whole files to ranks, and some ranks would finish before others.
     """
 
     def __init__(self, sequences: IterableDataset, if_empty: str) -> None:
-        """`if_empty` is what to tell the user if there are no sequences."""
+        """`if_empty` is the error message if there are no sequences."""
         self.sequences = sequences
         self.if_empty = if_empty
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield sequences as `tokenize.tokenized` has them."""
+        """Yield sequences in the form of `tokenize.tokenized`."""
         found, epoch = True, 0
         while found:
             found = False

@@ -1,7 +1,7 @@
-"""Read examples from local text files, each with its place: JSON Lines, JSON arrays, CSV, plain text.
+"""Reads examples from local text files, each with its place: JSON Lines, JSON arrays, CSV, plain text.
 
-Standard library only, so that the launcher can check a file before a process is started. The ranks read with the same
-functions, and not with the loaders of `datasets`, which convert strings that look like dates or numbers.
+Standard library only, so that the launcher can check a file before it starts a process. The ranks use the same
+functions instead of the loaders of `datasets`, which convert strings that look like dates or numbers.
 """
 
 import codecs
@@ -19,9 +19,9 @@ COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 """Files that pyarrow reads; everything else is text."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
-"""Which files of a folder hold examples."""
+"""Suffixes of the files in a folder that hold examples."""
 PLAIN = (".txt", ".md", ".rst")
-"""Files of raw text; in a folder, where it has no other files."""
+"""Suffixes of raw text; in a folder they are read if it has no other files."""
 READ = (*SUFFIXES, *PLAIN)
 BINARY = {
     b"\x1f\x8b": "compressed with gzip",
@@ -34,13 +34,13 @@ BINARY = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }
-"""How files begin that are not UTF-8."""
+"""First bytes of files that are not UTF-8."""
 DOCUMENT = 2**20
-"""Characters of a plain text file after which, at the end of a line, another document begins."""
+"""Characters of a plain text file after which another document begins, at the end of a line."""
 
 
 def weights(data: Data) -> list[float] | None:
-    """Return the shares in which the sources are mixed, adding up to one; None: every example of each once.
+    """Return the shares in which the sources are mixed, which add up to one, or None: every example of each once.
 
     Raises:
         UserError: not a number above zero for every source.
@@ -114,11 +114,11 @@ def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def from_json(text: str) -> Any:
-    """Return what a JSON text says.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: not JSON, an object with a key twice, of which one would be lost, a number with thousands of
-            digits, or half of a character (a lone surrogate), which no tokenizer and no file can hold.
+        ValueError: not JSON, a key twice in an object, of which one would be lost, a number with thousands of digits,
+            or half of a character (a lone surrogate), which no tokenizer and no file supports.
         RecursionError: nested too deeply.
     """
     value = json.loads(text, object_pairs_hook=_object_of)

@@ -1,4 +1,4 @@
-"""Reasoning in the assistant's turns, as `data.thinking` asks: taken out of the examples, or read but not learned."""
+"""Handles reasoning in the assistant's turns according to `data.thinking`: removed, or read but not learned."""
 
 import re
 from bisect import bisect_left
@@ -14,11 +14,11 @@ from ...recipe.errors import UserError
 Turns = list[dict[str, Any]]
 
 BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
-"""How a reasoning block begins and ends: in most templates, and in Gemma 4's."""
+"""Start and end of a reasoning block: in most templates, and in Gemma 4's."""
 CLOSED = (*(close for _, close in BLOCKS), "<|channel|>final<|message|>")
 """Texts that end the reasoning before an answer; the last is gpt-oss's."""
 AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-"""A block that an example has in the content itself."""
+"""A block that an example has in its content."""
 
 
 def stripped(turns: Turns) -> Turns:
@@ -57,12 +57,12 @@ def final(text: str) -> str:
 def unlearned(
     tokenizer: PreTrainedTokenizerBase, turns: Turns, tokens: Sequence[int], assistant: Sequence[bool]
 ) -> list[bool]:
-    """Return which of the assistant's tokens stay in the loss: those of reasoning blocks that say something do not.
+    """Return which of the assistant's tokens stay in the loss: not those of reasoning blocks with content.
 
     An empty block stays: without it the model would have to think before it answers.
 
     Raises:
-        UserError: the last turn has reasoning, and the template writes no block that is known here.
+        UserError: the last turn has reasoning, and the template writes no known block.
     """
     kept, found = list(assistant), False
     for start, end in _runs(assistant):
@@ -71,7 +71,7 @@ def unlearned(
             found = True
             kept[start + block.start : start + block.stop] = [False] * len(block)
     if not found and turns and turns[-1]["role"] == "assistant" and _reasons(turns[-1]):
-        raise UserError("it writes no reasoning block that is known, so data.thinking=read has nothing to leave out")
+        raise UserError("it writes no known reasoning block, so data.thinking=read has nothing to exclude")
     return kept
 
 
@@ -82,7 +82,7 @@ def _reasons(turn: dict[str, Any]) -> bool:
 
 
 def _runs(assistant: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield where each stretch of the assistant's tokens starts and ends."""
+    """Yield the start and the end of each run of the assistant's tokens."""
     for said, stretch in groupby(range(len(assistant)), key=lambda at: assistant[at]):
         if said:
             places = list(stretch)
@@ -90,7 +90,7 @@ def _runs(assistant: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _block(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> range | None:
-    """Return the tokens of the first reasoning block that says something; it may have begun in the prompt."""
+    """Return the tokens of the first reasoning block with content; it may have begun in the prompt."""
     found = (_between(tokenizer, tokens, begin, close) for begin, close in BLOCKS)
     return next((block for block in found if block is not None), None)
 
@@ -103,7 +103,7 @@ def _between(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begin: s
     said = before.partition(begin)[2] if begin in before else before
     if not closed or not said.strip():
         return None
-    # Text is not cut where tokens are: how many tokens it takes is found by halving.
+    # Text is not cut where tokens are: bisection finds the number of tokens.
     stop = bisect_left(range(len(tokens) + 1), True, key=lambda last: says(close, 0, last))
     if begin not in before:
         return range(stop)

@@ -1,4 +1,4 @@
-"""From examples to sequences of tokens with labels: chat templates, loss masks, packing."""
+"""Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -25,15 +25,15 @@ from .report import NOT_IN_LOSS, Pieces, Report, histogram, pieces, too_long
 from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
-"""`forgets`: the chat template leaves out reasoning of earlier turns; counted, then removed."""
+"""`forgets`: the chat template removes reasoning of earlier turns; counted, then removed."""
 SEEN = Features({**TOKENS, **sources.PICTURES})
-"""Of conversations with pictures, which are read again for each batch."""
+"""Columns of conversations with images, which are read again for each batch."""
 SHUFFLED = 1000
 """Examples in the shuffle buffer of a stream."""
 
 
 def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
-    """Read what `path` names, every example once, and return `tokenized` of it."""
+    """Read every example of `path` once, and return `tokenized` of them."""
     return tokenized(sources.mix(sources.read(path, recipe), None, recipe.seed), recipe, tokenizer)
 
 
@@ -42,8 +42,8 @@ def tokenized(
 ) -> tuple[Dataset, Report]:
     """Return sequences with `input_ids`, `labels` and `seq_lengths`, ready for `Collator`.
 
-    The first token of every document has no label, so no document is asked to predict the next one's start. `name` is
-    what an error calls the examples.
+    The first token of every document has no label, so no document has to predict the start of the next. Errors call the
+    examples `name`.
 
     Raises:
         UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
@@ -72,7 +72,7 @@ def tokenized(
 
 
 def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Stream:
-    """Return what `tokenized` does, for examples that are read while training."""
+    """Return the same as `tokenized`, for examples that are read during training."""
     shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
     tokens = _tokens(shuffled, recipe, tokenizer).remove_columns("forgets")
     kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
@@ -85,7 +85,7 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
 def first_documents(
     sequences: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2
 ) -> list[Pieces]:
-    """Return the first documents of `tokenized` or `stream` as text, divided where the loss begins and ends."""
+    """Return the first documents of `tokenized` or `stream` as text, divided at the boundaries of the loss."""
     found: list[Pieces] = []
     for sequence in islice(sequences, most):
         ends = np.cumsum(sequence["seq_lengths"])
@@ -118,10 +118,10 @@ def _answer_pieces(example: dict[str, Any], answer: str, tokenizer: PreTrainedTo
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer: str) -> tuple[list[int], int]:
-    """Return the tokens of an example's prompt with one of its answers, and how many of them are the prompt's.
+    """Return the tokens of an example's prompt with one of its answers, and the number of prompt tokens.
 
-    The prompt goes as far as the model is given it to answer; templates that write an answered prompt in another way
-    differ from that towards its end.
+    The prompt goes as far as the model gets it at inference; templates that write an answered prompt differently differ
+    from that towards its end.
     """
     turns, tools, options = example["prompt"], example.get("tools"), example.get("options") or {}
     asked = conversation_tokens(tokenizer, turns, tools, add_generation_prompt=True, **options)
@@ -133,7 +133,7 @@ def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer
 def text_tokens(
     tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None, options: Any = None
 ) -> list[int]:
-    """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most `longest`, from the first.
+    """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most the first `longest`.
 
     Text that looks like a control token stays text.
     """
@@ -145,10 +145,10 @@ def text_tokens(
 def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     """Return the examples whose prompt with the longest answer fits, and warn of the others.
 
-    Columns are tokens, `prompt_ids` and answers'.
+    The columns are tokens: `prompt_ids` and those of the answers.
 
     Raises:
-        UserError: none does.
+        UserError: no example fits.
     """
     lengths = [_longest(example) for example in examples]
     kept = examples.select([at for at, length in enumerate(lengths) if length <= recipe.sequence_length])
@@ -163,7 +163,7 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
 
 
 def _longest(example: dict[str, Any]) -> int:
-    """Return the tokens of an example's prompt with its longest answer."""
+    """Return the number of tokens of an example's prompt with its longest answer."""
     answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
     return len(example["prompt_ids"]) + max(answers)
 
@@ -178,7 +178,7 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
 
 
 def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the function with a look at its tokens: special ones may have no rows in the embeddings."""
+    """Return the function with a check of its tokens: special tokens may have no rows in the embeddings."""
     folder = stored.folder_of(recipe.model.path)
     rows = weights.embedding_rows(folder) if folder else None
     if rows is None or max(tokenizer.get_vocab().values(), default=-1) < rows:
@@ -198,7 +198,7 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
 
 
 def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the function that gives a conversation's `input_ids` and `labels`."""
+    """Return the function that computes a conversation's `input_ids` and `labels`."""
     return conversation(recipe, tokenizer) if recipe.model.vision else _conversation(recipe, tokenizer)
 
 
@@ -241,7 +241,7 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     length, end = recipe.sequence_length, tokenizer.eos_token_id
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
-        """Return documents, cut; special tokens in them are tokens, as plain transformers reads them."""
+        """Return documents, cut; special tokens in them stay tokens, as in plain transformers."""
         cut: dict[str, list[Any]] = {"input_ids": [], "labels": [], "forgets": []}
         for tokens in tokenizer(batch["text"])["input_ids"]:
             if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves

@@ -1,4 +1,4 @@
-"""How many optimizer updates the data gives, said before training, and the settings that give enough of them.
+"""Computes the number of optimizer updates before training, and the settings that give enough of them.
 
 Standard library only.
 """
@@ -11,19 +11,19 @@ from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Recipe, changed
 
 ENOUGH = 12
-"""Updates below which a run is said to learn next to nothing: Adam's first ones are spent on the warm-up."""
+"""Fewest updates without a warning: with fewer a run learns little, since Adam spends its first on the warm-up."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """What a dataset amounts to."""
+    """Size of a dataset."""
 
     examples: int
     documents: int
-    """Those that are trained on: without packing, one sequence each."""
+    """Number of training documents: without packing, one sequence each."""
     sequences: int
     tokens: int | None
-    """In all sequences; None where the method's own trainer tokenizes."""
+    """Tokens in all sequences, or None where the method's own trainer tokenizes."""
 
 
 def per_epoch(sequences: int, global_batch_size: int) -> int:
@@ -37,11 +37,11 @@ def in_all(recipe: Recipe, sequences: int) -> int:
 
 
 def warmup(recipe: Recipe, steps: int) -> int:
-    """Return at which update the learning rate is full for the first time (`RunHooks.create_scheduler`); 0: no warm-up.
+    """Return the first update at the full learning rate (`RunHooks.create_scheduler`), or 0 without a warm-up.
 
     Args:
-        recipe: says the schedule.
-        steps: of the whole run.
+        recipe: has the schedule.
+        steps: number of steps in the whole run.
     """
     share = recipe.schedule.warmup
     if recipe.schedule.kind == "constant" or not share:
@@ -50,7 +50,7 @@ def warmup(recipe: Recipe, steps: int) -> int:
 
 
 def table(recipe: Recipe, size: Size) -> list[str]:
-    """Return what a run will do as a table of two lines."""
+    """Return the sizes of a run as a table of two lines."""
     steps = in_all(recipe, size.sequences)
     columns = {
         "examples": size.examples,
@@ -66,7 +66,7 @@ def table(recipe: Recipe, size: Size) -> list[str]:
 
 
 def left_out(recipe: Recipe, size: Size) -> list[str]:
-    """Return a line for what a run does not reach: the rest of the data, the rate that its warm-up rises to."""
+    """Return lines about what a run does not reach: the rest of the data, the learning rate after the warm-up."""
     epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
     lines = []
     if steps < epoch:
@@ -79,15 +79,15 @@ def left_out(recipe: Recipe, size: Size) -> list[str]:
     if (rising := warmup(recipe, steps)) > steps:
         lines.append(
             f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
-            f"the run has {steps}, so it never gets to {recipe.learning_rate:g}; use schedule.warmup=0.1."
+            f"the run has {steps}, so it never reaches {recipe.learning_rate:g}; use schedule.warmup=0.1."
         )
     return lines
 
 
 def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
-    """Return what is wrong with the number of updates, with settings that mend it; None: nothing.
+    """Return a warning about the number of updates and how to fix it, or None.
 
-    Few updates are not held against a run whose `max_steps` asks for them.
+    A run whose `max_steps` sets few updates gets no warning.
     """
     epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
     if size.sequences >= recipe.global_batch_size and _enough(recipe, size.sequences):
@@ -99,7 +99,7 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     ways = [
         " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
     ]
-    return f"warning: {what}. So few teach a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+    return f"warning: {what}. This teaches a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
 
 
 def _enough(recipe: Recipe, sequences: int) -> bool:
@@ -107,7 +107,7 @@ def _enough(recipe: Recipe, sequences: int) -> bool:
 
 
 def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int | bool]]:
-    """Yield settings each of which gives enough updates."""
+    """Yield settings, each of which gives enough updates."""
     if batch := _batch(recipe, size.sequences, world_size):
         yield batch
     if recipe.packing and size.documents > size.sequences and (unpacked := changed(recipe, packing=False)):
@@ -126,7 +126,7 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
 
 
 def _least(recipe: Recipe, world_size: int) -> int:
-    """Return the sequences without which a method refuses to train: some leave out what makes no whole step or pass."""
+    """Return the fewest sequences with which a method trains: some drop those that fill no whole step or pass."""
     if recipe.traits.rollouts or recipe.traits.embeds:
         return recipe.global_batch_size
     if recipe.traits.examples == "judged answers":

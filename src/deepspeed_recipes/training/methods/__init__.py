@@ -1,9 +1,9 @@
-"""The methods of training: one module each, named like the recipe's `method`, with the same functions.
+"""The training methods: one module each, named like the recipe's `method`, with the same functions.
 
 arguments(common, recipe)                                       the Trainer's arguments, of the method's own kind
-datasets(recipe, tokenizer)                                     what to train on and what is held out
+datasets(recipe, tokenizer)                                     the training and held-out data
 trainer(context, model, arguments, dataset, tokenizer)          the Trainer, with `RunHooks`
-metric(trainer, examples)                                       its numbers by name, where they are not the loss
+metric(trainer, examples)                                       the method's own scores by name, if it has any
 """
 
 from importlib import import_module

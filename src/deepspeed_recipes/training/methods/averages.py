@@ -1,4 +1,4 @@
-"""What a method's trainer reports of its training examples: means over all ranks since the last log."""
+"""Means of the numbers that a method's trainer logs for its training examples: over all ranks, since the last log."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class Averages:
 
         Args:
             values: each with one number per example, or one for all.
-            counted: of which examples, as booleans; None: of all.
+            counted: booleans that select examples, or None for all.
         """
         for name, value in values.items():
             kept = torch.ones_like(value, dtype=torch.bool) if counted is None else counted
@@ -31,7 +31,7 @@ class Averages:
             self.counts[name] = self.counts.get(name, 0) + kept.sum()
 
     def take(self) -> dict[str, float]:
-        """Return the means by name, of those that counted, and start again; a collective."""
+        """Return the means over the counted examples by name, and start again; a collective."""
         if not self.sums:
             return {}
         read = torch.stack([*self.sums.values(), *(count.float() for count in self.counts.values())]).tolist()
@@ -46,7 +46,7 @@ class Averaging(RunHooks):
     """A trainer that logs `self.averages`, to which its loss adds."""
 
     def __init__(self, context: RunContext, **options: Any) -> None:
-        """`options`: those of the trainer's own class."""
+        """`options` are passed to the trainer's own class."""
         self.averages = Averages()
         super().__init__(context, **options)
 
@@ -55,5 +55,5 @@ class Averaging(RunHooks):
         super().log(logs | self.averaged() if "loss" in logs else logs, start_time)
 
     def averaged(self) -> dict[str, float]:
-        """Return what is logged, and start again; a collective."""
+        """Return the numbers to log, and start again; a collective."""
         return self.averages.take()

@@ -1,7 +1,7 @@
 """Sequence classification on transformers' own Trainer: the class of a text or of a conversation.
 
-transformers computes a classifier's loss as the mean of a micro-batch, whatever number of examples its Trainer passes,
-and the Trainer multiplies it by the number of ranks all the same, and does not divide it by that of the micro-batches.
+transformers computes a classifier's loss as the mean of a micro-batch, whatever number of examples its Trainer passes.
+The Trainer nevertheless multiplies it by the number of ranks, and does not divide it by the number of micro-batches.
 Here it is the mean over all examples of the global batch.
 """
 
@@ -57,7 +57,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
 
 
 def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
-    """Return the names of the classes: those of the model, where it is a classifier already, or else of the data."""
+    """Return the names of the classes: the model's if it is already a classifier, otherwise the data's."""
     config = load_config(recipe)
     if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
         return classes.ordered(counts)
@@ -94,15 +94,15 @@ class RunClassificationTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks and our loss."""
 
     def __init__(self, context: RunContext, *, class_weights: torch.Tensor | None, **options: Any) -> None:
-        """`class_weights`: one number per class; None: all are 1. `options`: those of the trainer's own class."""
+        """`class_weights`: one per class, or None if all are 1. `options` are passed to the trainer's own class."""
         self.class_weights = class_weights
         super().__init__(context, compute_loss_func=self.loss, **options)
 
     def loss(self, output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's part of the mean weighted cross-entropy, in nats.
 
-        The Trainer multiplies it by the number of ranks, over which DeepSpeed takes the mean. With class weights it is
-        divided by the number of examples too, and not by their weights, which would cancel in a batch of one class.
+        The Trainer multiplies it by the number of ranks, over which DeepSpeed takes the mean. It is divided by the
+        number of examples even with class weights: dividing by their sum would cancel them in a batch of one class.
 
         Args:
             output: with `logits`, [texts, classes].
@@ -119,7 +119,7 @@ def trainer(
 ) -> RunClassificationTrainer:
     """Return the Trainer."""
     pad = model.config.get_text_config().pad_token_id
-    if pad is None:  # without it transformers would not know where a text ends
+    if pad is None:  # otherwise transformers could not find the end of a text
         pad = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     weights = None
     if context.recipe.classify.class_weights == "balanced":
@@ -129,7 +129,7 @@ def trainer(
 
 
 def balanced(labels: Sequence[int], number: int) -> torch.Tensor:
-    """Return examples / (classes * examples of the class), for each of `number` classes; 0 of one without examples."""
+    """Return examples / (classes * examples of the class) for each of `number` classes, or 0 without examples."""
     counts = Counter(labels)
     weights = [len(labels) / (len(counts) * counts[at]) if counts[at] else 0.0 for at in range(number)]
     return torch.tensor(weights)
@@ -153,7 +153,7 @@ def metric(trainer: RunClassificationTrainer, examples: Dataset) -> dict[str, fl
 
 
 def macro_f1(confused: torch.Tensor) -> float:
-    """Return the mean F1 of the classes that occur, from how often a class (row) was taken for another (column)."""
+    """Return the mean F1 of the classes that occur, from a matrix that counts true (rows) and predicted classes."""
     both = confused.sum(0) + confused.sum(1)
     return (2 * confused.diagonal() / both)[both > 0].mean().item()
 

@@ -6,10 +6,10 @@ whatever their micro-batch and rank, of
 
     (1 - alpha) * temperature^2 * divergence(teacher, student) + alpha * cross-entropy
 
-On transformers' Trainer, with the packed sequences of supervised fine-tuning. Of TRL's trainers GKDTrainer divides a
-step's loss by its tokens over all ranks, and DeepSpeed its gradients by the ranks once more, so that both are halved on
-two; it holds whole logits of both models. DistillationTrainer, in tiles, is for answers that the student writes, packs
-nothing, and reads numbers from the device at every pass.
+Runs on transformers' Trainer, with the packed sequences of supervised fine-tuning. TRL's GKDTrainer divides a step's
+loss by its tokens over all ranks, and DeepSpeed its gradients by the ranks once more, so on two ranks both are halved;
+it also holds whole logits of both models. TRL's DistillationTrainer, which uses tiles, is for answers that the student
+writes, packs nothing, and reads numbers from the device at every pass.
 """
 
 from contextlib import ExitStack
@@ -56,7 +56,7 @@ class RunDistillTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks, and a teacher."""
 
     def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
-        """`options`: those of the trainer's own class."""
+        """`options` are passed to the trainer's own class."""
         recipe = context.recipe
         boundaries = needs_boundaries(options["model"])
         collator = PlacesCollator(Collator(processing_class.pad_token_id, boundaries=boundaries), recipe.distill.top_k)
@@ -93,7 +93,7 @@ class RunDistillTrainer(Averaging, Trainer):
         return found
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Return a step's micro-batches with the student's own answers where `distill.on_policy` asks for them."""
+        """Return a step's micro-batches, with the student's own answers in the share of steps `distill.on_policy`."""
         if not on_policy.writes(self.context.recipe, self.state.global_step):
             return batches, items
         with self.context.phases.phase("rollout"):
@@ -114,9 +114,9 @@ class RunDistillTrainer(Averaging, Trainer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss summed over a micro-batch's tokens, and its numbers; inside the student's forward pass.
 
-        ZeRO-3 has hooks there, which gather its weights and reduce the gradients; so both heads are gathered in it.
+        ZeRO-3 gathers the student's weights and reduces the gradients by hooks there, so both heads are gathered in it.
         """
-        read = teacher.read_by_models(inputs)  # PEFT adds arguments of its own
+        read = teacher.read_by_models(inputs)  # PEFT adds its own arguments
         hidden = teacher.hidden_states(self.student, read, batch[PLACES])
         with ExitStack() as gathered:
             gathered.enter_context(maybe_gather_lm_head_ctx(*self.head.weights))

@@ -20,20 +20,20 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
     """TRL's trainer with the run's hooks."""
 
     before: torch.Tensor | None = None
-    """What the reference model says of all pairs, where that is computed once; [pairs, 2], on the host."""
+    """The reference model's log-likelihoods of all pairs, if they are computed once; [pairs, 2], on the host."""
 
     def _precompute_ref_logps(self, dataset: Dataset, *arguments: Any) -> Dataset:
-        """Return the pairs as they are; what TRL would do here is done when there is an engine."""
+        """Return the pairs unchanged; TRL's computation here is postponed until the engine exists."""
         return dataset
 
     def on_engine_ready(self) -> None:
-        """Also compute or read what the reference model says."""
+        """Also compute or read the reference model's log-likelihoods."""
         super().on_engine_ready()
         if self.precompute_ref_logps:
             self.before = precomputed.of_run(self, self.train_dataset)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
-        """Return the loss of a micro-batch, with what the reference model says of its pairs."""
+        """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""
         if self.before is not None:
             sides = self.before[inputs[example_numbers.KEY]].to(self.args.device, non_blocking=True).unbind(1)
             inputs = {**inputs, "ref_chosen_logps": sides[0], "ref_rejected_logps": sides[1]}

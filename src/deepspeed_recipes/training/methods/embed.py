@@ -1,6 +1,6 @@
 """Embeddings from texts that belong together: InfoNCE with the other texts of all ranks' micro-batches as negatives.
 
-van den Oord et al. 2018, arXiv:1807.03748; as sentence-transformers' MultipleNegativesRankingLoss, from anchors to
+van den Oord et al. 2018, arXiv:1807.03748. As in sentence-transformers' MultipleNegativesRankingLoss, from anchors to
 texts, on cosine similarities.
 """
 
@@ -45,7 +45,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     make = partial(_with_tokens, tokenizer=tokenizer, sides=sides, longest=recipe.sequence_length)
     tokens = found.map(make, remove_columns=found.column_names).shuffle(recipe.seed)
     cut, tokens = sum(tokens["cut"]), tokens.remove_columns("cut")
-    # Of unequal batches ranks could not exchange the texts.
+    # Ranks could not exchange the texts of unequal batches.
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
     kept = tokens.select(range(len(tokens) // together * together))
     shown = [[(f"({side}) ", True), (found[0][side], False)] for side in sides]
@@ -73,7 +73,7 @@ class PairCollator:
     pad_token_id: int
 
     def __call__(self, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return the model's inputs, and `texts`, [2 or 3, pairs]: a number for each, the same for equal ones."""
+        """Return the model's inputs, and `texts`, [2 or 3, pairs]: a number per text, the same for equal texts."""
         sides = [side for side in SIDES if side in pairs[0]]
         texts = [[pair[side] for pair in pairs] for side in sides]
         numbers = torch.tensor([[_number(tokens) for tokens in side] for side in texts])
@@ -85,9 +85,9 @@ def _number(tokens: Sequence[int]) -> int:
 
 
 class Gathered(torch.autograd.Function):
-    """The texts of all ranks, [ranks * texts, hidden size], with gradients back to the rank that has computed each.
+    """The texts of all ranks, [ranks * texts, hidden size], with gradients back to the rank that computed each.
 
-    torch.distributed.nn's own `all_gather` is deprecated, and what is to replace it is private.
+    torch.distributed.nn's own `all_gather` is deprecated, and its replacement is private.
     """
 
     @staticmethod
@@ -99,7 +99,7 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Return the sum of what all ranks' losses say of this rank's vectors; a collective."""
+        """Return the sum of the gradients of all ranks' losses for this rank's vectors; a collective."""
         summed = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed)
         return summed.chunk(dist.get_world_size())[dist.get_rank()]
@@ -123,12 +123,12 @@ class RunEmbeddingTrainer(Averaging, Trainer):
 
 
 def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which text of all ranks each of this rank's anchors should find, and which are no negatives of it.
+    """Return each anchor's right text among the texts of all ranks, and which of these are not its negatives.
 
     A text that is equal to the right one, or belongs to an equal anchor, is right too.
 
     Args:
-        numbers: of this rank's texts, [2 or 3, pairs], as `PairCollator` gives them.
+        numbers: of this rank's texts, [2 or 3, pairs], from `PairCollator`.
 
     Returns:
         The places of the right texts among those of all ranks, [pairs], and booleans, [pairs, texts of all ranks].
@@ -169,9 +169,9 @@ def trainer(
 
 
 def metric(trainer: RunEmbeddingTrainer, examples: Dataset) -> dict[str, float]:
-    """Return `recall_at_1` and `recall_at_10`: the share of held-out anchors that find their text so early.
+    """Return `recall_at_1` and `recall_at_10`: the share of held-out anchors with their text at these ranks or better.
 
-    Among the texts of all held-out pairs, negatives included.
+    The candidates are the texts of all held-out pairs, negatives included.
     """
     recipe = trainer.context.recipe
     places = found_at(trainer.model, trainer.processing_class, list(examples), recipe, recipe.layout)
@@ -198,7 +198,7 @@ def found_at(
 
 
 def _before(similar: torch.Tensor, right: int, own: set[int]) -> int:
-    before = similar >= similar[right]  # of a model that gives all texts the same vector, all
+    before = similar >= similar[right]  # all of them, if a model gives all texts the same vector
     return int(before.sum()) - int(before[list(own)].sum())
 
 

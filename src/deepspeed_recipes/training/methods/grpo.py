@@ -1,9 +1,9 @@
 """GRPO: of several answers to a prompt, those that score above their group's mean become likelier.
 
-Shao et al. 2024, arXiv:2402.03300, on TRL's GRPOTrainer; and RLOO (Ahmadian et al. 2024, arXiv:2402.14740), on its
-RLOOTrainer. The user's functions score the answers. Rollouts are TRL's, except for how they are sampled and scored, and
-so are advantages; the losses are computed here, since TRL reads a dozen numbers at every pass. What still waits for the
-device is the rollout, once per step.
+Shao et al. 2024, arXiv:2402.03300, on TRL's GRPOTrainer; also RLOO (Ahmadian et al. 2024, arXiv:2402.14740), on its
+RLOOTrainer. The user's functions score the answers. Rollouts are TRL's, except for sampling and scoring, and so are
+advantages; the losses are computed here, since TRL reads a dozen numbers at every pass. Only the rollout waits for the
+device, once per step.
 """
 
 import math
@@ -42,7 +42,7 @@ class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
         advantages = inputs["advantages"][:, None]
         clip = loss.Clip(self.epsilon_low, self.epsilon_high)
         losses = clip.surrogate(ratio, advantages)
-        if "importance_sampling_ratio" in inputs:  # of a server, whose arithmetic differs
+        if "importance_sampling_ratio" in inputs:  # from a server, whose arithmetic differs
             losses = losses * inputs["importance_sampling_ratio"]
         if self.beta:
             kl = loss.divergence(log_probs, inputs["ref_per_token_logps"])
@@ -74,7 +74,7 @@ class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig:
-    """Return TRL's arguments. Its beta stays 0, so that it loads no second model; `RolloutHooks` has ours."""
+    """Return TRL's arguments. Their beta stays 0, so that TRL loads no second model; `RolloutHooks` has ours."""
     grpo = recipe.grpo
     shared: dict[str, Any] = {
         "num_generations": grpo.group_size,
@@ -97,10 +97,10 @@ def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return prompts, as many as make whole steps.
+    """Return prompts, in a number that makes whole steps.
 
     Raises:
-        UserError: the reward functions give no number, or there are too few prompts that fit.
+        UserError: the reward functions return no number, or too few prompts fit.
     """
     found, held_out = load.read_examples(recipe, tokenizer)
     scoring.check(recipe, found.select(range(min(len(found), scoring.TRIED))).to_list())
@@ -137,7 +137,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
 
 
 def _as_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what TRL reads, the prompt, and what a reward function gets.
+    """Return the prompt, which TRL reads, and the example, for the reward functions.
 
     Raises:
         UserError: the example has tools.
@@ -163,7 +163,7 @@ def _check_answered(held_out: Dataset) -> None:
 def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     """Return the mean `reward` of the greedy answers, and `exact_match` where each example has an expected answer.
 
-    Answers without a reward are not in the mean. What is compared is the text after the reasoning: rewards teach the
+    Answers without a reward are not in the mean. Only the text after the reasoning is compared, since rewards teach the
     model to reason in its own way. Rank 0 stores its first answers in the run folder.
     """
     recipe, scorer, gather = trainer.context.recipe, trainer.scorer, trainer.context.recipe.grpo.gather
@@ -211,6 +211,6 @@ def _has_answer(row: dict[str, Any]) -> bool:
 def trainer(
     context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutHooks:
-    """Return the trainer, with a reference model where all weights are trained and a beta asks for one."""
+    """Return the trainer, with a reference model if all weights are trained and beta is above 0."""
     kind = RunRLOOTrainer if context.recipe.grpo.loss == "rloo" else RunGRPOTrainer
     return kind.of(context, model, arguments, dataset, tokenizer, reference=reference.of_recipe(context.recipe))

@@ -1,4 +1,4 @@
-"""Answers that were judged good or bad, each by itself (KTO, Ethayarajh et al. 2024, arXiv:2402.01306), by TRL."""
+"""KTO (Ethayarajh et al. 2024, arXiv:2402.01306), by TRL: learns from answers that were judged good or bad."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,14 +28,14 @@ class RunKTOTrainer(Averaging, KTOTrainer):
     """TRL's trainer with the run's hooks."""
 
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
-        """Return the examples as `datasets` has made them; TRL would pair answers within each rank's own batch."""
+        """Return the examples as `datasets` made them; TRL would pair answers within each rank's own batch."""
         return dataset
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Return the mean loss of a micro-batch (the paper's equations 7 and 8), as TRL computes it.
 
-        TRL reads a dozen numbers from the device at every pass, and divides the answers by their labels, which waits
-        for it too.
+        TRL reads a dozen numbers from the device at every pass, and divides the answers by their labels, which also
+        waits for it.
         """
         good = inputs["label"].bool()
         mismatched = self._compute_kl_logps(model, inputs)
@@ -55,7 +55,7 @@ class RunKTOTrainer(Averaging, KTOTrainer):
 
     @contextmanager
     def _before_training(self) -> Iterator[Any]:
-        """Give the model as it was: a second one, or this one with the adapters as they were."""
+        """Provide the model before training: a second model, or this one with its initial adapters."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
                 yield self.ref_model
@@ -65,7 +65,7 @@ class RunKTOTrainer(Averaging, KTOTrainer):
                 yield self.model
 
     def averaged(self) -> dict[str, float]:
-        """Return what is logged; a margin where there were good and bad answers."""
+        """Return the numbers to log; a margin if there were good and bad answers."""
         means = super().averaged()
         good, bad = means.get("rewards/chosen"), means.get("rewards/rejected")
         return means if good is None or bad is None else means | {"rewards/margins": good - bad}
@@ -83,7 +83,7 @@ def arguments(common: dict[str, Any], recipe: Recipe) -> KTOConfig:
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return tokens of judged answers in the order in which they are trained on, each with a mismatched answer.
+    """Return tokens of judged answers in the order of training, each with a mismatched answer.
 
     Raises:
         UserError: too few examples, or all judged alike.
@@ -114,8 +114,8 @@ def with_tokens(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> 
 def _mismatched(examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """Return another example's answer for each, from which the KL is estimated (section 4.1 of the paper).
 
-    The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's, so that its estimate, and
-    with it the loss, depends on the number of ranks.
+    The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its
+    estimate, and with it the loss, depends on the number of ranks.
     """
     answers = examples["completion_ids"]
     return {"KL_completion_ids": [answers[-1], *answers[:-1]]}

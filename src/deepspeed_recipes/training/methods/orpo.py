@@ -1,7 +1,7 @@
 """ORPO: imitates the better answer and raises its odds above the worse one's, without a reference model.
 
-Hong et al. 2024, arXiv:2403.07691. The odds ratio is that of TRL's ORPOTrainer; what goes into it is computed here, in
-tiles, since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
+Hong et al. 2024, arXiv:2403.07691. The odds ratio is that of TRL's ORPOTrainer; its inputs are computed here, in tiles,
+since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6).
 
-        Each pair counts the same. TRL averages the imitated tokens of a micro-batch instead, in which long answers
-        count more, so that its loss depends on the micro-batch and on the number of ranks; with micro-batches of one
-        pair it is this one. As there and in the authors' code, the better conversation is imitated with its prompt.
+        Each pair counts the same. TRL averages the imitated tokens of a micro-batch instead, so that long answers count
+        more, and its loss depends on the micro-batch and on the number of ranks; with one pair per micro-batch both are
+        equal. As in TRL and in the authors' code, the better conversation is imitated with its prompt.
         """
         answers = inputs["completion_mask"].bool()
         pairs = len(answers) // 2

@@ -1,4 +1,4 @@
-"""Reward modelling: a model that gives each answer a number, higher for the better of two, on TRL's RewardTrainer.
+"""Reward modelling on TRL's RewardTrainer: a model that gives each answer a number, higher for the better of two.
 
 The loss is Bradley and Terry's, `-log sigmoid(chosen - rejected)` (Ouyang et al. 2022, arXiv:2203.02155, equation 1).
 """

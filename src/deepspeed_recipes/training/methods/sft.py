@@ -28,7 +28,7 @@ from ..vision.collate import PictureCollator
 SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""
 LONGEST = 4000
-"""Characters stored of a prompt, of which the last are kept, and of an answer."""
+"""Maximum number of stored characters of a prompt, whose end is kept, and of an answer."""
 GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
@@ -48,7 +48,7 @@ def trainer(
 ) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
     boundaries, layout = needs_boundaries(model), context.recipe.layout
-    # The stages of a pipeline have no loss of their own, and no configuration.
+    # The stages of a pipeline have no loss or configuration of their own.
     labelled = layout.pipeline == 1 and tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
     collator: Any
     if context.recipe.model.vision:
@@ -63,12 +63,12 @@ def trainer(
 
 
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
-    """Return `exact_match`, the share of last answers that greedy decoding reproduces, and which share was `cut_off`.
+    """Return `exact_match`, the share of last answers that greedy decoding reproduces, and the share `cut_off`.
 
     Rank 0 stores its first answers in the run folder.
 
     Args:
-        trainer: of the run.
+        trainer: the run's.
         examples: the held-out sequences, one document each.
     """
     recipe, model = trainer.context.recipe, trainer.model
@@ -103,9 +103,9 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
 
 
 def sample(prompt: str, expected: str, answer: str) -> dict[str, str]:
-    """Return one line of `answers.jsonl`: the prompt, what was expected, and what the model wrote; long ones cut.
+    """Return one line of `answers.jsonl`: the prompt, the expected and the written answer; long texts are cut.
 
-    The placeholders of an image, hundreds of one token, are one.
+    An image's placeholders, hundreds of one token, are written as one.
     """
     prompt = re.sub(r"(<[^<>\s]+>)\1+", r"\1", prompt)
     texts = {"expected": expected, "answer": answer}

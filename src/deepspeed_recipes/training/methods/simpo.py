@@ -1,7 +1,7 @@
-"""SimPO: the better answer's tokens likelier than the worse one's by a margin, without a reference model.
+"""SimPO: makes the better answer's tokens likelier than the worse one's by a margin, without a reference model.
 
-Meng et al. 2024, arXiv:2405.14734. The loss is that of TRL's CPOTrainer; what goes into it is computed here, in tiles,
-since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
+Meng et al. 2024, arXiv:2405.14734. The loss is that of TRL's CPOTrainer; its inputs are computed here, in tiles, since
+TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> CPOConfig:
-    """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO has not."""
+    """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
     simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": recipe.simpo.beta, "simpo_gamma": recipe.simpo.gamma}
     return CPOConfig(**common, **simpo, max_length=recipe.sequence_length)
 

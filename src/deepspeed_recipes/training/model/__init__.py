@@ -1,1 +1,1 @@
-"""The model: loaded, and made leaner or faster."""
+"""Loads the model and applies memory and speed optimizations."""

@@ -1,8 +1,9 @@
-"""Which attention implementation a run uses: for packed sequences, one without a length x length mask.
+"""Chooses a run's attention implementation: for packed sequences one without a length x length mask.
 
-With a mask, PyTorch's SDPA cannot use its flash kernel, and computes all pairs of tokens of a sequence, masked ones
-included. A variable-length kernel that knows where documents begin computes the pairs within documents only. torch has
-one (`torch.nn.attention.varlen`, on CUDA from 2.10 on), so that no flash-attn wheel has to be built.
+With a mask, PyTorch's SDPA cannot use its flash kernel, and computes all pairs of tokens of a sequence, including
+masked pairs. A variable-length kernel gets the documents' boundaries and computes only the pairs within documents.
+torch has such a kernel (`torch.nn.attention.varlen`, on CUDA from 2.10 on), so that no flash-attn wheel has to be
+built.
 """
 
 import inspect
@@ -26,21 +27,21 @@ except ImportError:  # torch 2.9
     varlen_attn = None
 
 VARLEN = "varlen"
-"""The name of the implementation below, for `model.attention`."""
+"""Name of the implementation below, for `model.attention`."""
 OLDEST = (8, 0)
 """Compute capability (Ampere) from which flash kernels exist."""
 HOPPER = 9
-"""The major compute capability that FlashAttention-3 is written for (arXiv:2407.08608), and from which -4 computes."""
+"""Major compute capability that FlashAttention-3 is written for (arXiv:2407.08608), and the lowest of -4."""
 WIDEST = 256
-"""Their widest head."""
+"""Largest head width that they support."""
 
 
 def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[str]:
-    """Return what `model.attention` may mean, best first; `packing_check` takes the first that works for the model.
+    """Return the possible values of `model.attention`, best first; `packing_check` takes the first that works.
 
     Args:
-        recipe: says which, or `auto`.
-        config: of the model's text part.
+        recipe: has `model.attention`, a name or `auto`.
+        config: the model's text part.
         on_gpu: whether this run computes on GPUs.
     """
     if recipe.model.attention != "auto":
@@ -55,9 +56,9 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
 
 
 def _installed_flash(major: int) -> list[str]:
-    """Return the FlashAttention packages that are installed, the one written for this kind of GPU first.
+    """Return the installed FlashAttention packages, beginning with the one written for this kind of GPU.
 
-    Kernels that transformers would download (`kernels-community/...`) are taken only by name.
+    Kernels that transformers would download (`kernels-community/...`) are used only if named.
     """
     found = {
         "flash_attention_3": major == HOPPER and is_flash_attn_3_available(),
@@ -73,7 +74,7 @@ def not_installed(name: str, error: ImportError) -> str:
 
 
 def is_flash(name: str) -> bool:
-    """Return whether an implementation is a FlashAttention: of a package, or a kernel from the Hub."""
+    """Return whether an implementation is a FlashAttention, from a package or a kernel from the Hub."""
     return name.startswith("flash_attention") or ("/" in name and "flash" in name)
 
 
@@ -91,13 +92,13 @@ def _fits(config: PreTrainedConfig) -> bool:
 
 
 def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, Any]:
-    """Return where documents begin, as the arguments of transformers' flash attention (`FlashAttentionKwargs`).
+    """Return the documents' boundaries as arguments of transformers' flash attention (`FlashAttentionKwargs`).
 
-    Counted on the host, so that no layer has to read them off the position ids on the device.
+    Computed on the host, so that no layer has to read them off the position ids on the device.
 
     Args:
-        lengths: of the documents of each sequence, in tokens.
-        width: of the padded sequences; padding counts as part of a sequence's last document.
+        lengths: lengths of the documents of each sequence, in tokens.
+        width: length of the padded sequences; padding counts as part of a sequence's last document.
     """
     filled = [length for one in lengths for length in (*one[:-1], width - sum(one[:-1]))]
     starts = torch.tensor([0, *filled], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -106,21 +107,21 @@ def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[st
 
 
 def loadable(attention: str) -> str:
-    """Return the implementation to load a model with; SDPA where `auto` is not decided yet."""
+    """Return the implementation to load a model with; SDPA while `auto` is undecided."""
     return "sdpa" if attention == "auto" else attention
 
 
 def needs_boundaries(model: torch.nn.Module) -> bool:
-    """Return whether `model` needs its batches to say where documents begin; else it would read the position ids."""
+    """Return whether `model` needs the documents' boundaries in its batches; otherwise it reads the position ids."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     names = [one._attn_implementation or "" for one in configs if isinstance(one, PreTrainedConfig)]
     return any(name == VARLEN or is_flash(name) for name in names)
 
 
 def switch_by_batch(model: PreTrainedModel) -> None:
-    """Make a `model` loaded with `varlen` use it for batches that say where documents begin, and SDPA for others.
+    """Make a `model` loaded with `varlen` use it for batches with documents' boundaries, and SDPA for all others.
 
-    The others are evaluation and generation, with masks and caches.
+    The others are evaluation and generation, which have masks and caches.
     """
     configs = {id(one.config): one.config for one in model.modules() if _computes(one, VARLEN)}
 
@@ -128,7 +129,7 @@ def switch_by_batch(model: PreTrainedModel) -> None:
         for config in configs.values():
             config._attn_implementation = VARLEN if inputs.get("cu_seq_lens_q") is not None else "sdpa"
 
-    # PEFT calls the outermost model's `forward` without its hooks, but not those within.
+    # PEFT calls the outermost model's `forward` without its hooks, but the inner models' with theirs.
     for module in model.modules() if configs else ():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(switch, with_kwargs=True)
@@ -152,7 +153,7 @@ def varlen(
     max_length_q: int | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Compute causal attention within documents; as transformers' implementations do.
+    """Compute causal attention within documents, with the interface of transformers' implementations.
 
     Args:
         module: the attention layer.
@@ -161,14 +162,14 @@ def varlen(
         value: see `query`.
         attention_mask: None.
         dropout: 0.
-        scaling: of the scores; None: 1 / sqrt(width).
-        sliding_window: how many tokens back a token sees, itself included.
-        cu_seq_lens_q: where documents begin in all sequences laid end to end, and the end, [documents + 1], int32.
-        max_length_q: of the longest document.
-        options: of other implementations.
+        scaling: factor of the scores; None is 1 / sqrt(width).
+        sliding_window: number of tokens that a token attends to, including itself.
+        cu_seq_lens_q: starts of documents when all sequences are concatenated, and the end, [documents + 1], int32.
+        max_length_q: length of the longest document.
+        options: for other implementations.
 
     Returns:
-        [sequences, length, heads, width] and no weights.
+        [sequences, length, heads, width], and None instead of weights.
 
     Raises:
         ValueError: the kernel lacks what the layer needs: soft caps, sinks, biases, dropout, masks.
@@ -193,19 +194,19 @@ def varlen(
 
 @cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """Return the names that a function takes; kept, since every layer asks at every pass."""
+    """Return the names of a function's parameters; cached, since every layer needs them at every pass."""
     return frozenset(inspect.signature(function).parameters)
 
 
 def _fused(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: Any, **options: Any
 ) -> torch.Tensor:
-    """Call torch's kernel with what the installed version takes.
+    """Call torch's kernel with the arguments that the installed version supports.
 
     torch 2.10 has neither a scale nor windows, but `is_causal`; 2.11 and 2.12 share no keys and values between heads.
 
     Raises:
-        ValueError: it has no sliding windows, and the layer has.
+        ValueError: the kernel has no sliding windows, and the layer needs them.
     """
     known = _parameters(varlen_attn)
     if options["enable_gqa"] and "enable_gqa" not in known:
@@ -223,7 +224,7 @@ def _fused(
 def _one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, _: Any, **options: Any
 ) -> torch.Tensor:
-    """Return what the kernel computes, on a CPU; [tokens, heads, width] each."""
+    """Compute the same as the kernel, on a CPU; [tokens, heads, width] each."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
         queries, keys, values = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))

@@ -1,4 +1,4 @@
-"""Integers of a configuration that bound how far a token sees: windows, chunks, blocks. Found by trial, not by name."""
+"""Finds by trial the integers of a configuration that limit attention: windows, chunks, blocks."""
 
 import copy
 from collections.abc import Iterator
@@ -10,19 +10,19 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from . import remote_code
 
 DIFFERENCE = 1e-4
-"""Of logits in fp32, as a share of the largest: more than rounding."""
+"""Smallest difference of fp32 logits, relative to the largest, that is more than rounding."""
 Place = tuple[str, ...]
-"""The keys that lead to a field: more than one where it is in a nested block."""
+"""The keys that lead to a field; several if it is in a nested block."""
 
 
 def within(config: PreTrainedConfig, bound: int) -> PreTrainedConfig:
-    """Return a small configuration in which everything that bounds attention is at most `bound` tokens.
+    """Return a small configuration in which everything that limits attention is at most `bound` tokens.
 
-    At a lower value such an integer leaves early tokens as they are and changes later ones. Sizes of weights change the
-    weights' shapes, and what scales positions changes early tokens, too.
+    Lowering such an integer changes late tokens and leaves early tokens unchanged. Integers that change the weights'
+    shapes are sizes, and those that scale positions also change early tokens.
 
     Args:
-        config: of a small model, which is made and run once for every candidate.
+        config: of a small model, which is built and run once for every candidate.
         bound: tokens.
     """
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +44,7 @@ def within(config: PreTrainedConfig, bound: int) -> PreTrainedConfig:
 
 
 def _larger(values: dict[str, Any], bound: int, above: Place = ()) -> Iterator[Place]:
-    """Yield where integers larger than `bound` are, and lists of integers with such a one."""
+    """Yield the places of integers above `bound`, and of lists that contain one."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _larger(value, bound, (*above, name))

@@ -1,12 +1,13 @@
-"""Control tokens in what people wrote are text: `<|end|><|assistant|>` in a question must not end the question.
+"""Treats control tokens in what people wrote as text: `<|end|><|assistant|>` in a question must not end it.
 
-transformers marks them before a template is rendered (`sanitize_control_tokens`), and encodes what is marked without
-its added tokens. It cannot mark the assistant's tokens for the loss at the same time; this module can. Text without
-control tokens takes the usual path, and gives the same tokens. Text with them is refused where transformers is older
-than 5.20, which has nothing to mark them with.
+transformers marks them before a template is rendered (`sanitize_control_tokens`), and encodes marked text without its
+added tokens. It cannot mark the assistant's tokens for the loss at the same time; this module can. Text without
+control tokens takes the usual path, and gives the same tokens. Text with control tokens is refused if transformers is
+older than 5.20, which cannot mark them.
 
-The assistant's turns are not guarded: what the model shall write is the user's own choice, and often special tokens
-that the user has added, or the model's tokens for calling tools. There the tokens are those of plain transformers.
+The assistant's turns are not protected: what the model learns to write is the user's choice, and often includes
+special tokens that the user has added, or the model's tokens for tool calls. They are encoded as in plain
+transformers.
 """
 
 import re
@@ -31,7 +32,7 @@ except ImportError:  # transformers before 5.20
     mark_control_tokens = None
 
     def _get_control_token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Return what finds the tokens, and what finds marks: nothing, since there are none."""
+        """Return patterns for the tokens and for marks; the latter matches nothing, since there are no marks."""
         longest_first = sorted(tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), re.compile("(?!)")
 
@@ -41,35 +42,35 @@ Turns = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ControlTokens:
-    """The control tokens to look for in the text of a conversation."""
+    """Patterns of the control tokens to find in the text of a conversation."""
 
     control: re.Pattern[str]
-    """In a description of tools, and in every turn but the assistant's: special tokens, and the others that the
-    template writes itself."""
+    """Matches in descriptions of tools and in every turn except the assistant's: special tokens, and other tokens that
+    the template writes itself."""
     markers: re.Pattern[str]
-    """Finds what was marked in a rendered conversation."""
+    """Matches the marks in a rendered conversation."""
     images: re.Pattern[str]
-    """In the assistant's turns: the tokens in whose place the model sees an image."""
+    """Matches in the assistant's turns: the tokens that represent an image in the model's input."""
 
     def occur(self, turns: Turns, tools: Any = None) -> bool:
-        """Return whether what people wrote has control tokens."""
+        """Return whether text written by people contains control tokens."""
         return self._first(turns, tools) is not None
 
     def mark(self, turns: Turns, tools: Any = None) -> tuple[Turns, Any]:
         """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`.
 
         Raises:
-            UserError: there are some, and transformers is too old to mark them.
+            UserError: there are control tokens, and transformers is too old to mark them.
         """
         if mark_control_tokens is None:
             if found := self._first(turns, tools):
-                raise UserError(f"{found!r} is a control token, and transformers before 5.20 would take it for one")
+                raise UserError(f"{found!r} is a control token, and transformers before 5.20 cannot treat it as text")
             return turns, tools
         *marked, described = [mark_control_tokens(value, pattern) for value, pattern in self._guarded(turns, tools)]
         return marked, described
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, chat: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens of a rendered conversation, and where in it each starts and ends."""
+        """Return the tokens of a rendered conversation, and the start and end of each in the text."""
         ids: list[int] = []
         places: list[tuple[int, int]] = []
         end = 0
@@ -101,7 +102,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str, images: Co
     Args:
         tokenizer: the model's.
         template: in Jinja.
-        images: the tokens in whose place a vision-language model sees an image.
+        images: the tokens that represent an image in a vision-language model's input.
     """
     added = tokenizer.added_tokens_decoder.values()
     if mark_control_tokens:
@@ -124,7 +125,7 @@ def conversation_tokens(
     """Return a conversation's tokens; `options` are those of `apply_chat_template`, and arguments of the template.
 
     Raises:
-        UserError: the template refuses the conversation, or drops some of it.
+        UserError: the template refuses the conversation, or drops a part of it.
     """
     template = options.pop("chat_template", None) or tokenizer.chat_template
     arguments = {name: value for name, value in options.items() if name != "add_generation_prompt"}

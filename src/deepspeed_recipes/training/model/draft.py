@@ -1,4 +1,4 @@
-"""A draft: a recipe's model shrunken and randomly initialised, of the same class and with the same kinds of layers."""
+"""Creates a draft: a recipe's model shrunken and randomly initialised, with the same class and kinds of layers."""
 
 import math
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model.
 
     Raises:
-        UserError: a model that sees, whose processor cannot be made.
+        UserError: the processor of a vision-language model cannot be created.
     """
     if recipe.model.vision:
         _write_with_tower(recipe, folder, dtype)
@@ -56,9 +56,9 @@ def _write_with_tower(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
 def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
     """Return the architecture's configuration with the draft's layers and width.
 
-    Widths keep their ratio to the hidden size, rounded up to a multiple of 16, and every kind of layer of the original
-    is kept, in more layers than the draft's if need be: sliding and full attention, linear attention, state space,
-    dense and expert. Of a model that also sees, it is the text part.
+    Widths keep their ratio to the hidden size, rounded up to a multiple of 16. Every kind of layer of the original is
+    kept, with more layers than the draft's if necessary: sliding and full attention, linear attention, state space,
+    dense and expert. For a vision-language model this is the text part.
     """
     config = config.get_text_config()
     values = {name: value for name, value in config.to_dict().items() if name not in _DERIVED}
@@ -78,7 +78,7 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
 
 
 _DERIVED = ("qk_head_dim", "transformers_version", "architectures")
-"""What a configuration computes from the rest."""
+"""Values that a configuration computes from others."""
 
 
 def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
@@ -91,7 +91,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
     head = draft.hidden_size // HEADS
     heads = getattr(config, "num_attention_heads", None) or HEADS  # a state-space model has none
     shared = getattr(config, "num_key_value_heads", None) or heads
-    latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: the rotary part of a head is a half of it
+    latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: half of a head is its rotary part
     return {
         "hidden_size": draft.hidden_size,
         "num_hidden_layers": draft.layers,
@@ -132,13 +132,13 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "mamba_head_dim": 2 * head,
         "mamba_d_state": head,
         "ssm_state_size": head,
-        "n_groups": 2,  # of a state-space model's heads
+        "n_groups": 2,  # groups of a state-space model's heads
         "moe_shared_expert_intermediate_size": scaled("moe_shared_expert_intermediate_size"),
     }
 
 
 def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, list[Any]]:
-    """Return what a configuration lists layer by layer, for a choice of layers that has every kind, or more layers."""
+    """Return a configuration's lists per layer, shortened to layers of every kind; this may be more than `layers`."""
     listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
     kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
     first_of_kind = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]

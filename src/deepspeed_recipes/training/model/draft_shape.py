@@ -1,9 +1,9 @@
-"""How many heads and experts a draft's model has. Standard library only, so that the launcher can check layouts."""
+"""Numbers of heads and experts in a draft's model; standard library only, so that the launcher can check layouts."""
 
 HEADS = 4
 """Attention heads of a draft; as many query heads share a key/value head as in the original."""
 EXPERTS = 4
-"""Experts of a draft's mixture."""
+"""Experts per layer of a draft's MoE model."""
 
 
 def key_value_heads(heads: int, shared: int) -> int:

@@ -22,8 +22,8 @@ class TrainingFlops:
 def training_flops(model: torch.nn.Module) -> TrainingFlops:
     """Return the operations per token of a causal language or reward model, with or without adapters, sharded or not.
 
-    An embedding is a look-up and costs nothing, unless it is tied and so the last matrix product too. Of a mixture
-    of experts a token uses `num_experts_per_tok`. Sliding windows are counted as full attention.
+    An embedding is a look-up and costs nothing, unless it is tied and so also the last matrix product. In an MoE model
+    a token uses `num_experts_per_tok` experts. Sliding windows are counted as full attention.
     """
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight

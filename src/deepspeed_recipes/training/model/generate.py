@@ -1,4 +1,4 @@
-"""A model's answers to conversations: greedily to many at once, or one as it is written."""
+"""Generates a model's answers to conversations: greedily for many at once, or one as a stream."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Thread
@@ -39,7 +39,7 @@ def continued(
 
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that end an answer: the tokenizer's, and those that the model's generation settings name."""
+    """Return the tokens that end an answer: the tokenizer's, and those in the model's generation settings."""
     named = model.generation_config.eos_token_id
     return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
 
@@ -60,7 +60,7 @@ def greedy(
 ) -> list[list[int]]:
     """Return the tokens that the model writes after each prompt of `inputs`, which are padded on the left.
 
-    An answer includes the token that ends it, if there is one: one of `end`, or of `ends` if that is empty.
+    An answer includes the token that ends it, if any: one of `end`, or of `ends` if `end` is empty.
     """
     stop = sorted({*end} or ends(model, tokenizer))
     output = model.generate(
@@ -78,14 +78,14 @@ def greedy(
 def stream(
     model: Any, tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], max_new_tokens: int, **how: Any
 ) -> Iterator[str]:
-    """Yield the model's answer to a conversation in the pieces in which it is written.
+    """Yield the model's answer to a conversation in pieces, as it is written.
 
     Args:
         model: of transformers or PEFT.
         tokenizer: the model's, with a chat template.
-        turns: the conversation; a user's turn is its last.
-        max_new_tokens: of the answer.
-        how: tokens are chosen: arguments of transformers' `generate`, and a `seed`.
+        turns: the conversation; its last turn is a user's.
+        max_new_tokens: limit of the answer.
+        how: arguments of transformers' `generate` that choose tokens, and a `seed`.
 
     Raises:
         UserError: the conversation does not fit into the model's context, or its chat template refuses it.

@@ -1,6 +1,6 @@
-"""A model's generation settings, checked and corrected when it is loaded.
+"""Checks and corrects a model's generation settings when it is loaded.
 
-transformers only warns about invalid ones then, and refuses to save them after training.
+transformers only warns about invalid settings at that time, and refuses to save them after training.
 """
 
 import re
@@ -19,17 +19,17 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check(path: str) -> None:
-    """Refuse a generation_config.json that transformers cannot read; what it only warns about, `correct` corrects.
+    """Refuse a generation_config.json that transformers cannot read; `correct` handles settings that cause warnings.
 
     Args:
-        path: a model's folder; of a Hub id nothing is checked.
+        path: a model's folder; a Hub id is not checked.
 
     Raises:
-        UserError: names the file and the reason.
+        UserError: the message has the file and the reason.
     """
     if not (Path(path) / FILE).exists():
         return
-    read_json(Path(path) / FILE)  # transformers takes one that is not JSON for none
+    read_json(Path(path) / FILE)  # transformers ignores a file that is not JSON
     try:
         with errors_only("transformers"):
             GenerationConfig.from_pretrained(path)
@@ -38,20 +38,20 @@ def check(path: str) -> None:
 
 
 def correct(model: Any, path: str) -> str | None:
-    """Make a model's generation settings valid; return what was changed, as a line to print, or None if nothing was.
+    """Make a model's generation settings valid; return the changes as a line to print, or None if there are none.
 
-    transformers' own advice is followed: settings of sampling without `do_sample` set it, unless the temperature is 0,
+    This follows transformers' own advice: sampling settings without `do_sample` set it, unless the temperature is 0,
     and settings that have no effect are unset.
 
     Args:
-        model: as transformers has loaded it.
+        model: as loaded by transformers.
         path: its folder or Hub id, for messages.
 
     Raises:
-        UserError: a value of the wrong type, or a combination that nothing corrects.
+        UserError: a value of the wrong type, or a combination that cannot be corrected.
     """
     config: GenerationConfig | None = getattr(model, "generation_config", None)
-    if config is None:  # a model that generates nothing
+    if config is None:  # the model does not generate
         return None
     _check_types(config, path)
     changed: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def correct(model: Any, path: str) -> str | None:
 
 
 def _issues(config: GenerationConfig, path: str) -> Mapping[str, str]:
-    """Return by setting what transformers finds wrong with it, and only reports in words."""
+    """Return transformers' complaints by setting; transformers reports them only as text."""
     try:
         config.validate(strict=True)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""What a model has on top of its layers: logits over the vocabulary, scores of a sequence (a reward, classes), nothing.
+"""Output heads of models: logits over the vocabulary, scores of a sequence (a reward or classes), or none.
 
-`start` makes the head of a reward model or a classifier, which the files of a language model lack.
+`start` initialises the head of a reward model or a classifier, which the files of a language model lack.
 """
 
 import zlib
@@ -26,9 +26,9 @@ CLASSES: dict[Head, Any] = {
     "scores": AutoModelForSequenceClassification,
     "none": AutoModel,
 }
-"""What transformers loads each with."""
+"""The class with which transformers loads a model with each head."""
 NAMES = ("score", "classifier")
-"""What transformers' sequence-classification models call their head; PEFT knows the same names."""
+"""Names of the head in transformers' sequence-classification models; PEFT uses the same."""
 
 
 def trained_by(recipe: Recipe) -> Head:
@@ -46,13 +46,13 @@ def options(labels: Sequence[str]) -> dict[str, Any]:
 
 
 def outputs(output: Any) -> torch.Tensor:
-    """Return what a forward pass gives: logits, or of a model without a head its hidden states."""
+    """Return the result of a forward pass: logits, or hidden states of a model without a head."""
     logits = getattr(output, "logits", None)
     return output.last_hidden_state if logits is None else logits
 
 
 def missing(names: set[str]) -> tuple[set[str], set[str]]:
-    """Return which of the weights that a model's files lack are those of its head, and the others."""
+    """Return the missing weights of a model's files that belong to its head, and the others."""
     head = {name for name in names if name.partition(".")[0] in NAMES}
     return head, names - head
 

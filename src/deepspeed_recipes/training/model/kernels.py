@@ -1,4 +1,4 @@
-"""Fused and compiled layers and 8-bit products, where a recipe asks for them."""
+"""Fused and compiled layers and 8-bit products, which a recipe can turn on."""
 
 import importlib.util
 from functools import partial
@@ -16,27 +16,27 @@ from ...recipe.recipe import Recipe
 FP8 = (8, 9)
 """Compute capability (Ada) from which a GPU multiplies in 8-bit floats."""
 FP8_STEP = 16
-"""The widths of what it multiplies are multiples of this."""
+"""The widths of the multiplied matrices must be multiples of this."""
 
 
 def fuse(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss stays as it is.
+    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss is unchanged.
 
     Raises:
         UserError: Liger is not installed.
     """
     if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("liger_kernel=true: it is not installed; pip install liger-kernel, or leave it out.")
-    # The loss is `tiled_loss`, which honours every family's scales and soft caps, and ZeRO-3.
+        raise UserError("liger_kernel=true: liger-kernel is not installed; pip install liger-kernel, or leave it out.")
+    # The loss is `tiled_loss`, which supports every family's scales and soft caps, and ZeRO-3.
     apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
-    """Let the decoder's linear layers multiply in 8-bit floats while they train, each tensor with a scale of its own.
+    """Make the decoder's linear layers multiply in 8-bit floats during training, with a scale per tensor.
 
     Forward products are in e4m3 and gradients in e5m2 (torchao's default recipe, after "FP8 Formats for Deep Learning",
-    arXiv:2209.05433). The head and routers keep their precision. In evaluation layers compute as they will wherever
-    the export is loaded.
+    arXiv:2209.05433). The head and routers keep their precision. In evaluation, layers compute in the precision in
+    which the export will be used.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
@@ -66,10 +66,10 @@ def _check_fp8(on_gpu: bool) -> None:
 
 
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
-    """Refuse compiled layers under ZeRO-3, which would break every layer's graph at every weight, and what needs CUDA.
+    """Refuse compiled layers under ZeRO-3, which break each layer's graph at every weight, and what needs CUDA.
 
     Raises:
-        UserError: names the file and the fix.
+        UserError: the message has the file and the fix.
     """
     if recipe.fp8:
         _check_fp8(on_gpu)
@@ -98,20 +98,20 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
 
 
 def check_active(engine: Any, file: DeepSpeedFile) -> None:
-    """Refuse an engine that the file asks to compile and that would train without: as plain ZeRO, and silently.
+    """Refuse an engine that should be compiled but would silently train as plain ZeRO.
 
     Raises:
-        UserError: DeepSpeed has left DeepCompile out, for a reason that it only logs.
+        UserError: DeepSpeed has skipped DeepCompile, for a reason that it only logs.
     """
     if file.deepcompile and not engine.is_deepcompile_active():
         raise UserError(
             f"deepspeed={file.name}: DeepSpeed has not activated DeepCompile, and would train as plain "
-            f"ZeRO-{file.stage}; its log says why. Use zero{file.stage}.json, or correct the compile block."
+            f"ZeRO-{file.stage}; its log has the reason. Use zero{file.stage}.json, or correct the compile block."
         )
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each repeated layer of `model`, in place; compiling begins with the first step."""
+    """Compile each repeated layer of `model`, in place; compilation begins with the first step."""
     for module in model.modules():
         if type(module).__name__ in (model._no_split_modules or ()):
             module.compile()

@@ -1,4 +1,4 @@
-"""Load the model that a recipe names, with its adapters; or a draft of it."""
+"""Loads a recipe's model, with its adapters; or a draft of it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -35,7 +35,7 @@ TEXT_PART = {
     r"^language_model\.lm_head": "lm_head",
     r"^model\.language_model\.": "model.",
 }
-"""What a language model's weights are called in a checkpoint that also sees -> what they are called in it alone."""
+"""Names of a language model's weights in a vision-language checkpoint -> their names in the language model."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -60,8 +60,8 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
     and no rank ever holds the whole model.
 
     Args:
-        recipe: says which model.
-        kind: the class to load it as; a pipeline's stages have their own. None: the method's.
+        recipe: has the model's path.
+        kind: the class to load; a pipeline's stages have their own. None is the method's class.
         labels: the names of a classifier's classes, in the order of its outputs.
 
     Raises:
@@ -71,7 +71,7 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
 
 
 def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftModel:
-    """Return a model of `fitted` with the recipe's adapters; itself where the recipe has none."""
+    """Return a model from `fitted` with the recipe's adapters, or unchanged if the recipe has none."""
     if recipe.lora is None:
         return model
     if checkpointing.of_layers(recipe):
@@ -90,15 +90,15 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
 
 
 def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Return a model that was just read or made, with the attention, the loss and the kernels of the recipe."""
+    """Return a newly read or created model with the recipe's attention, loss and kernels."""
     upstream.restore_rotary_frequencies(model)
-    # With a key/value cache transformers does not look for packed documents, and they would attend to each other.
+    # With a key/value cache transformers does not detect packed documents, and they would attend to each other.
     model.config.use_cache = False
     _leave_out_own_losses(model, recipe)
     attention.switch_by_batch(model)
     if recipe.model.vision:
-        # Qwen2.5-VL says that it cannot, but its loss does divide by the tokens of the whole batch. The Trainer would
-        # average the means of micro-batches, in which a token counts for more the fewer there are.
+        # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
+        # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
         model.accepts_loss_kwargs = True
         blank.always_see(model, processor.blank(processor.of_recipe(recipe)))
         if not recipe.model.train_vision:
@@ -125,9 +125,9 @@ def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
 
 
 def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Let the model's loss be the cross-entropy alone, whatever its config.json adds, and print what that was.
+    """Reduce the model's loss to the cross-entropy, whatever its config.json adds, and print the removed terms.
 
-    transformers adds the whole of it to every micro-batch of every rank; a loss in tiles and pipelines leave it out.
+    transformers adds such a term in full to every micro-batch of every rank; tiled losses and pipelines omit it.
     `router_aux_loss_coef` adds the routers' load-balancing loss in the right proportion.
     """
     config, left_out = model.config.get_text_config(), []
@@ -139,7 +139,7 @@ def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
         left_out.append("z_loss_coefficient")
     if left_out and not recipe.router_aux_loss_coef:
         say(
-            f"the loss is the cross-entropy alone, without what {' and '.join(left_out)} in config.json adds; "
+            f"the loss is the cross-entropy alone, without the terms of {' and '.join(left_out)} in config.json; "
             "router_aux_loss_coef=0.001 adds a load-balancing loss"
         )
 
@@ -177,14 +177,14 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
         if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
             raise
         raise UserError(cannot_load("model", recipe, error)) from error
-    missing = set(about["missing_keys"])  # of tied weights one is enough, and transformers does not list the other
+    missing = set(about["missing_keys"])  # one of tied weights is enough, and transformers does not list the other
     if recipe.traits.scores:
         head, missing = heads.missing(missing)
         if head:  # the files hold a language model
             heads.start(model, recipe.seed)
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
-    if kind in heads.CLASSES.values():  # a stage of a pipeline holds only its own layers; `stages.check` reads it all
+    if kind in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generation.correct(model, recipe.model.path):
         say(line)
@@ -192,16 +192,16 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
 
 
 def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
-    """Print which parts of a model's files are not loaded, and so are not in the export either."""
+    """Print the parts of a model's files that are not loaded, and so are not in the export either."""
     if parts:
         say(f"model.path={recipe.model.path}: not loaded, and not in the export: {', '.join(parts)}")
 
 
 def text_part(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what `from_pretrained` has to be told to load the language model alone from a checkpoint that also sees.
+    """Return the arguments with which `from_pretrained` loads only the language model of a vision-language checkpoint.
 
-    Nothing where transformers knows by itself what to load: a language model, or all of a model that it has a class
-    for. Mistral 3's checkpoints (Ministral 3 is one) are neither: their text part has a class, the whole has none.
+    Empty where transformers needs none: for a language model, or a whole model that it has a class for. Mistral 3's
+    checkpoints (Ministral 3 is one) are neither: their text part has a class, the whole has none.
     """
     text = config.get_text_config()
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -211,9 +211,9 @@ def text_part(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration that a language model loaded from this one has: the text part's where it is that alone.
+    """Return the configuration of the language model that is loaded: the text part's if that is loaded alone.
 
-    transformers loads Qwen3.5's checkpoints, which also see, as language models; Gemma 3's keep their tower.
+    transformers loads Qwen3.5's vision-language checkpoints as language models; Gemma 3's keep their tower.
     """
     text = config.get_text_config()
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -221,7 +221,7 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
-    """Return how weights are quantised on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to what can be trained.
+    """Return the quantisation of weights on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to a trainable dtype.
 
     transformers dequantises MXFP4 by itself only where its kernels are not installed.
     """
@@ -264,7 +264,7 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
 
 
 def missing_weights(recipe: Recipe, names: Sequence[str]) -> str:
-    """Return that a model's files lack weights, which would be trained from random numbers."""
+    """Return the message that a model's files lack weights, which would start from random numbers."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return (
         f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, or "
@@ -273,6 +273,6 @@ def missing_weights(recipe: Recipe, names: Sequence[str]) -> str:
 
 
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:
-    """Return (all, trainable) parameters, counted whole where ZeRO-3 has sharded them."""
+    """Return the numbers of all and of trainable parameters, counted whole where ZeRO-3 has sharded them."""
     counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
     return sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

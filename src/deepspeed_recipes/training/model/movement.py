@@ -1,4 +1,4 @@
-"""Whether training has changed the weights: a sample of the trained ones, kept at the start and compared at the end."""
+"""Detects whether training has changed the weights, by comparing a sample of them at the start and at the end."""
 
 import random
 from typing import Any
@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 TENSORS, ELEMENTS = 256, 2**14
-"""How much is kept on each rank: of so many tensors, at most so many elements; 16 MiB at most in fp32."""
+"""Size of the sample on each rank: number of tensors, and elements per tensor; at most 16 MiB in fp32."""
 
 LEAST = 1e-12
-"""A smaller change is none: next to weights of 1e-2 fp32 drops it, but a zero, as in a new adapter, keeps it."""
+"""Smaller changes are ignored: fp32 drops them in weights of 1e-2, but a zero, as in a new adapter, keeps them."""
 
 Sample = dict[str, torch.Tensor]
 
@@ -29,7 +29,7 @@ def moved(before: Sample, model: Any) -> bool:
 
 
 def _held(model: Any) -> Sample:
-    """Return the trained weights in memory: of those that ZeRO-3 shards, this rank's part, unless it is on NVMe."""
+    """Return the trained weights in memory: with ZeRO-3 this rank's shards, except those on NVMe."""
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     held = {name: getattr(weight, "ds_tensor", weight) for name, weight in trained}
     return {name: part.detach() for name, part in held.items() if getattr(part, "final_location", None) != "nvme"}

@@ -1,4 +1,4 @@
-"""A model's output head, for losses that compute logits themselves; and whether these are the model's own logits."""
+"""A model's output head, for losses that compute logits themselves; checks that these equal the model's own logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,11 +26,11 @@ class Head:
     scale: float
     softcap: float | None
     vocabulary: int
-    """The number of entries that count; models of one tokenizer have heads of several sizes, padded for speed."""
+    """Number of entries that count; models with one tokenizer have heads of several sizes, padded for speed."""
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The head's weight, [vocabulary, hidden], and its bias where it has one."""
+        """The head's weight, [vocabulary, hidden], and its bias if it has one."""
         return [one for one in (self.module.weight, self.module.bias) if one is not None]
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -38,8 +38,8 @@ class Head:
 
         Args:
             hidden: [tokens, hidden].
-            weight: as in `weights`; ZeRO-3 has to have gathered it.
-            bias: as in `weights`.
+            weight: from `weights`; ZeRO-3 must have gathered it.
+            bias: from `weights`.
         """
         kept = None if bias is None else bias[: self.vocabulary]
         logits = linear(hidden, weight[: self.vocabulary], kept).float() * self.scale
@@ -57,12 +57,12 @@ def head_of(model: PreTrainedModel, vocabulary: int) -> Head:
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] = print) -> Recipe:
-    """Return the recipe, with whole logits if tiles would compute others and the recipe does not ask for tiles.
+    """Return the recipe, without tiled logits if they would differ from the model's and the recipe does not need them.
 
-    Passes to `say` that it has changed the recipe, and why.
+    Reports a change of the recipe, and its reason, with `say`.
 
     Raises:
-        UserError: the recipe or its method asks for them.
+        UserError: the recipe or its method requires tiles.
     """
     config = load_config(recipe).get_text_config()
     traits = recipe.traits
@@ -82,9 +82,9 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
 
 
 def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, lora: Lora | None = None) -> str:
-    """Return why logits in tiles are not the model's own, as a shrunken model shows; empty where they are.
+    """Return why tiled logits differ from the model's own, found on a shrunken model; empty if they do not.
 
-    Tiles read the weight of a head, so they are not its own where it is to have adapters.
+    Tiles read the weight of a head, so they differ if the head gets adapters.
     """
     kind = config.model_type
     try:
@@ -101,13 +101,13 @@ def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, lor
 
 @torch.no_grad()
 def distance(model: PreTrainedModel) -> float:
-    """Return how far a loss in tiles is from the model's own logits, as a share of the largest; changes the model.
+    """Return how far a tiled loss's logits are from the model's own, relative to the largest; changes the model.
 
-    Both heads in tiles are compared: `Head`, and TRL's.
+    Both tiled heads are compared: `Head`, and TRL's.
     """
     generator = torch.Generator().manual_seed(0)
     head = head_of(model, model.config.vocab_size)
-    for weight in head.weights:  # a bias starts at zero, and a soft cap shows in large logits only
+    for weight in head.weights:  # a bias starts at zero, and a soft cap has an effect on large logits only
         weight += 0.5 * torch.randn(weight.shape, generator=generator)
     tokens = torch.randint(5, model.config.vocab_size, (2, 16), generator=generator)
     own = model(input_ids=tokens).logits.float()

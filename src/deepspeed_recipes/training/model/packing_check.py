@@ -1,4 +1,4 @@
-"""Whether a model's code keeps packed documents apart: checked on a shrunken model, not looked up by name."""
+"""Checks on a shrunken model, not by name, that a model's code keeps packed documents apart."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,22 +13,23 @@ from .draft import WINDOW, shrink
 from .load import load_config
 
 LENGTHS = (WINDOW + 8, WINDOW + 24)
-"""Tokens in each document that is packed: longer than a draft's windows and chunks, whose borders are elsewhere in the
-second document than in the sequence."""
+"""Tokens per packed document: longer than a draft's windows and chunks, whose borders are elsewhere in the second
+document than in the sequence."""
 LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""A difference of logits that rounding does not explain, as a share of the largest logit. Seen in fp32 on drafts of
-every size in `recipes/`: at most 2e-6 where documents are kept apart, at least 2e-1 where they attend to each other."""
+"""Smallest difference of logits that rounding does not explain, relative to the largest logit. Measured in fp32 on
+drafts of every size in `recipes/`: at most 2e-6 if documents are kept apart, at least 2e-1 if they attend to each
+other."""
 
 
 def check(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False, say: Callable[[str], None] = print
 ) -> str:
-    """Return the attention that the run computes with: the first of the candidates with which packing is right.
+    """Return the attention that the run computes with: the first candidate with which packing is correct.
 
-    Takes about a second, before the ranks load anything. Passes to `say` which faster one was refused, and why.
+    Takes about a second, before the ranks load anything. Reports faster candidates that were refused with `say`.
 
     Raises:
-        UserError: packed documents would attend to each other, or it cannot be checked.
+        UserError: packed documents would attend to each other, or this cannot be checked.
     """
     config = load_config(recipe).get_text_config()
     names = attention.candidates(recipe, config, on_gpu)
@@ -56,12 +57,12 @@ def check(
 
 
 def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
-    """Return whether documents that share a sequence, told apart by their position ids, get the logits of each alone.
+    """Return whether documents in one sequence, separated by their position ids, get the same logits as each alone.
 
     Args:
-        config: of the real model; a draft of its class is made from it, with every kind of layer that it has.
+        config: of the real model; a draft of its class with every kind of its layers is created from it.
         tokenizer: for the size of the vocabulary.
-        name: the implementation to try, as `from_pretrained(attn_implementation=...)` names it.
+        name: the implementation to try, as in `from_pretrained(attn_implementation=...)`.
     """
     dtype = check_dtype(name)
     model = draft_of(config, tokenizer, name, dtype)
@@ -72,7 +73,7 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
 
 
 def check_dtype(name: str) -> torch.dtype:
-    """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need one."""
+    """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need a GPU."""
     only_there = attention.is_flash(name) or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
     return torch.bfloat16 if only_there else torch.float32
 
@@ -97,7 +98,7 @@ def draft_of(
 
 @torch.no_grad()
 def leak(model: torch.nn.Module) -> float:
-    """Return how far the logits of packed documents are from those of each alone, as a share of the largest."""
+    """Return how far the logits of packed documents are from those of each alone, relative to the largest."""
     documents = _documents(model)
     packed = model(**_packed(documents, model)).logits[0]
     alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
@@ -118,7 +119,7 @@ def check_gradients(model: torch.nn.Module) -> None:
 
 
 def _documents(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return documents of random tokens, the same for every model with as large a vocabulary."""
+    """Return documents of random tokens, the same for every model with a vocabulary of the same size."""
     generator = torch.Generator().manual_seed(0)
     lengths = ((length,) for length in LENGTHS)
     return [torch.randint(5, model.config.vocab_size, one, generator=generator).to(model.device) for one in lengths]

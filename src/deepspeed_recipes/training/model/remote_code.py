@@ -8,19 +8,19 @@ _PERMITTED = {"here": False}
 
 
 def permit() -> None:
-    """Permit the code of every model that this process loads, as its recipe or command line asks."""
+    """Permit the code of every model that this process loads, as requested by its recipe or command line."""
     _PERMITTED["here"] = True
 
 
 def here() -> bool:
-    """Return whether this process has the permission; without an explicit answer transformers asks on the terminal."""
+    """Return whether this process has the permission; without an explicit value transformers prompts the user."""
     return _PERMITTED["here"]
 
 
 def permitted(folder: str | Path) -> bool:
     """Return whether the code of the model in a folder may run, by this process's recipe or by that of its run.
 
-    The recipe in a run's folder counts, and not the copy of it that travels in an export's `training/`.
+    Only the recipe in a run's folder counts, not its copy in an export's `training/`.
     """
     if here():
         return True

@@ -1,8 +1,8 @@
-"""Give a chat template a conversation in a form of which it renders every text, or refuse the conversation.
+"""Converts a conversation to a form in which a chat template renders every text, or refuses the conversation.
 
-Some templates read content only as a list of parts, reasoning only under one of its names, or leave out the text beside
-a tool call, all without a word. So each text of a conversation is replaced by a word of its own, and the words are
-looked for in what the template renders of that. Conversations of one shape are rendered once.
+Some templates read content only as a list of parts, or reasoning only under one of its names, or silently drop the
+text next to a tool call. So each text of a conversation is replaced by a unique word, and the rendered conversation
+is searched for these words. Conversations of one shape are rendered once.
 """
 
 import json
@@ -22,24 +22,24 @@ from ...recipe.errors import UserError
 Turns = list[dict[str, Any]]
 
 TAGS = re.compile(r"(</?think>)")
-"""Templates move or drop what is between them."""
+"""Tags whose content templates move or drop."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """A conversation in the form that a template shows."""
+    """A conversation in a form that a template renders in full."""
 
     turns: Turns
     forgets: bool
-    """Reasoning of earlier turns is left out, as templates do that show only the last turn's."""
+    """True if reasoning of earlier turns is dropped, as in templates that render only the last turn's."""
 
 
 @dataclass
 class _Words:
-    """Words that stand for the texts of a conversation, each with what it stands for."""
+    """Words that replace the texts of a conversation, each with a description of its text."""
 
     meant: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By word: the number of its turn, from 0, or -1 for the tools; and what it is, for messages."""
+    """By word: the number of its turn, from 0, or -1 for the tools; and the kind of text, for messages."""
 
     def new(self, turn: int, what: str) -> str:
         word = f"zq{len(self.meant):04}qz"
@@ -61,7 +61,7 @@ class _Words:
         return value
 
     def content(self, text: str, turn: int, role: str) -> str:
-        """Return a content with words in place of its text, around `<think>` and `</think>` of the assistant's."""
+        """Return a content with words in place of its text, outside the assistant's `<think>` and `</think>`."""
         pieces = TAGS.split(text) if role == "assistant" else [text]
         made = []
         for at, piece in enumerate(pieces):
@@ -81,10 +81,10 @@ def shown(
     options: Any = None,
     prompt: bool = False,
 ) -> Shown:
-    """Return a conversation in a form of which the template shows every text.
+    """Return a conversation in a form of which the template renders every text.
 
-    Tried are its own, content as lists of parts, and reasoning under the other names. Reasoning that a template shows
-    in a last turn and leaves out once another question follows is forgotten on purpose, and not refused.
+    The forms tried are its own, content as lists of parts, and reasoning under other names. Reasoning that a template
+    renders in a last turn and drops once another question follows is dropped on purpose, and not refused.
 
     Args:
         tokenizer: whose special tokens the template writes.
@@ -95,7 +95,7 @@ def shown(
         prompt: nothing in it is learned, and the model answers it; models need not read their earlier reasoning.
 
     Raises:
-        UserError: no form shows all; names what is dropped, and what to do.
+        UserError: no form renders all texts; the message has the dropped text and the fix.
     """
     words, probe, described = _probed(turns, tools)
     shape = json.dumps([probe, described, options], sort_keys=True, default=str)
@@ -118,12 +118,12 @@ def _probed(turns: Turns, tools: Any) -> tuple[_Words, Turns, Any]:
 def owners(
     turns: Turns, tools: Any, render: Callable[[Turns, Any], tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[int]:
-    """Return the number of the turn that each stretch of the assistant's text belongs to.
+    """Return the turn's number for each stretch of the assistant's text.
 
     Args:
-        turns: in the form that the template shows.
+        turns: in the form that the template renders.
         tools: that may be called.
-        render: returns a conversation as text, and where in it the assistant speaks.
+        render: returns a conversation as text, and the spans of the assistant in it.
 
     Raises:
         UserError: a stretch holds several turns.
@@ -137,9 +137,9 @@ def owners(
         inside = {turn for place, turn in places if first <= place < last}
         if len(inside) > 1:
             raise UserError(
-                "it writes several of the assistant's turns as one, so that none can be left out of the loss"
+                "it writes several of the assistant's turns as one, so that none can be excluded from the loss"
             )
-        # A stretch without text of its own, such as an end token, belongs to the turn before it; a header, to the next.
+        # A stretch without text, such as an end token, belongs to the turn before it; a header to the turn after it.
         before = inside.pop() if inside else max((turn for place, turn in places if place < last), default=0)
         found.append(next(number for number in range(before, len(turns)) if turns[number]["role"] == "assistant"))
     return found
@@ -184,7 +184,7 @@ FORMS: tuple[Form, ...] = (
     *((name, False) for name in REASONING),
     *((name, True) for name in REASONING),
 )
-"""The forms in which a turn may be given to a template: a name for its reasoning or None, and its content as parts."""
+"""The forms of a turn for a template: a name for its reasoning or None, and its content as parts or not."""
 
 
 def _in_form(form: Form, turn: dict[str, Any]) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def _best(
     told: tuple[tuple[str, tuple[int, str]], ...],
     prompt: bool,
 ) -> tuple[Form, Missing, frozenset[int]]:
-    """Return the first form that shows all, or else what the first form drops; and the turns that are forgotten."""
+    """Return the first form that renders all texts, or else what the first form drops; and the forgotten turns."""
     probe, tools, options = json.loads(shape)
     meant = dict(told)
     reasons = any("reasoning" in what for _, what in meant.values())
@@ -242,7 +242,7 @@ def _missing(
         ).lower()
     except (TemplateError, TypeError, ValueError):
         return None
-    # Words of another name that a turn's reasoning has too are not missed.
+    # If a turn's reasoning is rendered under one name, its copies under other names are not missed.
     shown_reasoning = {turn for word, (turn, what) in meant.items() if "reasoning, in" in what and word in text}
     numbers = {*range(len(turns)), -1}
     return [
@@ -269,9 +269,9 @@ def _dropped(turns: Turns, number: int, what: str) -> str:
             "name another template with model.chat_template"
         )
     turn = turns[number]
-    beside = " beside its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
+    place = " next to its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
     fix = "take it out (data.thinking=strip takes reasoning out)" if "reasoning" in what else "change the example"
     return (
-        f"it drops {what} of turn {number + 1} ({turn['role']}){beside}; {fix}, or name another template with "
+        f"it drops {what} of turn {number + 1} ({turn['role']}){place}; {fix}, or name another template with "
         "model.chat_template"
     )

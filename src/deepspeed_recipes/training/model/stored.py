@@ -1,4 +1,4 @@
-"""Check that every tensor in a model's files becomes a weight of the model that is loaded from them."""
+"""Checks that every tensor in a model's files becomes a weight of the loaded model."""
 
 import re
 from pathlib import Path
@@ -17,14 +17,14 @@ RECOMPUTED = ("rotary_emb.inv_freq", "position_ids", "attention.bias", "attn.bia
 """Buffers in older files that follow from the configuration: frequencies, positions, causal masks."""
 
 _ADAPTER = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.")
-"""How PEFT names what it adds to a layer."""
+"""Names of the parts that PEFT adds to a layer."""
 
 NOT_LOADED: dict[str, list[str]] = {}
-"""By the path of a model: what `check` has returned, for the run's summary."""
+"""Results of `check` by a model's path, for the run's summary."""
 
 
 def folder_of(path: str) -> Path | None:
-    """Return where a model's files are on this machine, or None if a Hub id has not been downloaded."""
+    """Return the folder of a model's files on this machine, or None if a Hub id has not been downloaded."""
     folder = Path(path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json")
@@ -33,12 +33,12 @@ def folder_of(path: str) -> Path | None:
 
 
 def check_tied(path: str, config: PreTrainedConfig) -> None:
-    """Refuse a head of its own where config.json says that it is the embedding: some programs would not read it.
+    """Refuse a separate head where config.json ties it to the embedding: some programs would not read it.
 
-    transformers reads it on one rank, with a warning, and writes the wrong configuration again; vLLM leaves it out.
+    transformers reads it on one rank, with a warning, and writes the wrong configuration again; vLLM ignores it.
 
     Raises:
-        UserError: names both.
+        UserError: the message names both.
     """
     folder = folder_of(path)
     if folder is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):
@@ -48,7 +48,8 @@ def check_tied(path: str, config: PreTrainedConfig) -> None:
     embedding = next(filter(weights.EMBEDDING.search, held), None)
     if head is None or embedding is None:
         return
-    # Not above: datasets hashes what tokenizing refers to, this module too, and keeps nothing where it cannot.
+    # Not at the top: datasets hashes everything that tokenizing refers to, including this module, and caches nothing
+    # if it cannot.
     from safetensors import safe_open
 
     found = []
@@ -57,24 +58,24 @@ def check_tied(path: str, config: PreTrainedConfig) -> None:
             found.append(opened.get_tensor(name))
     if not torch.equal(*found):
         raise UserError(
-            f"model.path={path}: config.json says tie_word_embeddings=true, and the files hold a {head} that is not "
-            f"{embedding}; set it to false, or remove the one that is not the model's."
+            f"model.path={path}: config.json has tie_word_embeddings=true, but the files hold a {head} that differs "
+            f"from {embedding}; set it to false, or remove the tensor that is not the model's."
         )
 
 
 def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None = None) -> list[str]:
-    """Return the parts that a model's files hold and the model does not have, such as `model.visual`, a vision tower.
+    """Return the parts of a model's files that the loaded model lacks, such as `model.visual`, a vision tower.
 
-    transformers reports such tensors only in part: not what a class leaves out by pattern, and nothing under ZeRO-3.
+    transformers reports such tensors only in part: not those that a class ignores by pattern, and none under ZeRO-3.
 
     Args:
         path: the model's folder or Hub id.
         model: whole, on any device; without adapters.
-        key_mapping: as it is loaded with.
+        key_mapping: the argument with which it is loaded.
 
     Raises:
-        UserError: a tensor belongs to a layer that is loaded and has no place there, or is not a floating-point number
-            where the model has one.
+        UserError: a tensor belongs to a loaded layer that has no place for it, or is not a floating-point number where
+            the model has one.
     """
     folder = folder_of(path)
     if folder is None:
@@ -85,7 +86,7 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known: dict[str, Any] = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
-    unneeded = model._keys_to_ignore_on_load_unexpected or ()  # by what its class says
+    unneeded = model._keys_to_ignore_on_load_unexpected or ()  # listed by its class
     inside: list[str] = []
     parts: dict[str, None] = {}
     for name, tensor in weights.tensors(folder).items():
@@ -105,7 +106,7 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
             parents = [".".join(steps[:count]) for count in range(1, len(steps))]
             of_layers = any(one in modules and (one == parents[-1] or one[-1].isdigit()) for one in parents)
             if not parents or of_layers or _ADAPTER.search(renamed):
-                # Of a module or a numbered layer that exists, or of an adapter that a merge has left.
+                # The tensor belongs to an existing module or numbered layer, or to an adapter that a merge has left.
                 if not any(re.search(pattern, renamed) for pattern in unneeded):
                     inside.append(name)
             else:

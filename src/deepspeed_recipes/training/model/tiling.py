@@ -1,8 +1,8 @@
 """Tiling for long sequences: computes the loss and the feed-forward layers for some of the tokens at a time.
 
-Both act on each token by itself, so tiles change what is in memory at once and not what is computed: whole logits (12
-to 14 bytes per token and vocabulary entry) and whole feed-forward activations never exist. Each tile is computed again
-in the backward pass. The idea is that of Arctic long sequence training (Bekman et al. 2025, arXiv:2506.13996).
+Both process each token by itself, so tiles change only the memory in use and not the result: whole logits (12 to 14
+bytes per token and vocabulary entry) and whole feed-forward activations never exist. Each tile is computed again in
+the backward pass. The idea is that of Arctic long sequence training (Bekman et al. 2025, arXiv:2506.13996).
 """
 
 import contextlib
@@ -28,8 +28,8 @@ without Triton; a matrix product of 4,096 x 8,192 still fills a GPU."""
 def tile_loss(model: PreTrainedModel) -> None:
     """Make `model` compute its loss without whole logits, wherever it is given labels; before adapters are added.
 
-    Uses TRL's fused head, which handles every architecture's logit scales and soft caps. Where the batch says which
-    tokens are labelled, and with what (`data.collate.labelled_only`), logits of the others are never computed.
+    Uses TRL's fused head, which supports every architecture's logit scales and soft caps. If the batch has the labelled
+    tokens and their labels (`data.collate.labelled_only`), logits of the other tokens are never computed.
     """
     upstream.narrow_loss_tiles(COLUMNS)
     upstream.score_every_token()
@@ -48,7 +48,7 @@ def tile_loss(model: PreTrainedModel) -> None:
 
 @contextlib.contextmanager
 def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
-    """Let the decoder return the hidden states of these tokens only, [1, places, width], to the head."""
+    """Make the decoder return only the hidden states of these tokens, [1, places, width], to the head."""
 
     def select(_: torch.nn.Module, __: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
@@ -94,8 +94,8 @@ def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
 def _in_tiles(forward: Any, tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
     """Return forward(*inputs), all of them [sequences, length, width].
 
-    The number of tiles is fixed, with empty ones for short sequences: under ZeRO-3 all ranks have to compute equally
-    many, whatever the length of theirs.
+    The number of tiles is fixed, with empty tiles for short sequences: under ZeRO-3 all ranks must compute the same
+    number, whatever the length of their sequences.
     """
     parts = zip(*(one.tensor_split(tiles, dim=1) for one in inputs), strict=True)
     outputs = [checkpoint(forward, *(one.contiguous() for one in part), use_reentrant=False) for part in parts]
@@ -103,5 +103,5 @@ def _in_tiles(forward: Any, tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
 
 
 def tiles(recipe: Recipe, hidden: int) -> int:
-    """Return in how many tiles a sequence is computed: each about as long as the model is wide, as in the paper."""
+    """Return the number of tiles of a sequence: each is about as long as the model is wide, as in the paper."""
     return max(2, math.ceil(recipe.sequence_length / recipe.layout.sequence / hidden))

@@ -1,1 +1,1 @@
-"""The forms in which examples are written."""
+"""The supported forms of examples."""

@@ -1,4 +1,4 @@
-"""Columns of other names than the forms have: `data.columns=question:prompt,answer:completion`.
+"""Renames columns to the fields of the forms: `data.columns=question:prompt,answer:completion`.
 
 Standard library only.
 """
@@ -12,10 +12,10 @@ from .turns import Example, fields_of
 
 
 def fields(text: str | None) -> dict[str, str]:
-    """Return the field that each named column holds, as `data.columns` says; a column's name may hold any character.
+    """Return the field of each column in `data.columns`; a column's name may contain any character.
 
     Raises:
-        UserError: not of the form column:field, or a field that nothing reads.
+        UserError: not in the form column:field, or a field that nothing reads.
     """
     if text is None:
         return {}
@@ -29,7 +29,7 @@ def fields(text: str | None) -> dict[str, str]:
 
 
 def renamed(located: Iterable[tuple[str, Example]], columns: Mapping[str, str]) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of one source with the columns that `fields` has named renamed.
+    """Yield the examples of one source with the columns renamed that `fields` lists.
 
     Raises:
         UserError: the first example has no such column.

@@ -1,7 +1,7 @@
-"""The forms in which examples are written, and the one form per kind of method that training reads.
+"""The supported forms of examples, and the one form per kind of method that training reads.
 
 Standard library only: the launcher checks local files with these functions before it starts a process, and the ranks
-convert every source with the same ones.
+convert every source with the same functions.
 
     a method that reads  gets from every form
     conversations        messages (turns in OpenAI's form; `train`: false marks those that stay out of the loss), tools,
@@ -13,7 +13,7 @@ convert every source with the same ones.
     matching texts       anchor, positive, negative (None: there is none)
     prompts              what conversations get, with or without an answer, and fields (all other fields)
 
-Beside tools there are options, where an example has arguments for the chat template.
+There are also options next to the tools, where an example has arguments for the chat template.
 """
 
 import json
@@ -60,14 +60,14 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "query_positive": ("matching texts", ("query", "positive")),
     "prompt": ("prompts", ("prompt",)),
 }
-"""Each form's kind of examples, and the fields by which it is recognised."""
+"""Each form's kind of examples, and the fields that identify it."""
 
 PASSAGES = ("input", "context")
-"""Fields with a passage that a question is about, which follows the question: Alpaca's and Dolly's names."""
+"""Fields with a passage that a question refers to, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
 PROMPTS = ("prompt", "conversations", "messages", "instruction")
-"""The fields with a pair's prompt, LLaMA-Factory's too; the first of them that an example has is read."""
+"""The fields with a pair's prompt, including LLaMA-Factory's; the first that an example has is read."""
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
@@ -88,15 +88,15 @@ def read_by(form: str, method: Method) -> set[str]:
 
 
 def _takes_passages(form: str, method: Method) -> bool:
-    """Return whether a question's passage is joined to it; a reward function gets the fields of other names itself."""
+    """Return whether a question's passage is appended to it; a reward function gets all other fields itself."""
     return TRAITS[method].examples != "prompts" or form == "alpaca"
 
 
 def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
-    """Return the form of a source, recognised by the fields of its first example unless the recipe names one.
+    """Return the form of a source, detected from the fields of its first example unless the recipe names a form.
 
     Raises:
-        UserError: the fields belong to no form, or to one that another method reads.
+        UserError: the fields belong to no form, or to one that only another method reads.
     """
     example = keys.with_usual_names(where, example)
     if asked != "auto":
@@ -130,12 +130,12 @@ def _reads(method: Method, form: str) -> bool:
 
 
 def _refuse_judged(where: str, example: Example) -> None:
-    """Refuse KTO's forms, whose fields contain those of others: half of the answers are examples of what not to say."""
+    """Refuse KTO's forms, whose fields include those of other forms: half of the answers are bad examples."""
     if keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None:
         raise UserError(
-            f"{where}: a 'label' of yes or no marks answers that were judged (KTO), good ones and bad ones; the method "
-            "kto reads them.\nOr keep those whose label is true and remove the label, or make pairs of 'chosen' and "
-            "'rejected' for dpo; data.form, set to the form without the label, trains on all of them as they are."
+            f"{where}: a 'label' of yes or no marks answers that were judged good or bad (KTO); the method kto reads "
+            "them.\nFor another method keep those whose label is true and remove the label, or make pairs of 'chosen' "
+            "and 'rejected' for dpo; data.form, set to the form without the label, trains on all of them as they are."
         )
 
 
@@ -143,7 +143,7 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
     """Yield the examples of one source, (place, example) each, as the method reads them.
 
     Raises:
-        UserError: names the place, the field, what was expected and the fix.
+        UserError: the message has the place, the field, the expected value and the fix.
     """
     found = None
     kind = TRAITS[method].examples
@@ -164,7 +164,7 @@ def converted(located: Iterable[tuple[str, Example]], method: Method, form: str 
 
 
 def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Example:
-    """Return a conversation whose turns are marked as its flags say, or refuse flags of answers that are compared."""
+    """Return a conversation with its turns marked by its flags, or refuse flags of answers that are compared."""
     if kind == "conversations":
         if keys.is_example_learned(where, example):
             return read
@@ -173,14 +173,14 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
     sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
     if not keys.is_example_learned(where, example) or any("train" in turn for turn in sides):
         raise UserError(
-            f"{where}: a flag leaves this answer out of the loss, and the method compares whole answers; remove the "
+            f"{where}: a flag excludes this answer from the loss, and the method compares whole answers; remove the "
             "example, or the flag."
         )
     return read
 
 
 def unread(where: str, example: Example, form: str, method: Method) -> list[str]:
-    """Return the keys of an example that no conversion reads, and after a dot those that only a template may read."""
+    """Return the keys of an example that no conversion reads, and with a dot those that only a template may read."""
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
@@ -218,7 +218,7 @@ def _alpaca(where: str, example: Example) -> Example:
 
 
 def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
-    """Return the turns of a question: earlier ones, then the field with what it is about."""
+    """Return the turns of a question: its history, then the field with its passages."""
     asked = read_side(where, example, field, "user")
     for name in PASSAGES:
         passage = read_string(where, example, name) if example.get(name) not in keys.EMPTY else ""
@@ -254,10 +254,10 @@ def _prompt_field(pair: Example) -> str:
 def _preference(where: str, example: Example) -> Example:
     chosen, rejected = (read_side(where, example, field, "assistant") for field in ("chosen", "rejected"))
     if chosen == rejected:
-        raise UserError(f"{where}: 'chosen' and 'rejected' are equal, so there is no preference; remove the example.")
+        raise UserError(f"{where}: 'chosen' and 'rejected' are equal and show no preference; remove the example.")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt = _asked(where, example, _prompt_field(example))
-    else:  # whole conversations: their common start is the prompt, whatever `prompt` says
+    else:  # whole conversations: their common start is the prompt, whatever the field `prompt` contains
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
@@ -287,7 +287,7 @@ def _judged(where: str, example: Example, form: str = "prompt_completion") -> Ex
 
 
 def _prompt(where: str, example: Example) -> Example:
-    """Return a prompt without an answer; what a reward function needs is in the example's other fields."""
+    """Return a prompt without an answer; the example's other fields are for the reward function."""
     turns, _ = in_order(where, example, "prompt", read_side(where, example, "prompt", "user"))
     if turns[-1]["role"] not in ("user", "tool"):
         raise UserError(f"{where}: 'prompt' must end with a user's turn, which the model answers.")
@@ -295,10 +295,10 @@ def _prompt(where: str, example: Example) -> Example:
 
 
 def _prompt_of(where: str, conversation: Example, example: Example, form: str) -> Example:
-    """Return a conversation as a prompt, which is its `given` turns, and the answer that may follow."""
+    """Return a conversation as a prompt, its `given` turns, and the answer that may follow."""
     turns = conversation["messages"]
     if keys.options(where, example):
-        raise UserError(f"{where}: has arguments for the chat template, which prompts are not given; remove them.")
+        raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
     read = read_by(form, "grpo")
     fields = {name: value for name, value in example.items() if name not in read}
     return {
@@ -318,7 +318,7 @@ def _labelled_text(where: str, example: Example) -> Example:
 
 
 def _labelled_prompt(where: str, example: Example) -> Example:
-    """Return a prompt with its class; with a `completion` it is the answer that is classified."""
+    """Return a prompt with its class; if it has a `completion`, that answer is classified."""
     turns = _asked(where, example)
     if example.get("completion"):
         turns += read_side(where, example, "completion", "assistant")

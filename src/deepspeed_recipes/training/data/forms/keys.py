@@ -12,19 +12,19 @@ from ..text_files import from_json
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as missing: tables fill empty cells with them."""
 ALIASES = {"kto_tag": "label", "functions": "tools"}
-"""LLaMA-Factory's and OpenAI's older names of fields."""
+"""Older names of fields, from LLaMA-Factory and OpenAI."""
 FLAGS = {
     **dict.fromkeys(("train", "training", "trainable"), True),
     **dict.fromkeys(("loss", "weight", "loss_weight", "loss_scale", "loss_mask"), True),
     **dict.fromkeys(("masked", "is_masked"), False),
 }
-"""Flags that put an assistant's turn into the loss, and the value that means yes: axolotl's, ms-swift's, OpenAI's and
-torchtune's. Turns of others are never learned, whatever these say."""
+"""Flags that put an assistant's turn into the loss, and their value for yes: axolotl's, ms-swift's, OpenAI's and
+torchtune's. Other roles' turns are never learned, whatever these flags are."""
 OF_EXAMPLES = ("train", "training", "trainable", "loss", "weight")
 """Flags that an example may have for the whole conversation; there `loss` may also be a number, a measurement
 that nothing reads."""
 DETAIL = "train_detail"
-"""axolotl's flags of parts of a turn."""
+"""axolotl's flags for parts of a turn."""
 OPTIONS = ("chat_template_kwargs", "enable_thinking")
 """Arguments of the chat template."""
 NOT_OPTIONS = {
@@ -34,9 +34,9 @@ NOT_OPTIONS = {
 }
 """Arguments of `apply_chat_template` that a template does not get, or that belong elsewhere."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-"""Fields with what a model would see or hear."""
+"""Fields with media."""
 TEXTS = (None, "text", "input_text", "output_text")
-"""The types of content parts whose `text` is what is said; a `reasoning` or an `image` may have a text, too."""
+"""Types of content parts whose `text` is the turn's text; a `reasoning` or an `image` may have a text too."""
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 WORDS = {
     **dict.fromkeys(("true", "yes", "1", "1.0"), True),
@@ -55,7 +55,7 @@ def yes_or_no(value: Any, words: Mapping[str, bool]) -> bool | None:
 
 
 def with_usual_names(where: str, example: dict[str, Any]) -> dict[str, Any]:
-    """Return the example with the names of fields that the forms have.
+    """Return the example with the forms' names of its fields.
 
     Raises:
         UserError: it has a field under two names.
@@ -70,20 +70,20 @@ def with_usual_names(where: str, example: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse_media(where: str, example: Mapping[str, Any]) -> None:
-    """Refuse images, videos and sounds, about which a model without them would learn to make answers up."""
+    """Refuse images, videos and audio: a model that does not receive them would learn to make answers up."""
     for name in MEDIA:
         if example.get(name) not in EMPTY:
             raise UserError(f"{where}: {name!r} {_unseen(name)}; remove the field to train on the text alone.")
 
 
 def refuse_placeholder(where: str, content: str) -> None:
-    """Refuse the place of an image or the like at a text's start or end; elsewhere it may be HTML."""
+    """Refuse a placeholder of an image or other media at a text's start or end; elsewhere it may be HTML."""
     text = content.strip()
     for written in PLACEHOLDERS:
         if text.startswith(written) or text.endswith("\n" + written):
             raise UserError(
-                f"{where} has the place of a file, {written}, and the example names none; give it in 'images', which "
-                "only recipes with model.vision=true read, or remove it."
+                f"{where} has a placeholder, {written}, and the example names no file for it; add the file to "
+                "'images', which only recipes with model.vision=true read, or remove the placeholder."
             )
 
 
@@ -101,7 +101,7 @@ def is_text(part: Any) -> bool:
 
 
 def refuse_parts(where: str, parts: Iterable[Any]) -> None:
-    """Refuse content parts that are not text, or have more than that."""
+    """Refuse content parts that are not text, or contain more than text."""
     for part in parts:
         if not is_text(part):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
@@ -114,10 +114,10 @@ def refuse_parts(where: str, parts: Iterable[Any]) -> None:
 
 
 def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
-    """Return whether the flags of an assistant's turn leave it in the loss.
+    """Return whether an assistant's turn is in the loss according to its flags.
 
     Raises:
-        UserError: a flag is neither yes nor no, or stands for a part of the turn.
+        UserError: a flag is neither yes nor no, or concerns a part of the turn.
     """
     if turn.get(DETAIL):
         raise UserError(
@@ -129,7 +129,7 @@ def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
 
 
 def is_example_learned(where: str, example: Mapping[str, Any]) -> bool:
-    """Return whether the flags of a whole conversation leave it in the loss.
+    """Return whether a whole conversation is in the loss according to its flags.
 
     Raises:
         UserError: see `is_learned`.
@@ -154,7 +154,7 @@ def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the example's arguments for the chat template, or None if it has none.
 
     Raises:
-        UserError: they are not an object, or name what no template gets.
+        UserError: they are not an object, or include one that no template gets.
     """
     found = example.get("chat_template_kwargs") or {}
     if isinstance(found, str):
@@ -176,8 +176,8 @@ def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
 def without_nulls(value: Any) -> Any:
     """Return an object without its keys that are null.
 
-    Arrow gives every object of a column the keys of all others, so that Parquet cannot tell a null from a key that is
-    not there; JSON Lines are read alike. Arguments that are written as JSON text keep theirs.
+    Arrow gives every object of a column the keys of all others, so in Parquet a null cannot be distinguished from a
+    missing key; JSON Lines are read in the same way. Arguments that are written as JSON text keep their nulls.
     """
     if isinstance(value, dict):
         return {key: without_nulls(one) for key, one in value.items() if one is not None}

@@ -1,7 +1,7 @@
-"""What an example's fields hold: turns in OpenAI's form, their tool calls, and the tools that may be called.
+"""Reads an example's fields: turns in OpenAI's form, their tool calls, and the available tools.
 
-Standard library only, as `formats.py`. Every function raises UserError, which names the place, the field, what was
-expected and the fix.
+Standard library only, as `formats.py`. Every function raises UserError with the place, the field, the expected value
+and the fix.
 """
 
 from itertools import pairwise
@@ -16,16 +16,16 @@ Example = dict[str, Any]
 Turn = dict[str, Any]
 
 NOT_LEARNED = {"train": False}
-"""Marks an assistant's turn that stays in the context and not in the loss."""
+"""Marks an assistant's turn that is in the context but not in the loss."""
 READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
-"""Keys of a turn that are read here, or by most templates; a template may read others too."""
+"""Keys of a turn that are read here or by most templates; a template may read others too."""
 
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
 
 def as_conversation(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> Example:
-    """Return the turns with the example's system prompt and tools, once their order has been checked."""
+    """Return the turns with the example's system prompt and tools, after checking their order."""
     turns, given = in_order(where, example, field, turns, given)
     if not any(turn["role"] == "assistant" for turn in turns[given:]):
         raise UserError(f"{where}: no assistant turn in {field!r}, so there is nothing to learn; remove the example.")
@@ -33,7 +33,7 @@ def as_conversation(where: str, example: Example, field: str, turns: list[Turn],
 
 
 def in_order(where: str, example: Example, field: str, turns: list[Turn], given: int = 0) -> tuple[list[Turn], int]:
-    """Return the turns with the example's system prompt, and how many are given, once their order has been checked."""
+    """Return the turns with the example's system prompt, and the number of given turns, after checking their order."""
     count = len(turns)
     turns = with_system(where, example, turns)
     given += (len(turns) - count) * (given > 0)
@@ -47,7 +47,7 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
 
 
 def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
-    """Return the turns with the system prompt that stands beside them."""
+    """Return the turns with the system prompt from the example's own field."""
     if not example.get("system"):
         return turns
     system = said("system", read_string(where, example, "system"))
@@ -59,7 +59,7 @@ def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
 
 
 def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
-    """Return the turns of a field, which is a list of them, one of them, or one string, spoken by `role`."""
+    """Return the turns of a field that holds a list of turns, one turn, or a string by `role`."""
     value = example.get(field)
     if isinstance(value, dict):
         return [_turn(f"{where}: {field!r}", value)]
@@ -71,7 +71,7 @@ def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]
 
 
 def read_turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
-    """Return the turns of a field, which is a list of them, or the same as JSON text, as in the cell of a table."""
+    """Return the turns of a field that holds a list of turns, possibly as JSON text, as in a table's cell."""
     turns = example.get(field)
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         turns = parsed(f"{where}: {field!r}", turns)
@@ -83,7 +83,7 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
 def _turn(where: str, turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
-    # Tables give a turn the keys of all others, empty, and templates would print or count them.
+    # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
     turn = {key: value for key, value in turn.items() if value is not None and value != []}
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
         if one in turn and other in turn:
@@ -134,7 +134,7 @@ def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
 
 
 def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form, with arguments as an object: templates write them as JSON themselves."""
+    """Return tool calls in OpenAI's form, with their arguments as an object: templates convert it to JSON."""
     if isinstance(calls, str):
         calls = parsed(where, calls)
     checked = []
@@ -178,7 +178,7 @@ def read_tools(where: str, example: Example) -> list[dict[str, Any]] | None:
 
 
 def read_string(where: str, example: Example, field: str, empty: bool = False) -> str:
-    """Return a field that is a string, and not blank unless it may be."""
+    """Return a string field, which must not be blank unless `empty`."""
     value = example.get(field)
     if not isinstance(value, str):
         raise wrong(where, example, field, "a string")
@@ -193,8 +193,8 @@ def said(role: str, content: str) -> Turn:
 
 
 def wrong(where: str, example: Example, field: str, expected: str) -> UserError:
-    """Return what is wrong with a field that is missing, or of another type than expected."""
-    found = f"this example has {fields_of(example)}; data.columns=NAME:{field} says which of them it is"
+    """Return the error for a field that is missing or has another type than expected."""
+    found = f"this example has {fields_of(example)}; name the right one with data.columns=NAME:{field}"
     if field in example:
         found = f"it is {_kind(example[field])}"
     return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")

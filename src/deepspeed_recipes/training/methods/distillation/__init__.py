@@ -1,1 +1,1 @@
-"""What distillation is made of: the divergence, its tiles, the teacher, and what is computed of it beforehand."""
+"""Parts of distillation: the divergence, its tiles, the teacher, and numbers of the teacher computed in advance."""

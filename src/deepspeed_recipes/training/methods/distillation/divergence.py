@@ -33,14 +33,14 @@ def _kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def of_outcomes(log_probs: torch.Tensor, likeliest: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of some tokens and, as one outcome more, of all others, [tokens, k + 1].
+    """Return the log-probabilities of some tokens and, as one more outcome, of all others, [tokens, k + 1].
 
-    A divergence of these is at most that of the whole distributions, and equal where `likeliest` is all tokens; without
-    the last outcome the student could put its probability on tokens that nobody looks at.
+    A divergence of these is at most that of the whole distributions, and equal where `likeliest` is all tokens. Without
+    the last outcome the student could put its probability on tokens that the loss does not cover.
 
     Args:
         log_probs: of the whole vocabulary, [tokens, vocabulary].
-        likeliest: which tokens, [tokens, k].
+        likeliest: numbers of the tokens, [tokens, k].
     """
     chosen = log_probs.gather(-1, likeliest)
     if likeliest.shape[-1] == log_probs.shape[-1]:

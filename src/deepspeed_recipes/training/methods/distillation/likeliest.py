@@ -1,7 +1,8 @@
 """The teacher's likeliest next tokens for all training data, computed once and kept on disk.
 
-A folder with `fingerprint.json`, written last, and an Arrow file per rank (`part-0-of-2.arrow`, ...), in the order of
-the training sequences. A token in the loss takes 8 bytes for each of the likeliest: a million of them, 0.5 GB of 64.
+The folder contains `fingerprint.json`, written last, and an Arrow file per rank (`part-0-of-2.arrow`, ...), in the
+order of the training sequences. A token in the loss takes 8 bytes for each likeliest token: a million tokens with 64
+of them, 0.5 GB.
 """
 
 import math
@@ -38,11 +39,11 @@ MEANT = {
     "temperature": "another distill.temperature",
     "top_k": "another distill.top_k",
 }
-"""What a difference means, by what differs."""
+"""The meaning of a difference, by the fingerprint's key."""
 
 
 def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what the numbers depend on, found by rank 0; a collective."""
+    """Return the inputs that determine the numbers, found by rank 0; a collective."""
     found: list[Any] = [None]
     if distributed.is_first():
         distill = recipe.distill
@@ -61,22 +62,22 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 def _of_model(recipe: Recipe) -> str:
-    """Return a digest of a folder's weights; of a model on the Hub its name and commit."""
+    """Return a digest of a folder's weights, or the name and commit of a model on the Hub."""
     if files := sorted(Path(recipe.model.path).glob("*.safetensors")):
         return " ".join(digests.of_file(file) for file in files)
     return f"{recipe.model.path}@{getattr(load.load_config(recipe), '_commit_hash', None)}"
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether a folder was written to its end."""
+    """Return whether a folder was written completely."""
     return (folder / MARK).exists()
 
 
 def known(folder: Path, mark: dict[str, Any]) -> bool:
-    """Return whether a folder holds what `of_run` describes.
+    """Return whether a folder is complete and matches `of_run`.
 
     Raises:
-        UserError: it holds something else.
+        UserError: it was computed from something else.
     """
     if not is_complete(folder):
         return False
@@ -84,7 +85,7 @@ def known(folder: Path, mark: dict[str, Any]) -> bool:
     for name, meaning in MEANT.items():
         if found.get(name) != mark[name]:
             raise UserError(
-                f"distill.cache={folder}: was computed from {meaning}; name another folder, or remove this one."
+                f"distill.cache={folder}: was computed from {meaning}; name another folder, or remove this folder."
             )
     return True
 
@@ -97,14 +98,14 @@ def compute(
     collator: PlacesCollator,
     batch: int,
 ) -> None:
-    """Write the folder, each rank its part of the sequences; a collective.
+    """Write the folder, on each rank a share of the sequences; a collective.
 
     Args:
         folder: to write.
-        mark: as from `of_run`.
-        teacher: to ask.
+        mark: from `of_run`.
+        teacher: computes the numbers.
         training: the sequences.
-        collator: of the run.
+        collator: the run's.
         batch: sequences per forward pass.
     """
     say(f"teacher: computing its {mark['top_k']} likeliest next tokens of all training data once, into {folder}")
@@ -113,7 +114,7 @@ def compute(
     share = math.ceil(len(training) / ranks)
     part = folder / f"part-{rank}-of-{ranks}.arrow"
     with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-        for start in range(rank * share, (rank + 1) * share, batch):  # as many passes on each rank, for ZeRO-3
+        for start in range(rank * share, (rank + 1) * share, batch):  # equally many passes on each rank, for ZeRO-3
             numbers = [*range(start, min(start + batch, (rank + 1) * share, len(training)))]
             columns = _asked(teacher, [training[number] for number in numbers or [0]], collator, mark["top_k"])
             if numbers:
@@ -139,7 +140,7 @@ def _asked(teacher: Asked, sequences: list[dict[str, Any]], collator: PlacesColl
 
 
 def read(folder: Path, training: Any) -> "WithLikeliest":
-    """Return the training sequences with what the folder holds of them."""
+    """Return the training sequences with their numbers from the folder."""
     parts = read_json(folder / MARK)["parts"]
     files = [Dataset.from_file(str(folder / f"part-{part}-of-{parts}.arrow")) for part in range(parts)]
     return WithLikeliest(training, concatenate_datasets(files).with_format("numpy"))

@@ -1,7 +1,7 @@
-"""Steps that learn from answers which the student has just written itself: Agarwal et al. 2023, algorithm 1.
+"""Steps that learn from answers that the student has just written: Agarwal et al. 2023, algorithm 1.
 
-Which steps these are, and what is sampled, follows from the seed, the step and the example, so that another number of
-ranks or a resumed run gives the same answers. No gradient goes through the sampling, as in the paper.
+The seed, the step and the example determine which steps these are and what is sampled, so that another number of ranks
+or a resumed run gives the same answers. No gradient passes through the sampling, as in the paper.
 """
 
 import random
@@ -49,8 +49,8 @@ def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any
     """Return a step's micro-batches with the student's answers to their prompts; a collective under ZeRO-3.
 
     Args:
-        trainer: of the run; its model writes.
-        batches: as from the run's collator, one document per sequence.
+        trainer: the run's; its model writes.
+        batches: from the run's collator, one document per sequence.
     """
     recipe, device = trainer.context.recipe, trainer.accelerator.device
     prompts = [_prompts(batch) for batch in batches]

@@ -1,4 +1,4 @@
-"""The places of a batch at which a next token is in the loss, found on the host: the device would wait for them."""
+"""Finds the places of a batch at which a next token is in the loss, on the host: a device would have to wait."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +10,22 @@ import torch
 from ...data.collate import IGNORED, Collator, next_labels
 
 PLACES, TARGETS = "places", "targets"
-"""Of a batch: numbers of tokens, all sequences laid end to end, and the token that follows each, [places]."""
+"""Keys of a batch: numbers of tokens when all sequences are concatenated, and the token after each, [places]."""
 TOKENS, LOG_PROBS = "likeliest", "log_probs"
-"""The teacher's likeliest tokens at each place, [places, k], and their log-probabilities and that of all others,
-[places, k + 1], or [places, k] where k is the whole vocabulary; of a sequence the same, flat."""
+"""The teacher's likeliest tokens at each place, [places, k], and the log-probabilities of these and of all others,
+[places, k + 1], or [places, k] where k is the whole vocabulary; in a sequence the same, flat."""
 
 
 @dataclass(frozen=True)
 class PlacesCollator:
-    """Collates sequences, and says where the loss is."""
+    """Collates sequences, and adds the places in the loss."""
 
     collator: Collator
     top_k: int | None = None
-    """How many of the likeliest tokens the sequences have; None: they have none."""
+    """Number of the teacher's likeliest tokens in the sequences, or None if they have none."""
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return what the collator does, the places, and what is at each of them."""
+        """Return the collator's batch with the places, and the tokens and log-probabilities at each of them."""
         inputs = self.collator(sequences)
         labels = next_labels(inputs["labels"]).flatten()
         places = (labels != IGNORED).nonzero()[:, 0]

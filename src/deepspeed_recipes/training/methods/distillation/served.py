@@ -1,7 +1,7 @@
-"""A teacher that a vLLM server holds: asked over HTTP which next tokens it finds likeliest in the training data.
+"""A teacher on a vLLM server: requests over HTTP its likeliest next tokens in the training data.
 
-`prompt_logprobs` is vLLM's addition to OpenAI's protocol: for each place in a prompt the tokens that were likeliest
-there, by the softmax of the logits as they are (`--logprobs-mode raw_logprobs`, its default).
+`prompt_logprobs` is vLLM's addition to OpenAI's protocol: for each place in a prompt the likeliest tokens, by the
+softmax of the unmodified logits (`--logprobs-mode raw_logprobs`, its default).
 """
 
 import math
@@ -17,24 +17,24 @@ from ....recipe.errors import UserError
 from ....recipe.recipe import Recipe
 
 SECONDS = 600
-"""How long the server may take to read a micro-batch."""
+"""Time limit of the server for a micro-batch."""
 KEY = "OPENAI_API_KEY"
-"""The variable whose value is sent as the key, where it is set."""
+"""The variable whose value is sent as the key, if it is set."""
 SAMPLE = "Tokenizers differ in 1 234.50 €, \tnaïve Größen, 数字, def f(x):\n    return x**2  # and in  spaces"
-"""A text that tokenizers with another vocabulary cut in another way."""
+"""A text that tokenizers with another vocabulary split differently."""
 ROUNDING = 1e-7
-"""What is left for all other tokens where the likeliest have all of the probability in fp32."""
+"""Probability of all other tokens where the likeliest have all of it in fp32."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model on a server, which says how likely each next token is."""
+    """A model on a server, which returns the likelihood of each next token."""
 
     address: str
     """Without `/v1`."""
     model: str
     vocabulary: int
-    """The entries of the student's head."""
+    """Number of entries in the student's head."""
 
     @classmethod
     def of(cls, recipe: Recipe, vocabulary: int) -> "Served":
@@ -53,7 +53,7 @@ class Served:
         """Refuse a server whose model has another tokenizer than the student.
 
         Raises:
-            UserError: both cut a text in different ways, or the server does not say.
+            UserError: the tokenizers split a text differently, or the server does not return its tokens.
         """
         body = {"model": self.model, "prompt": SAMPLE, "add_special_tokens": False}
         theirs = _asked(self.address, "/tokenize", body)["tokens"]
@@ -70,10 +70,10 @@ class Served:
         Args:
             inputs: a batch of packed or single sequences; each document is a prompt by itself.
             places: numbers of tokens, all sequences of the batch laid end to end.
-            count: how many tokens of each place.
+            count: number of tokens per place.
 
         Raises:
-            UserError: the server does not answer, or refuses so many.
+            UserError: the server does not answer, or refuses this number of tokens.
         """
         ids, positions = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
         documents: dict[int, list[int]] = {}
@@ -92,7 +92,7 @@ class Served:
         return torch.tensor(tokens, dtype=torch.int32), torch.tensor(log_probs)
 
     def _outcomes(self, likely: dict[str, dict[str, Any]], count: int) -> tuple[list[int], list[float]]:
-        """Return a place's likeliest tokens, and their log-probabilities and that of all others."""
+        """Return a place's likeliest tokens, and the log-probabilities of these and of all others."""
         kept = sorted(((one["rank"], int(token), one["logprob"]) for token, one in likely.items()))[:count]
         tokens, log_probs = [token for _, token, _ in kept], [log_prob for *_, log_prob in kept]
         if max(tokens) >= self.vocabulary:

@@ -1,4 +1,4 @@
-"""The teacher: checked by its tokenizer, loaded beside the model that learns, and asked for its distributions."""
+"""The teacher: checks its tokenizer, loads it next to the student, and computes its distributions."""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,15 +19,15 @@ from . import divergence, vocabulary
 from .tiles import ENTRIES
 
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What models read of a batch; everything else in it is for the loss."""
+"""Keys of a batch that models read; all others are for the loss."""
 _attention: dict[str, str] = {}
-"""By a teacher's path, what it computes with: found before ZeRO-3 shards every model that is made, and used after."""
+"""Attention by a teacher's path: found before ZeRO-3 shards every new model, and used afterwards."""
 run_as = _ForwardRedirection()
 """Runs a function as a model's forward pass, within the hooks by which ZeRO-3 gathers weights and reduces gradients."""
 
 
 def recipe_of(recipe: Recipe) -> Recipe:
-    """Return how to load the teacher of a recipe; `lora` only says that nothing but adapters could be trained."""
+    """Return a recipe that loads the teacher; its `lora` only marks that nothing except adapters could be trained."""
     distill = recipe.distill
     assert distill.teacher is not None
     model = replace(recipe.model, path=distill.teacher, quantization=distill.teacher_quantization, config={})
@@ -36,16 +36,16 @@ def recipe_of(recipe: Recipe) -> Recipe:
 
 
 def entries(recipe: Recipe) -> int:
-    """Return how many vocabulary entries the heads of both models have; a server keeps its own to itself."""
+    """Return the number of vocabulary entries in the heads of both models; a server does not report its own."""
     known = (recipe,) if recipe.distill.served else (recipe, recipe_of(recipe))
     return min(load.load_config(one).get_text_config().vocab_size for one in known)
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return how many vocabulary entries both models have; call it before either is loaded.
+    """Return the number of vocabulary entries of both models; call it before either is loaded.
 
     Raises:
-        UserError: the teacher's tokenizer has other tokens, or they have other numbers; or there is no such teacher.
+        UserError: the teacher does not exist, or its tokenizer has other tokens or other numbers for them.
     """
     path = recipe_of(recipe).model.path
     try:
@@ -60,10 +60,10 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Find the attention that a teacher computes with; call it before ZeRO-3 shards every model that is made.
+    """Find the attention with which a teacher computes; call it before ZeRO-3 shards every new model.
 
     Raises:
-        UserError: as `check`, or the teacher's logits are not those of tiles, or it would mix packed documents.
+        UserError: as `check`, or its logits cannot be computed in tiles, or it would mix packed documents.
     """
     check(recipe, tokenizer)
     teacher = recipe_of(recipe)
@@ -87,10 +87,10 @@ def load_frozen(recipe: Recipe) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Teacher:
-    """A frozen model that says how likely each next token is."""
+    """A frozen model that returns the likelihood of each next token."""
 
     engine: Any
-    """DeepSpeed's under ZeRO-3, which gathers the weights; else the model."""
+    """DeepSpeed's engine under ZeRO-3, which gathers the weights, otherwise the model."""
     model: PreTrainedModel
     head: Head
     temperature: float
@@ -128,7 +128,7 @@ class Teacher:
         Args:
             inputs: a batch.
             places: as in `hidden`.
-            count: how many tokens of each place.
+            count: number of tokens per place.
         """
         hidden, found = self.hidden(inputs, places), []
         with self.gathered():
@@ -141,7 +141,7 @@ class Teacher:
 
 
 def read_by_models(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return what models read of a batch."""
+    """Return the part of a batch that models read."""
     return {name: inputs[name] for name in INPUTS if name in inputs}
 
 
@@ -149,9 +149,9 @@ def hidden_states(model: PreTrainedModel, inputs: dict[str, Any], places: torch.
     """Return a causal model's last hidden states at some places, [places, hidden].
 
     Args:
-        model: without adapters around it; they may be in it.
-        inputs: what models read of a batch.
-        places: numbers of tokens, all sequences of the batch laid end to end.
+        model: without an adapter model around it; adapters may be inside.
+        inputs: the part of a batch that models read.
+        places: numbers of tokens when all sequences of the batch are concatenated.
     """
     states = model.base_model(**inputs, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, places)

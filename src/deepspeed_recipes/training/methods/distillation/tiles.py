@@ -1,9 +1,10 @@
 """The loss of distillation in tiles of tokens, so that no model's whole logits ever exist.
 
-A tile's logits, its loss and its gradients with respect to the hidden states and the head's weights are computed at
-once, in the forward pass, and the logits forgotten: the head is multiplied once per model and pass, and the backward
-pass only scales what is there. TRL's `ChunkedDivergenceFunction` goes over both heads three times, for a GPU's kernels,
-knows neither the cross-entropy nor a cache of the likeliest tokens, and would need a second pass for either.
+A tile's logits, its loss and its gradients with respect to the hidden states and the head's weights are computed
+together, in the forward pass, and the logits discarded: the head is multiplied once per model and pass, and the
+backward pass only scales these gradients. TRL's `ChunkedDivergenceFunction` computes both heads three times, for a
+GPU's kernels; it supports neither the cross-entropy nor a cache of the likeliest tokens, and would need a second pass
+for either.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,16 @@ ENTRIES = 2**25
 """Logits in a tile: 128 MiB in fp32, which the loss holds about eight times; 262 tokens of a vocabulary of 128,000."""
 
 Compare = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
-"""Of the logits of some tokens, and which these are: their loss, summed, and numbers to be logged, [kinds, tokens]."""
+"""Maps the logits of some tokens, and their slice, to their summed loss and numbers to log, [kinds, tokens]."""
 
 
 def summed(hidden: torch.Tensor, head: Head, compare: Compare) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss of `compare`, summed over all tokens, and its numbers, which have no gradients.
 
     Args:
-        hidden: of the tokens, [tokens, hidden].
-        head: its weights have to be gathered.
-        compare: what to compute of a tile.
+        hidden: hidden states, [tokens, hidden].
+        head: its weights must be gathered.
+        compare: computes the loss of a tile.
     """
     return _Tiles.apply(hidden, head, compare, *head.weights)
 
@@ -39,14 +40,14 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, hidden: torch.Tensor, head: Head, compare: Compare, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
-        # In fp32: in bf16 a sum over many tiles would lose the small ones.
+        # In fp32: in bf16 a sum over many tiles would lose the small terms.
         gradients = [
             torch.zeros_like(one, dtype=torch.float32) if needed else None
             for one, needed in zip((hidden, *weights), wanted, strict=True)
         ]
         losses, numbers = [], []
         size = max(1, ENTRIES // head.vocabulary)
-        for start in range(0, max(1, len(hidden)), size):  # one empty tile where no token has a label
+        for start in range(0, max(1, len(hidden)), size):  # one empty tile if no token has a label
             tokens = slice(start, start + size)
             pieces = zip((hidden[tokens], *weights), wanted, strict=True)
             inputs = [one.detach().requires_grad_(needed) for one, needed in pieces]

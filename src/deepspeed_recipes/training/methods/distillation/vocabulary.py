@@ -1,4 +1,4 @@
-"""Whether two models have the same vocabulary, as learning from a teacher's distributions needs.
+"""Checks that a teacher and a student have the same vocabulary.
 
 Standard library only: the launcher compares local folders before it starts anything.
 """
@@ -11,11 +11,11 @@ from ....recipe.run_folder import read_json
 
 
 def tokens(folder: Path, special: bool = True) -> dict[str, int]:
-    """Return the numbers of the tokens that a folder's tokenizer.json names; none where there is no such file.
+    """Return the tokens in a folder's tokenizer.json with their numbers; empty if the file does not exist.
 
     Args:
         folder: a model's.
-        special: with those that only templates write, as which a text is not read.
+        special: include tokens that only templates write; ordinary text is never read as these.
 
     Raises:
         UserError: not a tokenizer.json.
@@ -26,7 +26,7 @@ def tokens(folder: Path, special: bool = True) -> dict[str, int]:
     content = read_json(file)
     try:
         known = content["model"].get("vocab", {})
-        if isinstance(known, list):  # Unigram's: pieces with their scores, in the order of their numbers
+        if isinstance(known, list):  # Unigram: pieces with their scores, in the order of their numbers
             known = {piece: number for number, (piece, _) in enumerate(known)}
         added = {one["content"]: (one["id"], one.get("special")) for one in content.get("added_tokens") or ()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -41,7 +41,7 @@ def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> N
     Args:
         teacher: its folder or Hub id.
         ours: the numbers of the model's tokens.
-        theirs: those of the teacher's.
+        theirs: the numbers of the teacher's tokens.
 
     Raises:
         UserError: a token is missing on one side or has another number.

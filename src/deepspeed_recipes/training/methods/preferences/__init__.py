@@ -1,1 +1,1 @@
-"""What the methods on preferences share: pairs, log-likelihoods in tiles, and the reference model."""
+"""Shared by the methods on preferences: pairs, log-likelihoods in tiles, and the reference model."""

@@ -1,4 +1,4 @@
-"""TRL's head for language models, which gives log-probabilities of labels in tiles: whole logits never exist."""
+"""TRL's head for language models, which computes log-probabilities of labels in tiles: whole logits never exist."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from ...trainer import RunContext, RunHooks
 
 
 class FusedHead(RunHooks):
-    """A trainer that gives its model the head, as TRL's DPO and KTO trainers do themselves."""
+    """A trainer that gives its model the head; TRL's DPO and KTO trainers do that themselves."""
 
     def __init__(self, context: RunContext, **options: Any) -> None:
-        """`options`: those of the trainer's own class."""
+        """`options` are passed to the trainer's own class."""
         super().__init__(context, **options)
         add_fused_lm_head(self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model)
 
@@ -25,7 +25,7 @@ def log_probs(model: Any, inputs: dict[str, Any], labelled: torch.Tensor) -> tor
     Args:
         model: with the head.
         inputs: `input_ids` and `attention_mask`, [sequences, length].
-        labelled: which tokens, as booleans of the same shape.
+        labelled: booleans of the same shape that select tokens.
     """
     labels = inputs["input_ids"].masked_fill(~labelled, IGNORED)
     passed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -33,6 +33,6 @@ def log_probs(model: Any, inputs: dict[str, Any], labelled: torch.Tensor) -> tor
 
 
 def mean(log_probs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the mean log-probability of the tokens that `counted` names, [sequences]."""
+    """Return the mean log-probability of the tokens that `counted` selects, [sequences]."""
     counted = counted[:, 1:]
     return (log_probs.float() * counted).sum(-1) / counted.sum(-1)

@@ -1,4 +1,4 @@
-"""What the methods on preference pairs share: tokens, the collator, and how the model ranks the held-out pairs."""
+"""Shared by the methods on preference pairs: tokens, the collator, and the ranking of the held-out pairs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +23,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     """Return pairs as the tokens of a prompt and its two answers.
 
     Raises:
-        UserError: every pair has an answer that is too long, or two that are equal.
+        UserError: every pair has an answer that is too long, or two equal answers.
     """
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
@@ -33,7 +33,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if equal := len(tokens) - len(differing):
         alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"
         if not len(differing):
-            raise UserError(f"data.path: {alike}, so there is no preference to learn.")
+            raise UserError(f"data.path: {alike}; training needs pairs that differ.")
         say(f"warning: training: {alike}; they are dropped")
     kept = tokenize.fitting(differing, recipe)
     say(f"training: {len(kept)} pairs")
@@ -50,40 +50,40 @@ def with_tokens(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dic
 
 
 class PairHooks(RunHooks):
-    """A run's changes of a trainer of TRL's, for pairs that `datasets` has tokenized."""
+    """The run's overrides of a TRL trainer, for pairs that `datasets` has tokenized."""
 
     def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
-        """`options`: those of the trainer's own class."""
+        """`options` are passed to the trainer's own class."""
         collator = DataCollatorForPreference(processing_class.pad_token_id)
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
 
     pairs_per_pass = 1.0
-    """The pairs of the step divided by its micro-batches: a whole number but for the last step of an epoch."""
+    """The pairs of the step divided by its micro-batches: a whole number except in the last step of an epoch."""
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Count the step's pairs, by which `mean` weighs."""
+        """Count the step's pairs, by which `mean` divides."""
         self.pairs_per_pass = sum(len(batch["input_ids"]) // 2 for batch in batches) / len(batches)
         return super().prepare_step(batches, items)
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return a micro-batch's part of the step's mean over pairs, in which each counts the same, [].
+        """Return a micro-batch's part of the step's mean over pairs, in which each pair counts the same, [].
 
-        The Trainer averages over micro-batches, as TRL leaves it, and in the last step of an epoch one of them may be
-        smaller: its pairs would count more than the others.
+        The Trainer averages over micro-batches, and TRL does not change that. A smaller micro-batch in the last step of
+        an epoch would make its pairs count more than the others.
         """
         return losses.sum() / self.pairs_per_pass
 
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
-        """Return the pairs as they are, where TRL's DPO and reward trainers would tokenize them."""
+        """Return the pairs unchanged, where TRL's DPO and reward trainers would tokenize them."""
         return dataset
 
     def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
-        """Return a pair as it is, where TRL's ORPO and CPO trainers would tokenize it."""
+        """Return a pair unchanged, where TRL's ORPO and CPO trainers would tokenize it."""
         return feature
 
 
 def of_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return what is logged of the rewards of pairs, [pairs] each."""
+    """Return the numbers to log for the rewards of pairs, [pairs] each."""
     margins = chosen - rejected
     return {
         "rewards/chosen": chosen,
@@ -94,7 +94,7 @@ def of_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
 
 
 def ranked_by(value: Callable[..., torch.Tensor]) -> Callable[[PairHooks, Dataset], dict[str, float]]:
-    """Return a method's `metric`: how the model ranks pairs by a value of answers, one of those in `scores`.
+    """Return a method's `metric`: how the model ranks pairs by one of the values in `scores`.
 
     It returns `preference_accuracy` and `preference_margin`.
     """

@@ -1,7 +1,7 @@
-"""Reference log-probabilities of all pairs, computed once before the first step by the model that is to be trained.
+"""Reference log-probabilities of all pairs, computed once before the first step by the model that will be trained.
 
-Not as TRL does it: that gives the model to a second DeepSpeed engine before the run's, whose hooks stay on its modules
-under ZeRO-3.
+TRL gives the model to a second DeepSpeed engine before the run's, whose hooks stay on its modules under ZeRO-3; this
+uses the run's engine.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from ...console import say
 def of_run(trainer: Any, pairs: Dataset) -> torch.Tensor:
     """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
 
-    A new run computes them and writes them into its folder, from which it is resumed: by then the model is another.
+    A new run computes them and stores them in its folder, for when it is resumed with a model that has changed.
 
     Raises:
         UserError: the run to resume has none, or has those of other pairs.
@@ -35,10 +35,10 @@ def of_run(trainer: Any, pairs: Dataset) -> torch.Tensor:
 
 
 def stored(run: RunFolder, count: int) -> torch.Tensor:
-    """Return what a run has computed for so many pairs.
+    """Return the log-probabilities that a run has stored for `count` pairs.
 
     Raises:
-        UserError: it has not, or for another number of them.
+        UserError: none are stored, or those of another number of pairs.
     """
     found = read_json(run.reference) if run.reference.exists() else []
     if len(found) != count:
@@ -51,12 +51,12 @@ def stored(run: RunFolder, count: int) -> torch.Tensor:
 
 @torch.no_grad()
 def compute(trainer: Any, pairs: Dataset) -> torch.Tensor:
-    """Return them as the model has them now, without its adapters where it has some; a collective."""
+    """Return the log-probabilities under the current model, without its adapters if it has any; a collective."""
     engine, size = trainer.deepspeed, trainer.context.recipe.micro_batch_size
     ranks, rank = dist.get_world_size(), dist.get_rank()
     parts = []
     engine.eval()
-    for start in range(0, len(pairs), ranks * size):  # ZeRO-3's ranks have to make equally many passes
+    for start in range(0, len(pairs), ranks * size):  # under ZeRO-3 ranks must make equally many passes
         first = start + rank * size
         own = [pairs[min(number, len(pairs) - 1)] for number in range(first, first + size)]
         inputs = trainer._prepare_inputs(trainer.data_collator(own))

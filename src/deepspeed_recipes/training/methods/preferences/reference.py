@@ -1,4 +1,4 @@
-"""The model as it was before training, for the methods that compare with it."""
+"""The model before training, for the methods that compare with it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,15 +9,15 @@ from ...trainer import RunContext, RunHooks
 
 
 def of_recipe(recipe: Recipe) -> Any:
-    """Return the model as it is before training; None with adapters, without which the model itself is that one."""
+    """Return the model before training, or None with adapters: without them, the model is its own reference."""
     return load.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
 
 
 def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
     """Return a method's `trainer` for a class of TRL's, with a reference model where all weights are trained.
 
-    With adapters the model is its own reference, without them. TRL would load a second model by itself, but not as
-    the run loads the first: also from pickles, and under ZeRO-3 with rotary frequencies rounded to the training dtype.
+    With adapters the model without them is the reference. TRL would load a second model by itself, but not as the run
+    loads the first: also from pickles, and under ZeRO-3 with rotary frequencies rounded to the training dtype.
     """
 
     def trainer(context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any) -> RunHooks:

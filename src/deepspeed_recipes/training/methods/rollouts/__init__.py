@@ -1,1 +1,1 @@
-"""Answers that the model writes while it trains: sampling them, scoring them, and what the loss makes of the scores."""
+"""Answers that the model writes during training: their sampling, their scores, and the losses on these."""

@@ -1,4 +1,4 @@
-"""What a run changes in TRL's trainers that learn from the model's own answers: GRPO's and RLOO's."""
+"""The run's overrides of TRL's trainers that learn from the model's own answers: GRPO's and RLOO's."""
 
 import math
 from pathlib import Path
@@ -21,19 +21,19 @@ from . import sampling
 from .scoring import Scorer
 
 EXAMPLES = "examples"
-"""Of a batch: the list of its prompts, which TRL's trainers turn into tensors themselves."""
+"""Key of a batch's list of prompts, which TRL's trainers convert to tensors themselves."""
 LONGEST = 4000
-"""Characters stored of a prompt and of an answer."""
+"""Maximum number of stored characters per prompt and per answer."""
 
 
 class Groups(RepeatSampler):
-    """TRL's sampler, which repeats each prompt for its group, in an order that follows from the seed and the epoch.
+    """TRL's sampler, which repeats each prompt for its group, in an order determined by the seed and the epoch.
 
-    TRL draws every epoch's order from one generator, so a run that resumes in the second epoch repeats the first's.
+    TRL draws all epochs' orders from one generator, so a run that resumes in the second epoch repeats the first order.
     """
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of an epoch; the first has TRL's own."""
+        """Choose the order of an epoch; the first is TRL's own."""
         self.generator.manual_seed(self.seed + epoch)
 
 
@@ -43,7 +43,7 @@ def together(examples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class RolloutHooks(Averaging):
-    """A trainer of TRL's whose answers do not depend on the ranks, and whose rewards end examples and not runs."""
+    """A TRL trainer whose answers do not depend on the ranks, and in which a failing reward ends no run."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class RolloutHooks(Averaging):
         reference: Any,
         **options: Any,
     ) -> None:
-        """Take a `reference`, the model before training or None; `options`: those of the trainer's own class."""
+        """Take `reference`, the model before training or None; `options` are passed to the trainer's own class."""
         self.scorer = Scorer(context.recipe)
         functions = [_named(name) for name in self.scorer.names]
         super().__init__(context, processing_class=processing_class, reward_funcs=functions, **options)
         self.data_collator = together
-        self.beta = context.recipe.grpo.beta  # TRL was told 0, or it would load a second model in its own way
+        self.beta = context.recipe.grpo.beta  # TRL got 0, or it would load a second model in its own way
         if reference is not None:
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = prepare_deepspeed(reference, self.accelerator)
@@ -66,7 +66,7 @@ class RolloutHooks(Averaging):
     # Before the first step
 
     def sequences_per_load(self) -> int:
-        """Return the prompts, repeated for each of their answers, that a rank reads at once: those of a whole step."""
+        """Return the number of prompts, repeated for each answer, that a rank reads at once: those of a whole step."""
         return self._train_batch_size * self.args.steps_per_generation
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler:
@@ -79,7 +79,7 @@ class RolloutHooks(Averaging):
         )
 
     def on_engine_ready(self) -> None:
-        """Continue where the checkpoint was in the updates of its last rollout; TRL would begin with a new one."""
+        """Continue within the updates of the checkpoint's last rollout; TRL would begin with a new rollout."""
         super().on_engine_ready()
         self._step = self.state.global_step * self.args.gradient_accumulation_steps
         checkpoint = self.context.checkpoint
@@ -97,7 +97,7 @@ class RolloutHooks(Averaging):
         return tokens, None, {}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return answers to a step's prompts with their advantages; counts tokens and keeps the best and the worst."""
+        """Return answers to a step's prompts with their advantages; count tokens, and keep the best and the worst."""
         with self.context.phases.phase("rollout"):
             output = super()._generate_and_score_completions(inputs)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -117,7 +117,7 @@ class RolloutHooks(Averaging):
         return self._as_trl_expects(sampling.written(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
 
     def _log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probability of each token of the answers, [answers, longest], and which of them count."""
+        """Return the log-probability of each token of the answers, [answers, longest], and the mask of the loss."""
         prompts, answers = inputs["prompt_ids"], inputs["completion_ids"]
         mask = inputs["completion_mask"].bool()
         log_probs, entropy, _ = self._get_per_token_logps_and_entropies(
@@ -136,7 +136,7 @@ class RolloutHooks(Averaging):
     def _calculate_rewards(
         self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
-        """Return each function's number for each answer of all ranks, NaN where it has none.
+        """Return each function's number for each answer of all ranks, NaN where it returned none.
 
         Raises:
             UserError: no answer of the first step has a reward.
@@ -148,7 +148,7 @@ class RolloutHooks(Averaging):
         if self.state.global_step == 0 and failed.all():
             raise UserError(
                 f"{self.scorer.key}: none of the {len(failed)} answers of the first step has a reward; the warnings "
-                "above say why."
+                "above give the reasons."
             )
         self._metrics["train"]["rewards/failed"].append(failed.float().mean().item())
         return rewards
@@ -178,7 +178,7 @@ class RolloutHooks(Averaging):
     # Between steps
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save the answers that are still to be learned from, where a rollout serves several updates."""
+        """Save the answers that are still to be learned from, where a rollout is used in several updates."""
         super()._save_checkpoint(model, trial)
         if self.state.global_step % self.num_iterations:
             folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
@@ -186,13 +186,13 @@ class RolloutHooks(Averaging):
 
 
 def _kept(checkpoint: Path) -> Path:
-    """Return where a rank keeps its answers; other ranks, or another number of them, have other ones."""
+    """Return the file in which a rank keeps its answers, specific to the rank and the number of ranks."""
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return checkpoint / f"rollout_{rank}_of_{ranks}.pt"
 
 
 def _named(name: str) -> Any:
-    """Return a function of a name, for TRL, which takes from its reward functions only that: see `Scorer`."""
+    """Return a function with a name, the only thing that TRL reads of its reward functions: see `Scorer`."""
 
     def function(**columns: Any) -> list[float]:
         raise AssertionError(name)

@@ -1,6 +1,6 @@
 """The losses on scored answers, as TRL computes them but without reading from the device at every pass.
 
-Shapes: [answers, longest] for what is per token, with a mask of the tokens that count; [answers] for advantages.
+Shapes: [answers, longest] for values per token, with a mask of the tokens that count; [answers] for advantages.
 """
 
 from dataclasses import dataclass
@@ -10,17 +10,17 @@ import torch
 
 @dataclass(frozen=True)
 class Clip:
-    """How far the ratio of a likelihood to its rollout's may move: between 1 - low and 1 + high."""
+    """Limits of the ratio of a likelihood to its rollout's: between 1 - low and 1 + high."""
 
     low: float
     high: float
 
     def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-        """Return the clipped objective, to be made small (the paper's equation 3; PPO's, arXiv:1707.06347)."""
+        """Return the clipped objective, to be minimised (the paper's equation 3; PPO's, arXiv:1707.06347)."""
         return -torch.min(ratio * advantages, ratio.clamp(1 - self.low, 1 + self.high) * advantages)
 
     def shares(self, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return which ratios are clipped, as what is logged."""
+        """Return the clipped ratios, as booleans for the log."""
         low = (ratio < 1 - self.low) & (advantages < 0)
         high = (ratio > 1 + self.high) & (advantages > 0)
         return {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/both": low | high}

@@ -1,7 +1,7 @@
-"""Sampling that depends on seed, step and the answer's place in the batch, and on nothing else.
+"""Sampling that depends only on the seed, the step and the answer's place in the batch.
 
 transformers samples from the rank's global random numbers, so that another number of ranks, another order or a resumed
-run gives other answers. Here every answer has random numbers of its own: `argmax(logits / T - log E)` with E from an
+run gives other answers. Here every answer has its own random numbers: `argmax(logits / T - log E)` with E from an
 exponential distribution is a sample of `softmax(logits / T)` (the Gumbel-max trick; Maddison et al. 2014,
 arXiv:1411.0030, section 2).
 """
@@ -36,22 +36,22 @@ class Noise(LogitsProcessor):
 
 def seeds(seed: int, step: int, answers: Iterable[int]) -> list[int]:
     """Return a seed for each answer of a step, by its number in the global batch, or its example's in the data."""
-    said = (f"{seed} {step} {answer}".encode() for answer in answers)
-    return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in said]
+    keys = (f"{seed} {step} {answer}".encode() for answer in answers)
+    return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in keys]
 
 
 def written(
     trainer: Any, prompts: Sequence[list[int]], noise: Noise, max_new_tokens: int, end: Sequence[int], gather: bool
 ) -> list[list[int]]:
-    """Return what a trainer's model answers to prompts now, without dropout; a collective under ZeRO-3.
+    """Return the answers of a trainer's current model to prompts, without dropout; a collective under ZeRO-3.
 
     Args:
-        trainer: of the run.
+        trainer: the run's.
         prompts: tokens.
         noise: for as many answers.
-        max_new_tokens: of an answer.
+        max_new_tokens: limit per answer.
         end: tokens that end an answer.
-        gather: whether ZeRO-3's weights become whole on every rank meanwhile.
+        gather: make ZeRO-3's weights whole on every rank meanwhile.
     """
     training = trainer.model.training
     with unwrap_model_for_generation(
@@ -74,14 +74,14 @@ def answers(
     padding: int,
     synced_gpus: bool,
 ) -> list[list[int]]:
-    """Return the tokens of a sampled answer to each prompt, with the token that ends it where it has one.
+    """Return the tokens of a sampled answer to each prompt, including the token that ends it, if any.
 
     Args:
-        model: holds whole weights, or under ZeRO-3 its shards: then `synced_gpus`, which makes all ranks generate until
+        model: has whole weights, or under ZeRO-3 its shards: then `synced_gpus`, which makes all ranks generate until
             the last has finished.
         prompts: tokens.
         noise: for as many answers.
-        max_new_tokens: of an answer.
+        max_new_tokens: limit per answer.
         end: tokens that end an answer.
         padding: token.
         synced_gpus: see `model`.

@@ -1,7 +1,7 @@
-"""The reward functions of a run, each answer within its time: one that hangs or crashes ends its example, not the run.
+"""Calls a run's reward functions with a time limit: one that hangs or crashes ends its example, not the run.
 
-They run in a process beside the rank (`worker.py`), which is killed when an answer takes too long and started again.
-That is no sandbox: the functions are the user's own code, and may do whatever the user may.
+They run in a separate process next to the rank (`worker.py`), which is killed and restarted when an answer takes too
+long. This is not a sandbox: the functions are the user's own code, and may do whatever the user may.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ from ....recipe.recipe import Recipe
 from ...console import say
 
 START_SECONDS = 120.0
-"""How long the functions' file may take to import what it needs."""
+"""Time limit for the functions' file to import its modules."""
 GRACE = 1.0
-"""After an answer's time the worker ends itself; the rank waits so much longer."""
+"""After an answer's time the worker ends itself; the rank waits this much longer."""
 TRIED = 4
 """Examples on which the functions are tried before anything is loaded."""
 
 
 class Scorer:
-    """Scores one answer after the other."""
+    """Scores one answer after another."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.functions = rewards.functions(recipe.reward)
@@ -53,7 +53,7 @@ class Scorer:
         return sum(weight * score for weight, score in zip(self.weights, scores, strict=True))
 
     def scores(self, answer: str, example: dict[str, Any]) -> list[float]:
-        """Return a number of each function for an answer; all are NaN where one of them has none to give.
+        """Return each function's number for an answer; all are NaN if one of them returns none.
 
         The first failure of each kind is printed.
         """
@@ -67,7 +67,7 @@ class Scorer:
         return [math.nan] * len(self.functions)
 
     def ask(self, answer: str, example: dict[str, Any]) -> list[float] | str:
-        """Return a number of each function, or what is wrong.
+        """Return each function's number, or an error message.
 
         Raises:
             UserError: the functions cannot be loaded.
@@ -94,11 +94,11 @@ class Scorer:
         if self.process is not None:
             return
         words = [sys.executable, str(Path(__file__).with_name("worker.py")), str(self.seconds)]
-        started = children.running(  # so that what a function has started is killed with it
+        started = children.running(  # kills also the processes that a function has started
             [*words, *map(str, self.functions)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU's memory is the model's
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU's memory is for the model
         )
         self.process = self.held.enter_context(started)
         try:
@@ -115,7 +115,7 @@ class Scorer:
         """Return the worker's next line.
 
         Raises:
-            EOFError: it has ended.
+            EOFError: the worker has ended.
             TimeoutError: it takes longer.
         """
         assert self.process is not None and self.process.stdout is not None
@@ -131,7 +131,7 @@ class Scorer:
         return json.loads(read)
 
     def _ended(self) -> str:
-        """Return why the worker has ended in the middle of an answer."""
+        """Return why the worker has ended during an answer."""
         assert self.process is not None
         status = self.process.wait()
         self.close()
@@ -140,7 +140,7 @@ class Scorer:
         return f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
     def close(self) -> None:
-        """End the worker, and what it has started."""
+        """End the worker and the processes that it has started."""
         if self.process is not None:
             self.held.close()
             for pipe in (self.process.stdin, self.process.stdout):
@@ -151,10 +151,10 @@ class Scorer:
 
 
 def example_of(row: dict[str, Any]) -> dict[str, Any]:
-    """Return what a reward function gets beside the answer: the example's fields, its prompt and the expected answer.
+    """Return the example for a reward function: its fields, its prompt and the expected answer.
 
     Args:
-        row: an example as `formats.py` gives it to the methods that read prompts.
+        row: an example in the form of `formats.py` for the methods that read prompts.
     """
     turns, given = row["messages"], row["given"]
     expected = turns[given]["content"] if len(turns) > given else None
@@ -165,7 +165,7 @@ def check(recipe: Recipe, rows: Sequence[dict[str, Any]]) -> None:
     """Try the reward functions on the expected answers of the first examples.
 
     Raises:
-        UserError: they cannot be loaded, or give no number for any of them.
+        UserError: they cannot be loaded, or return no number for any of them.
     """
     scorer = Scorer(recipe)
     try:

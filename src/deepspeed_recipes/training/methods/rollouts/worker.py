@@ -1,8 +1,8 @@
-"""Runs the user's reward functions in a process of its own, which the rank kills when it takes too long.
+"""Runs the user's reward functions in a separate process, which the rank kills when it takes too long.
 
-Standard library only, and no import of the project: it is started by its path. One JSON object per line comes in on
-standard input, `{"answer": ..., "example": ...}`, and one list goes out, with a number for each function or a text that
-says what is wrong. Whatever the functions print goes to standard error, and so into the rank's log.
+Standard library only, and no import of the project: it is started by its path. Each line of standard input is a JSON
+object, `{"answer": ..., "example": ...}`; the reply is a list with a number, or an error message, for each function.
+Whatever the functions print goes to standard error, and so into the rank's log.
 
     python worker.py SECONDS FILE.py:FUNCTION ...
 """
@@ -23,7 +23,7 @@ Function = Callable[[str, dict[str, Any]], Any]
 
 
 def main(seconds: float, names: list[str]) -> None:
-    """Load the functions, say so, and answer every line until standard input ends."""
+    """Load the functions, report that, and answer every line until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -38,7 +38,7 @@ def main(seconds: float, names: list[str]) -> None:
     reply(None)
     for line in sys.stdin:
         asked = json.loads(line)
-        # Should the rank be dead by then, nobody else would end a function that never returns.
+        # If the rank is dead by then, nothing else would end a function that never returns.
         signal.setitimer(signal.ITIMER_REAL, seconds)
         scored = [_score(function, asked["answer"], asked["example"]) for function in functions]
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -46,10 +46,10 @@ def main(seconds: float, names: list[str]) -> None:
 
 
 def load(path: str, name: str) -> Function:
-    """Return a function of a file, which may import what lies beside it.
+    """Return a function of a file, which may import modules from its folder.
 
     Raises:
-        AttributeError: it has none of that name.
+        AttributeError: the file has no function of that name.
         TypeError: the name is not that of a function.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -64,10 +64,10 @@ def load(path: str, name: str) -> Function:
 
 
 def _score(function: Function, answer: str, example: dict[str, Any]) -> float | str:
-    """Return what a function says of an answer, or what is wrong with it."""
+    """Return the reward, or an error message."""
     try:
         reward = function(answer, dict(example))
-    except BaseException as error:  # sys.exit too ends only this example
+    except BaseException as error:  # even sys.exit ends only this example
         return _described(error)
     if not isinstance(reward, numbers.Real):
         return f"returned {_kind(reward)}; one number for the answer is expected"
