@@ -197,6 +197,57 @@ def test_an_odd_value_of_an_option_is_refused_in_a_line(command, capsys):
             assert said.startswith(f"{program(command)}: ") and len(said.strip().splitlines()) <= 3, said
 
 
+REFUSED = {
+    "doctor --checkpoint-gib 0": "--checkpoint-gib 0: must be above 0.",
+    "doctor --json dir": "--json dir: a folder, not a file; name a file.",
+    "doctor --json /": "--json /: a folder, not a file; name a file.",
+    "doctor --json file/below": "--json file/below: Not a directory; name a folder.",
+    "doctor --json /proc/nothing": "--json /proc/nothing: No such file or directory; check its name and the folders",
+    "doctor --prove --json dir": "--json dir: a folder, not a file; name a file.",
+    "doctor --prove --reports file": "--reports file: a file, not a folder; name a folder.",
+    "doctor --hostfile binary": "--hostfile binary: not UTF-8 text.",
+    "doctor --hostfile empty": "empty: no hosts; write one `name slots=8` per line.",
+    "doctor --hostfile users": "users:1: ada@node1: a hostfile has names and IPv4 addresses only; write",
+    "benchmark planner --output file": "--output file: a file, not a folder; name a folder.",
+    "benchmark planner --rounds 3": "--rounds 3: only overhead and scaling read it; leave it out.",
+    "report --output new.html": "--output new.html: name the run folders that the report is of.",
+    "report dir --output dir": "--output dir: a folder, not a file; name a file.",
+    "sweep tiny full seed=1,2 --gpus 0": "--gpus 0: must be at least 1.",
+    "sweep tiny full seed=1,2 --max-restarts -1": "--max-restarts -1: must be at least 0.",
+    "sweep tiny full seed=1,2 --most 0": "--most 0: must be at least 2.",
+    "sweep tiny full learning_rate=1e-4,nan": "learning_rate=nan: must be ",
+    "shrink TINY --layers 2 --output file": "file: a file, not a folder; name a folder.",
+    "shrink TINY --layers 2 --output caf\udce9": "control characters, or not UTF-8; choose another name.",
+    "export TINY --output \x1b[31m": "control characters, or not UTF-8; choose another name.",
+    "export TINY --output loop": "loop",
+    "serve TINY --log dir": "--log dir: a folder, not a file; name a file.",
+    "serve TINY --host \udcff": "choose another with --host or --port N.",
+    f"serve TINY --name {'x' * 300}": "write a short name without a slash",
+    "evaluate TINY --data unreadable": "unreadable: Input/output error; try again once the disk or the server answers.",
+    "publish wide a/b": "wide: not a model folder",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_an_option_that_cannot_be_met_is_refused_before_the_work(words, capsys, monkeypatch):
+    for name in ("dir", "wide"):
+        Path(name).mkdir()
+    Path("file").write_text("text")
+    Path("empty").write_text("# none\n")
+    Path("binary").write_bytes(b"\xff\xfe\0")
+    Path("users").write_text("ada@node1 slots=8\n")
+    Path("loop").symlink_to("loop")
+    Path("unreadable").symlink_to("/proc/self/mem")
+    before = sorted(Path().iterdir())
+    monkeypatch.setattr(Path, "rglob", lambda *_: pytest.fail("all of a disk is listed"))
+    command, *rest = [str(TINY_MODEL) if word == "TINY" else word for word in words.split()]
+    assert main.run(command, rest) == 2
+    said = capsys.readouterr()
+    assert REFUSED[words] in said.err and len(said.err.strip().splitlines()) <= 3, said.err
+    assert said.err.startswith(f"{program(command)}: ") and not said.out, said.out
+    assert sorted(Path().iterdir()) == before
+
+
 def test_a_system_prompt_may_be_empty_and_no_other_value(capsys):
     for words in (["--include", ""], ["--time="], ["--master-addr", " "]):
         with pytest.raises(SystemExit):
@@ -205,12 +256,14 @@ def test_a_system_prompt_may_be_empty_and_no_other_value(capsys):
 
 
 @pytest.mark.parametrize("command", main.COMMANDS)
-def test_a_pipe_that_nobody_writes_to_is_refused_and_not_waited_for(command, capsys):
+def test_a_file_without_an_end_is_refused_and_not_waited_for(command, capsys):
     """A pipe would be opened by many readers, some of them other libraries."""
     os.mkfifo("pipe")
     for words in (["pipe"], ["tiny", "full", "data.path=a.jsonl,pipe"], ["x", "--model=pipe"], ["--adapter=x=pipe"]):
         assert main.run(command, words) == 2
         assert "pipe: a named pipe, not a file; name a file." in capsys.readouterr().err
+    assert main.run(command, ["--hostfile=/dev/zero"]) == 2
+    assert "/dev/zero: a device, not a file; name a file." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["check", "resolve"])

@@ -251,7 +251,7 @@ def test_a_port_in_use_is_refused_before_anything_starts(models, capsys):
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         assert run_command("serve", [str(models / "whole"), "--port", str(busy.getsockname()[1])]) == 2
-    assert "choose another with --port" in capsys.readouterr().err
+    assert "choose another with --host or --port" in capsys.readouterr().err
 
 
 BROKEN = """

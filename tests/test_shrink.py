@@ -90,7 +90,7 @@ def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
     shutil.copytree(TINY_TEACHER, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     with pytest.raises(UserError, match=r"holds no .safetensors file"):
         shrink.shrink(str(bare), tmp_path / "student", 2, None)
-    with pytest.raises(UserError, match=r"is not empty; name a new folder"):
+    with pytest.raises(UserError, match=r"--output .*bare: exists and is not empty; choose a new folder"):
         shrink.shrink(TINY_TEACHER, bare, 2, None)
     with pytest.raises(UserError, match=r"nobody/nothing: no such folder, and not on the Hub"):
         shrink.shrink("nobody/nothing", tmp_path / "student", 2, None)

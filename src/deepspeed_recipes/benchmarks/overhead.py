@@ -60,6 +60,10 @@ def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
     )
 
 
+OPTIONS = ("zero_stage", "steps", "rounds", "gpus", "micro_batch", "length", "dtype")
+"""Names of the options that only `overhead` and `scaling` read."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that only this benchmark has."""
     group = parser.add_argument_group("overhead and scaling")

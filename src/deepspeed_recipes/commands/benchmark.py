@@ -35,6 +35,7 @@ from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP
 from ..launching.command import visible_gpus
 from ..machine import children
 from ..recipe import files
+from ..recipe.errors import UserError
 from ..recipe.project import require
 from ..recipe.run_folder import write_json
 from .main import Parser
@@ -48,7 +49,11 @@ Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks that are asked for, print their tables, and write their results."""
+    """Run the benchmarks that are asked for, print their tables, and write their results.
+
+    Raises:
+        UserError: an option that none of them reads, or a folder that cannot be written.
+    """
     parser = Parser("benchmark", __doc__)
     about = {
         "overhead": "a small recipe compared with the same training without this project",
@@ -72,7 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} {value}: must be above 0")
     if {"overhead", "scaling"} & set(names) and options.steps < overhead.FEWEST:
-        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least {overhead.FEWEST} are needed.")
+        parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least {overhead.FEWEST} are needed")
+    if not {"overhead", "scaling"} & set(names):
+        for name in overhead.OPTIONS:
+            if getattr(options, name) != parser.get_default(name):
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} {getattr(options, name)}: only overhead and scaling read it; leave it out.")
+    if options.output is not None:
+        files.check_writable("--output", options.output, folder=True)
     if names != ["planner"]:
         require("deepspeed")
     failed = []

@@ -17,15 +17,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..launching.ssh import hostfile
 from ..machine import ops, software, system
 from ..machine.checks import Check
+from ..recipe import files
 from ..recipe.errors import UserError
 from ..recipe.run_folder import write_json
 from .main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the checks, print them, and return the exit status."""
+    """Run the checks, print them, and return the exit status.
+
+    Raises:
+        UserError: an option's value that means nothing, or a hostfile that the launcher would refuse.
+    """
     os.environ |= ops.environment()  # look for compiled ops where runs do
     parser = Parser("doctor", __doc__)
     parser.add_argument(
@@ -44,6 +50,8 @@ def main(words: Sequence[str] | None = None) -> int:
     group.add_argument("--only", metavar="NAME,...", help="these techniques and known defects, e.g. zero3,tensor")
     group.add_argument("--reports", type=Path, metavar="DIR", help="write a report for upstream for each defect found")
     arguments = parser.parse_args(words)
+    if arguments.json not in (None, "-"):
+        files.check_writable("--json", Path(arguments.json))
     if arguments.prove:
         from ..prove import command  # a machine that is not ready yet has none of its packages
 
@@ -51,6 +59,9 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in ("gpus", "only", "reports"):
         if getattr(arguments, name) is not None:
             raise UserError(f"--{name}: only with --prove.")
+    if arguments.checkpoint_gib is not None and arguments.checkpoint_gib <= 0:
+        raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")
+    arguments.hosts = hostfile.parse(arguments.hostfile) if arguments.hostfile else ()
     checks = list(examine(arguments))
     if arguments.json:
         write([check.as_json() for check in checks], arguments.json)
@@ -84,7 +95,7 @@ def examine(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.nvme:
         yield from system.nvme(arguments.nvme)
     if arguments.hostfile:
-        yield from system.hosts(arguments.hostfile)
+        yield from system.hosts(arguments.hosts)
     yield system.tracking()
 
 

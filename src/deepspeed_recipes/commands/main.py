@@ -93,7 +93,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
     try:
         for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
-            if os.path.exists(part) and Path(part).is_fifo():  # before whatever opens it waits for a writer
+            if os.path.exists(part):  # before whatever opens it waits for a writer, or reads without end
                 check_ends(part)
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:

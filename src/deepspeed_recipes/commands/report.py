@@ -12,6 +12,7 @@ differences of their recipes, and their curves over steps and over tokens.
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..recipe import files
 from ..recipe.errors import UserError
 from ..recipe.project import display, runs
 from ..report import compare, html, index, run_data, text, write
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as an HTML file, too")
     parser.add_argument("--index", action="store_true", help="write runs/index.html, the list of all runs")
     options = parser.parse_args(arguments)
+    if options.output is not None:
+        if not options.runs:
+            raise UserError(f"--output {options.output}: name the run folders that the report is of.")
+        files.check_writable("--output", options.output)
     if options.index:
         if not runs().is_dir():
             raise UserError(f"{runs()}: no such folder, so there are no runs to list.")

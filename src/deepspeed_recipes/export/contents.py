@@ -54,6 +54,9 @@ def files(folder: Path) -> list[File]:
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
+    nothing = f"{folder}: not a model folder: name a run's export/, or what ds-recipes export wrote."
+    if not any(map(_WEIGHTS.fullmatch, os.listdir(folder))):  # before all of a disk is listed
+        raise UserError(nothing)
     found = {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))
@@ -61,10 +64,9 @@ def files(folder: Path) -> list[File]:
     }
     if CHECK_FAILED in found:
         raise UserError(f"{folder}: this export failed its check: it computes other logits than the trained model.")
-    weights = [name for name in found if _WEIGHTS.fullmatch(name)]
-    described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in weights)
-    if not weights or not described:
-        raise UserError(f"{folder}: not a model folder: name a run's export/, or what ds-recipes export wrote.")
+    described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in found)
+    if not described:
+        raise UserError(nothing)
     others = [name for name, path in found.items() if path.is_symlink() or not _is_model(name)]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""

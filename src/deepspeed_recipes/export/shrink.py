@@ -17,9 +17,13 @@ import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
+from ..machine import children
 from ..recipe.errors import UserError, first_line
 from ..recipe.run_folder import read_json
+from ..training.export import move
+from ..training.model_folder import complete
 
 INDEX = "model.safetensors.index.json"
 COPIED = (
@@ -71,8 +75,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     folder = _local(source)
     config = read_json(folder / "config.json")
     sizes = _text(config)
-    if output.exists() and any(output.iterdir()):
-        raise UserError(f"--output {output}: is not empty; name a new folder.")
+    complete.check(folder, output)
     kept = _kept(source, sizes, layers)
     width = _width(source, sizes, intermediate)
     state = _state(folder)
@@ -86,8 +89,12 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     state = _with_layers(state, names[0], kept)
     if width < sizes["intermediate_size"]:
         state = _narrowed(source, state, width)
-    _write(folder, output, _resized(config, kept, width), state)
-    _check(source, output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
+        part = place / "part"
+        _write(folder, part, _resized(config, kept, width), state)
+        _check(source, part)
+        move(part, output)
     return Shrunken(kept, width, before, _count(state))
 
 
@@ -132,7 +139,7 @@ def _width(source: str, sizes: Mapping[str, Any], intermediate: int | None) -> i
     if before is None or any("expert" in name and size for name, size in sizes.items()):
         raise UserError(f"--intermediate {intermediate}: {source} has no plain feed-forward parts; leave it out.")
     if not 1 <= intermediate <= before:
-        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a smaller number.")
+        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a number from 1 to that.")
     return intermediate
 
 
@@ -211,7 +218,7 @@ def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[st
 
 
 def _write(folder: Path, output: Path, config: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+    output.mkdir()
     for pattern in (*COPIED, *LICENCES):
         for file in folder.glob(pattern):
             shutil.copy(file, output)
@@ -220,17 +227,17 @@ def _write(folder: Path, output: Path, config: Mapping[str, Any], state: dict[st
 
 
 def _check(source: str, output: Path) -> None:
-    """Load what was written, as anybody would; remove it if that fails.
+    """Load what was written, as anybody would.
 
     Raises:
         UserError: weights are missing, left over or of other sizes.
     """
     try:
+        logging.disable_progress_bar()
         _, about = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True, trust_remote_code=False)
         problems = [name for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in about[kind]]
         why = ", ".join(map(str, problems[:3]))
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         problems, why = [error], first_line(error)
     if problems:
-        shutil.rmtree(output)
         raise UserError(f"{source}: what is left of it is not a model that transformers loads: {why}")

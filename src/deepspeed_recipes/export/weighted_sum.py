@@ -35,9 +35,15 @@ def check(parts: Sequence[Part]) -> None:
     """Refuse adapters that cannot be added up.
 
     Raises:
-        UserError: no adapter, one of another base model, or one that is more than the product of two matrices.
+        UserError: no adapter, one of another base model, one that is more than the product of two matrices, or weights
+            that leave nothing of any adapter.
     """
-    first = parts[0]
+    first, totals = parts[0], dict.fromkeys([part.folder.resolve() for part in parts], 0.0)
+    for part in parts:
+        totals[part.folder.resolve()] += part.weight
+    if not any(totals.values()):
+        weights = ", ".join(f"{part.weight:g} x {part.name}" for part in parts)
+        raise UserError(f"--add: {weights}: the sum would change nothing; correct a weight.")
     for part in parts:
         if not (part.folder / ADAPTER).exists():
             raise UserError(f"{part.name}: not an adapter; only adapters of one base model can be added up.")

@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from .checks import Check, output
@@ -36,8 +37,13 @@ def memory() -> list[Check]:
 def disk(folder: Path, checkpoint_gib: float | None) -> Check:
     """Compare the free space with the size of a checkpoint."""
     existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    try:
+        while not existing.exists():
+            existing = existing.parent
+    except OSError as error:
+        return Check("disk", "error", f"{folder}: {error.strerror}", "choose another --output-dir")
+    if not existing.is_dir():
+        return Check("disk", "error", f"{existing}: a file, not a folder", "choose another --output-dir")
     free = shutil.disk_usage(existing).free / GIB
     found = f"{free:.0f} GiB free at {existing}"
     if checkpoint_gib is None:
@@ -88,13 +94,8 @@ def _speed(name: str, gigabytes: float) -> Check:
     return Check(name, "warning" if slow else "ok", f"{gigabytes:.2f} GB/s", fix)
 
 
-def hosts(hostfile: Path) -> list[Check]:
-    """Log in to each host of a DeepSpeed hostfile (`name slots=N` per line) without a password."""
-    try:
-        lines = [line.split("#")[0].split() for line in hostfile.read_text().splitlines()]
-    except OSError as error:
-        return [Check("hostfile", "error", f"{hostfile}: {error.strerror}")]
-    names = [parts[0] for parts in lines if parts]
+def hosts(names: Iterable[str]) -> list[Check]:
+    """Log in to each host without a password."""
     pdsh = shutil.which("pdsh")
     fix = "" if pdsh else "apt-get install pdsh"
     found = pdsh or "not found; DeepSpeed's launcher needs it for several hosts"

@@ -12,8 +12,8 @@ from rich.status import Status
 
 from ..launching.command import rank_count, visible_gpus
 from ..machine import ops
-from ..recipe import deepspeed_file
-from ..recipe.errors import UserError, cannot_write
+from ..recipe import deepspeed_file, files
+from ..recipe.errors import UserError
 from ..recipe.project import CONFIGS, require
 from ..recipe.run_folder import write_json
 from . import defects, prove, show
@@ -30,7 +30,8 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = visible_gpus()
     ranks = rank_count(arguments.gpus, gpus)
     require("deepspeed")
-    writable(arguments.reports)
+    if arguments.reports is not None:
+        files.check_writable("--reports", arguments.reports, folder=True)
     begun, to_screen = time.monotonic(), arguments.json == "-"
     console = Console(stderr=to_screen)
     proven: list[prove.Finding] = []
@@ -74,15 +75,6 @@ def chosen(only: str | None) -> tuple[Sequence[Technique], Sequence[defects.Defe
             f"({', '.join(listed)})."
         )
     return [known[name] for name in names if name in known], [listed[name] for name in names if name in listed]
-
-
-def writable(folder: Path | None) -> None:
-    """Refuse a folder that cannot be written, before minutes are spent."""
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(cannot_write(error, folder) or f"--reports {folder}: {error.strerror}.") from error
 
 
 def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:

@@ -105,6 +105,11 @@ _PASSING = {
     errno.ENOMEM: "try again with more memory free",
 }
 """Fixes for errors that may pass; another try may succeed."""
+_IN_THE_WAY = {
+    errno.EEXIST: "a file is in the way: remove it, or choose another name",
+    errno.ENOENT: "check its name and the folders above it",
+}
+"""Fixes for errors that are the user's only where the command line names the file."""
 _FULL_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,
@@ -153,7 +158,7 @@ def of_system(error: OSError, where: object = None) -> str:
     """Return a line about any error of the system: the file, the reason, and what to do if that is known."""
     if full := cannot_write(error, where):
         return full
-    fix = _LASTING.get(error.errno or 0) or _PASSING.get(error.errno or 0)
+    fix = next((fixes[error.errno] for fixes in (_LASTING, _PASSING, _IN_THE_WAY) if error.errno in fixes), None)
     file = _file_of(error) or where
     if isinstance(error, FileNotFoundError) and os.path.islink(str(file)):
         return f"{file}: a link to {os.readlink(str(file))}, which is not there; is its disk mounted?"

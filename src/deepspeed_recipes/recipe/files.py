@@ -8,10 +8,11 @@ import errno
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import UserError
+from .errors import UserError, of_system
 
 
 @contextlib.contextmanager
@@ -28,14 +29,14 @@ def beside(path: Path) -> Iterator[Path]:
         OSError: names `path`, which is unchanged.
     """
     target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name[:50]}.{secrets.token_hex(4)}.part{target.suffix[:20]}")
+    draft = target.parent / f".{target.name[:50]}.{secrets.token_hex(4)}.part{target.suffix[:20]}"
     try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if target.is_symlink():  # in a circle
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         old = target.stat() if target.exists() else None
-        if old and stat.S_ISDIR(old.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if old and not stat.S_ISREG(old.st_mode):
             yield target
             return
@@ -82,6 +83,45 @@ def check_ends(path: str | os.PathLike[str]) -> None:
     device = stat.S_ISCHR(held.st_mode) and os.major(held.st_rdev) == 1 and Path(path).name != "null"
     if pipe or device:
         raise UserError(f"{path}: a {'named pipe' if pipe else 'device'}, not a file; name a file.")
+
+
+def check_name(option: str, path: Path) -> None:
+    """Refuse a name with a line break, which would be a line of scripts, logs and printed commands, or one like it.
+
+    Raises:
+        UserError: names the option.
+    """
+    if not str(path).isprintable():
+        raise UserError(f"{option} {str(path)!r}: control characters, or not UTF-8; choose another name.")
+
+
+def check_writable(option: str, path: Path, folder: bool = False) -> None:
+    """Refuse, before the work begins, a file or folder that could not be written after it; leaves nothing behind.
+
+    Args:
+        option: of the command line, for the message.
+        path: a file, whose folder may be new, or a folder, new or not.
+        folder: whether it is a folder.
+
+    Raises:
+        UserError: names the option.
+    """
+    check_name(option, path)
+    try:
+        place = Path(os.path.realpath(path))
+        if not folder and place.exists() and not (place.is_file() or place.is_dir()):  # /dev/null
+            return
+        if place.exists() and place.is_dir() != folder:
+            wanted = "a file, not a folder; name a folder" if folder else "a folder, not a file; name a file"
+            raise UserError(f"{option} {path}: {wanted}.")
+        nearest = next(one for one in ([place] if folder else []) + [*place.parents] if os.path.lexists(one))
+        if nearest.is_symlink():
+            raise UserError(f"{option} {path}: a link that leads nowhere; remove it, or choose another.")
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        error.filename = error.filename2 = None  # a file that is not the user's
+        raise UserError(f"{option} {of_system(error, path)}") from error
 
 
 def write_text(path: Path, text: str) -> None:

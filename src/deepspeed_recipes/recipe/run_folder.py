@@ -237,8 +237,7 @@ def at(path: Path) -> RunFolder:
     Raises:
         UserError: names the folder.
     """
-    if not str(path).isprintable():
-        raise UserError(f"--output-dir {str(path)!r}: control characters, or not UTF-8; choose another name.")
+    files.check_name("--output-dir", path)
     return RunFolder(path)
 
 

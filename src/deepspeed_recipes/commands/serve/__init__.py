@@ -20,6 +20,7 @@ from pathlib import Path
 from ...export.serve import engines, process, served
 from ...export.serve.served import Served
 from ...machine import children
+from ...recipe import files
 from ...recipe.errors import UserError
 from ...training.model import remote_code
 from ..main import Parser
@@ -32,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: no such model, no server installed, the port is in use, or the server does not start.
     """
     options = parse(arguments)
+    if options.log is not None:
+        files.check_writable("--log", options.log)
     found = served.find(options.model, options.name, options.adapter)
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)

@@ -25,6 +25,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...launching import restarts
+from ...launching.command import rank_count
 from ...recipe import overrides, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.methods import metrics
@@ -50,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = space.read(options.overrides)
     page = pages.find(options.recipe, options.variant)
     overrides.apply(page, found.fixed)
+    if options.most < 2:
+        raise UserError(f"--most {options.most}: must be at least 2.")
+    if options.gpus is not None:
+        rank_count(options.gpus, 0)  # trials that need more than there are fail by themselves
+    if options.max_restarts is not None:
+        restarts.check(page, options.max_restarts)
     if options.seed is not None and options.random is None:
         raise UserError(f"--seed {options.seed} needs --random N: a grid has nothing random.")
     chosen = (
@@ -57,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.random is None
         else space.at_random(found, options.random, options.seed or 0, options.most)
     )
+    for trial in chosen:
+        overrides.apply(page, [*found.fixed, *trial])
     name = f"{page.name}-{datetime.now():%Y%m%d-%H%M%S}"
     folder = run_folder.at((options.output_dir or runs() / "sweeps" / name).resolve()).path
     group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]

@@ -33,8 +33,8 @@ def check_port(host: str, port: int) -> None:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            raise UserError(f"--host {host} --port {port}: {error}; choose another with --port N.") from None
+        except (OSError, OverflowError, TypeError) as error:
+            raise UserError(f"--host {host} --port {port}: {error}; choose another with --host or --port N.") from None
 
 
 @contextlib.contextmanager

@@ -77,8 +77,8 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
 
 def _check_name(option: str, name: str) -> None:
     """Refuse a name that a server or a shell would take for an option, a path or several lines."""
-    if "/" in name or name.startswith((".", "-")) or not name.isprintable():
-        raise UserError(f"{option} {name!r}: write a name without a slash, that begins with a letter or a digit.")
+    if "/" in name or name.startswith((".", "-")) or not name.isprintable() or len(name.encode()) > 200:
+        raise UserError(f"{option} {name!r}: write a short name without a slash, that begins with a letter or a digit.")
 
 
 def model_folder(name: Path) -> Path:

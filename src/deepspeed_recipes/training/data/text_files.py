@@ -65,7 +65,16 @@ def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises:
         UserError: not UTF-8, not JSON, not an object, or not a table, with the line.
+        OSError: names the file, which the system's errors of reading do not.
     """
+    try:
+        yield from _read(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix in SEPARATORS:
         return _table(path, SEPARATORS[path.suffix])
     if path.suffix in PLAIN:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...recipe import files
 from ...recipe.errors import UserError
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of
 from . import base_model, card, record, response_template
@@ -20,6 +21,7 @@ def check(source: Path, output: Path) -> None:
     Raises:
         UserError: names the folder.
     """
+    files.check_writable("--output", output, folder=True)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
     if (source / CHECK_FAILED).exists():
