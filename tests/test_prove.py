@@ -153,7 +153,7 @@ def test_on_gpus_kernels_are_proven_and_their_substitutes_are_not():
         (["--prove", "--gpus", "0"], "doctor.py: --gpus 0: must be at least 1."),
         (["--prove", "--only", "zero3,zero9"], "doctor.py: --only zero3,zero9: 'zero9' is neither a technique (zero0,"),
         (["--prove", "--reports", "/proc/nowhere"], "doctor.py: --reports /proc/nowhere: "),
-        (["--only", "zero3"], "doctor.py: --only: only with --prove."),
+        (["--only", "zero3"], "doctor.py: --only zero3: only with --prove; leave it out."),
     ],
 )
 def test_bad_input_is_answered_in_a_line(monkeypatch, capsys, words, said):

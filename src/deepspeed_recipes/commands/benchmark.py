@@ -35,7 +35,6 @@ from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP
 from ..launching.command import visible_gpus
 from ..machine import children
 from ..recipe import files
-from ..recipe.errors import UserError
 from ..recipe.project import require
 from ..recipe.run_folder import write_json
 from .main import Parser
@@ -79,10 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if {"overhead", "scaling"} & set(names) and options.steps < overhead.FEWEST:
         parser.error(f"--steps {options.steps}: {overhead.WARM_UP} are warm-up; at least {overhead.FEWEST} are needed")
     if not {"overhead", "scaling"} & set(names):
-        for name in overhead.OPTIONS:
-            if getattr(options, name) != parser.get_default(name):
-                option = f"--{name.replace('_', '-')}"
-                raise UserError(f"{option} {getattr(options, name)}: only overhead and scaling read it; leave it out.")
+        parser.refuse(options, overhead.OPTIONS, "only overhead and scaling read it")
     if options.output is not None:
         files.check_writable("--output", options.output, folder=True)
     if names != ["planner"]:

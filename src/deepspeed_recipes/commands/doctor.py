@@ -53,12 +53,11 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.json not in (None, "-"):
         files.check_writable("--json", Path(arguments.json))
     if arguments.prove:
+        parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile"), "not with --prove")
         from ..prove import command  # a machine that is not ready yet has none of its packages
 
         return command.run(arguments)
-    for name in ("gpus", "only", "reports"):
-        if getattr(arguments, name) is not None:
-            raise UserError(f"--{name}: only with --prove.")
+    parser.refuse(arguments, ("gpus", "only", "reports"), "only with --prove")
     if arguments.checkpoint_gib is not None and arguments.checkpoint_gib <= 0:
         raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")
     arguments.hosts = hostfile.parse(arguments.hostfile) if arguments.hostfile else ()

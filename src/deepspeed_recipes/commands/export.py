@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--allow-drop", type=float, default=DROP, metavar="P", help="percentage points it may lose (default: 2)"
     )
     options = parser.parse_trusting(arguments)
+    if not (options.quantize or options.gguf):
+        parser.refuse(options, ("data", "limit", "allow_drop"), "only with --quantize or --gguf, which measure")
     source = find_model(options.source)
     if options.quantize or options.gguf:
         return smaller(options, source)
@@ -80,6 +82,8 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     """
     if options.add:
         raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
+    if options.weight is not None:
+        raise UserError(f"--weight {options.weight:g}: only with --add; leave it out.")
     if options.quantize and options.gguf:
         raise UserError("--quantize and --gguf: two formats; write one after the other.")
     if options.limit < 1:

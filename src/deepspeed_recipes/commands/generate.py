@@ -69,6 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.server and options.prompt is None:
         options.model, options.prompt = None, options.model
     options.model = Path(options.model) if options.model else None
+    if not options.server:
+        parser.refuse(options, ("served",), "only with --server")
     return options
 
 

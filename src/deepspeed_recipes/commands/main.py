@@ -181,6 +181,23 @@ class Parser(argparse.ArgumentParser):
             remote_code.permit()
         return options
 
+    def refuse(self, options: argparse.Namespace, names: Sequence[str], why: str) -> None:
+        """Refuse options that nothing would read.
+
+        Args:
+            options: what was parsed.
+            names: the options, as attributes of `options`.
+            why: what they belong to.
+
+        Raises:
+            UserError: names the first that has another value than its default.
+        """
+        for action in self._actions:
+            value = getattr(options, action.dest, None)
+            if action.dest in names and value != action.default:
+                typed = "" if value is True else f" {value}"
+                raise UserError(f"{action.option_strings[0]}{typed}: {why}; leave it out.")
+
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """End with a message that quotes whatever was typed."""
         super().exit(status, message and f"{_said(message.rstrip())}\n")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...export.evaluate import candidates
+from ...export.evaluate import candidates, server
 from ...export.evaluate.candidates import Candidate
 from ...export.serve import environment
 from ...recipe.errors import UserError, printable
@@ -60,7 +60,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, with every answer")
     parser.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness, by name")
     parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with tasks of your own")
-    return parser.parse_trusting(arguments)
+    options = parser.parse_trusting(arguments)
+    if options.tasks:
+        parser.refuse(options, ("data", "metric"), "--tasks have their own examples and metrics")
+    else:
+        parser.refuse(options, ("include",), "only with --tasks")
+    if not any(map(server.is_address, options.models)):
+        parser.refuse(options, ("model",), "only with a server's address")
+    return options
 
 
 def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str, Any]:
