@@ -41,7 +41,7 @@ def test_what_makes_a_plan_slower_adds_up(capsys):
     """The components' differences explain the whole: no more than the part that is not named is missing."""
     assert main.run("plan", ["llama3-70b", *ON_512, *TP8_PP4_CP4]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    longer, _, parts = shown.partition("beside the first: ")[2].partition("% more time per token, mainly ")
+    longer, _, parts = shown.partition("compared with the first: ")[2].partition("% more time per token, mainly ")
     assert int(longer) > 0 and sum(int(part.partition("%")[0]) for part in parts.split("+")[1:]) >= int(longer) / 2
 
 
@@ -55,7 +55,7 @@ def test_a_layout_that_deepspeed_cannot_run_is_named_with_what_it_takes_and_cost
     assert main.run("plan", words) == 2
     error = capsys.readouterr().err
     assert "not divisible by 64 (expert)" in error and "folded over the ranks of a stage, as Megatron Core" in error
-    assert "the best that runs" in error and len(error.strip().splitlines()) == 2
+    assert "the best plan that runs" in error and len(error.strip().splitlines()) == 2
 
 
 def test_a_micro_batch_that_does_not_fit_says_by_how_much_and_which_does(capsys):

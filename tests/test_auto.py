@@ -157,7 +157,10 @@ def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
         (["somewhere/model", "lora", "full"], "auto: too many words: full"),
         (["no/such/folder"], "no/such/folder: no such file or folder"),
         (["us/nowhere"], "us/nowhere: cannot read its config.json"),
-        ([str(SAMPLES / "tiny_model"), "loraa"], "loraa: no page of a decoder has this variant; there are: full, lora"),
+        (
+            [str(SAMPLES / "tiny_model"), "loraa"],
+            "loraa: no page of a decoder has this variant; choose from: full, lora",
+        ),
         ([str(SAMPLES / "tiny_model"), "lora", "model.path=x"], "with auto the model is the first word"),
     ],
 )
@@ -173,6 +176,6 @@ def test_what_is_not_a_decoder_is_refused(tmp_path, capsys):
     assert "t5 is an encoder-decoder; plans are for decoders only" in capsys.readouterr().err
     mixture = dimensions("flex_olmo", **WIDTHS, num_experts=16)
     with pytest.raises(
-        UserError, match="qlora: no page of a mixture of experts has this variant; there are: full, lora"
+        UserError, match="qlora: no page of a mixture of experts has this variant; choose from: full, lora"
     ):
         nearest(mixture, "qlora")

@@ -156,8 +156,8 @@ def test_what_may_run_out_of_memory_is_shown_and_not_recommended():
     likely, (_, most), have = tight.gpu_gib, tight.gpu_gib_range, question.cluster.gpu.memory_gib
     assert found.best is None and likely < 0.95 * have < have < most < 1.3 * likely
     said = suggestions.sentence(question, found)
-    assert f"nothing fits for sure; zero2.json is tight: likely {likely:.1f} GiB, but runs of its kind took" in said
-    assert "\nWhat would: --method qlora (" in said
+    assert f"nothing is certain to fit; zero2.json is tight: likely {likely:.1f} GiB, but runs of its kind took" in said
+    assert "\nWhat would fit: --method qlora (" in said
     answer = table.as_json(question, found)
     assert answer["best"] is None and answer["plans"][0]["tight"] and not answer["plans"][0]["fits"]
     # Among all files, one that offloads fits for sure, and the faster ones that are tight stand after it.
@@ -384,7 +384,7 @@ def test_a_run_that_cannot_fit_is_stopped_with_what_fits(one_gpu):
     greedy = replace(recipe, micro_batch_size=64, gradient_checkpointing=False)
     with pytest.raises(UserError, match=r"this run needs .* on a GPU\.\nWhat fits: .*micro_batch_size=\d+"):
         forecast.forecast(greedy, one_gpu)
-    with pytest.raises(UserError, match=r"\nnothing fits; .*\nWhat would: --method lora \(.*--no-plan"):
+    with pytest.raises(UserError, match=r"\nnothing fits; .*\nWhat would fit: --method lora \(.*--no-plan"):
         forecast.forecast(pages.find("llama3-8b", "full"), replace(one_gpu, host_memory_gib=32))
 
 
@@ -408,7 +408,7 @@ def test_auto_keeps_what_the_user_has_set(one_gpu):
     free = forecast.choose(recipe, ["deepspeed"], one_gpu)
     held = forecast.choose(replace(recipe, micro_batch_size=1), ["deepspeed", "micro_batch_size"], one_gpu)
     assert free.micro_batch_size > 1 and held.micro_batch_size == 1
-    with pytest.raises(UserError, match=r"deepspeed=auto: nothing fits; .*\nWhat would: --method"):
+    with pytest.raises(UserError, match=r"deepspeed=auto: nothing fits; .*\nWhat would fit: --method"):
         forecast.choose(pages.find("llama3-8b", "full"), [], replace(one_gpu, host_memory_gib=32))
 
 

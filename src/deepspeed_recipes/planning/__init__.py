@@ -1,1 +1,1 @@
-"""What a run costs: memory and time, computed before a GPU is rented."""
+"""Predicts the memory and time of a run before a GPU is rented, and searches for the configuration that fits."""

@@ -1,1 +1,1 @@
-"""What training costs: memory and time."""
+"""Predicts the memory and time that training takes."""

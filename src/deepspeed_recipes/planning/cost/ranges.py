@@ -1,4 +1,4 @@
-"""The low and the high value of a prediction: what measurements of runs of its kind were, as shares of it."""
+"""The range of a prediction, from measured runs of the same kind, as factors of their predictions."""
 
 import json
 from collections.abc import Mapping
@@ -13,19 +13,20 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Range:
-    """Factors of a prediction: the 5 and the 95 % quantile of the measurements of its kind."""
+    """Factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of the same kind."""
 
     low: float
     high: float
     kind: str
-    """The runs that it is taken from."""
+    """The kind of runs that the factors are taken from."""
 
 
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
     """Return the kinds that a run belongs to, the narrowest first.
 
-    Whether ZeRO-3 shards the weights is what measurements differ by: gathered weights come and go, and wait for the
-    host and the links. By method and layout too there are fewer publishers to a kind, and ranges cover less of others'.
+    Measurements differ most by whether ZeRO-3 shards the weights: gathered weights come and go, and wait for the host
+    and the links. If kinds were also divided by method and layout, each would have fewer publishers, and its range
+    would cover fewer measurements of other publishers.
     """
     return "sharded" if setup.zero_stage == 3 and setup.zero_ranks > 1 else "whole", ALL
 

@@ -1,4 +1,4 @@
-"""How a model is trained, in numbers: what memory and time depend on besides the model and the hardware."""
+"""The settings of a training run that memory and time depend on, in addition to the model and the hardware."""
 
 import math
 from collections.abc import Mapping
@@ -15,14 +15,14 @@ from ..model_profile import teacher
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """A recipe and its DeepSpeed file on so many ranks, in numbers."""
+    """The settings of a recipe and its DeepSpeed file for a given number of ranks."""
 
     world_size: int
     """Ranks over all nodes, one per GPU."""
     layout: Layout = field(default_factory=Layout)
     zero_stage: int = 3
     micro_batch_size: int = 1
-    """Sequences per forward pass and data-parallel rank; where a method compares answers, pairs."""
+    """Sequences, or pairs of answers for methods that compare answers, per forward pass and data-parallel rank."""
     gradient_accumulation_steps: int = 1
     """Forward passes per optimizer step; a pipeline's micro-batches."""
     sequence_length: int = 2048
@@ -30,100 +30,104 @@ class TrainingSetup:
     precision: Precision = "bf16"
     gradient_checkpointing: Checkpointing = True
     activation_offloading: bool = False
-    """What checkpointing keeps of layers is in host memory."""
+    """The activations that checkpointing keeps are in host memory."""
     packing: bool = True
     document_length: float | None = None
-    """Tokens of the document that a token of a packed sequence is in, on average: it attends to no other. None: as many
-    as the sequence has."""
+    """Length in tokens of the document that a token of a packed sequence belongs to, averaged over tokens: a token
+    attends to its own document only. None stands for the whole sequence."""
     sequences_per_example: int = 1
-    """Two where a method compares two answers."""
+    """2 for methods that compare two answers."""
     reference: bool = False
-    """Without adapters a frozen second model is held for comparison."""
+    """A second, frozen model is held for comparison; with adapters none is needed."""
     teacher_parameters: int = 0
-    """Of a frozen model that is held beside the one that trains, and computes as often."""
+    """Parameters of a frozen teacher, which computes as often as the trained model."""
     teacher_quantized: bool = False
-    """Its weights are in 4 bits, and whole on each rank."""
+    """The teacher's weights are in 4 bits, and whole on each rank."""
     scores: bool = False
-    """A few outputs per sequence instead of logits, or none."""
+    """The model has a few outputs per sequence, or none, instead of logits."""
     rollout_answers: int = 0
-    """Answers that a rank writes at once, where the model learns from its own."""
+    """Answers that a rank generates at once, for methods that learn from the model's own answers."""
     rollout_gathers: bool = True
-    """ZeRO-3 gathers the whole weights for it."""
+    """ZeRO-3 gathers the whole weights to generate answers."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
-    """None: all weights are trained."""
+    """None if all weights are trained."""
     quantized: bool = False
     """The frozen linear layers are in 4 bits."""
     quantized_experts: bool = False
-    """Routed experts are in 4 bits too, as where they are linear layers (transformers before 5); fused ones are not."""
+    """Routed experts are in 4 bits too: the case for experts made of linear layers (transformers before 5), but not for
+    fused experts."""
     frozen_fp32: bool = False
-    """What is not in 4 bits is in fp32, and so is what flows between layers: PEFT's `prepare_model_for_kbit_training`,
-    which this project does without."""
+    """Weights that are not in 4 bits and activations between layers are in fp32, after PEFT's
+    `prepare_model_for_kbit_training`. Never set in this project, which does not call it."""
     fsdp: bool = False
-    """FSDP shards it and not ZeRO-3: a layer at a time, and 4-bit weights while they load, not after."""
+    """FSDP shards the model instead of ZeRO-3: layer by layer, and 4-bit weights while loading rather than after."""
     tiled_loss: bool | None = False
-    """The loss is computed in tiles, so that whole logits never exist; None: where they would be large."""
+    """The loss is computed in tiles, so that whole logits never exist. None tiles only if the logits would be large."""
     tensor_splits_all: bool = False
-    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan;
-    DeepSpeed's AutoTP divides what is inside a layer's matrices only."""
+    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan.
+    DeepSpeed's AutoTP only divides the activations inside a layer's matrices."""
     logit_bytes: float | None = None
-    """Per token and vocabulary entry, of whole logits without a cap in other software than this; None: as profiled."""
+    """Bytes per token and vocabulary entry of whole, uncapped logits in other software. None uses the profile."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
     fp32_adapters: bool = False
     """Adapters are in fp32 next to a model in bf16: PEFT's default, which this project changes."""
     fp32_activations: bool = False
-    """What lies between 4-bit matrices is, too, after PEFT's `prepare_model_for_kbit_training`; not in this project."""
+    """Activations between 4-bit matrices are in fp32, after PEFT's `prepare_model_for_kbit_training`. Never set in this
+    project."""
     liger_kernel: bool = False
     """Norms, rotary embedding and activation functions are one kernel each."""
     compile: bool = False
     """Element-wise operations are fused by torch.compile."""
     grouped_experts: bool = True
-    """All experts of a layer in one product, as transformers from 5 on computes them; False: one after the other."""
+    """All experts of a layer are computed in one product, as in transformers 5; otherwise one after the other."""
     optimizer: Optimizer = "adamw"
     foreach_adam: bool = False
-    """Adam on the GPU is not one kernel but an operation after the other, as torch has it without `fused`; not here."""
+    """Adam on the GPU is a series of operations instead of one kernel, as in torch without `fused`. Never set in this
+    project."""
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
     """Stage 3 only."""
     partition_size: int = 1
-    """`zero_hpz_partition_size`: ranks that share a second copy of the parameters (stage 3)."""
+    """`zero_hpz_partition_size`: number of ranks that share a second copy of the parameters (stage 3)."""
     bf16_states: bool = False
     """Master weights and Adam's moments are in bf16 rather than fp32."""
     fp32_accumulation: bool = False
     """`data_types.grad_accum_dtype`: gradients are accumulated in fp32."""
     overlap_comm: bool = True
     reduce_bucket_size: int | None = None
-    """Elements; None: what the Trainer fills in for `auto`, the hidden size squared."""
+    """In elements. None stands for the Trainer's value for `auto`: the hidden size squared."""
     prefetch_bucket_size: int | None = None
-    """Elements, stage 3; None: 0.9 of the hidden size squared, or what `gathers_layers` says."""
+    """In elements, stage 3. None stands for 0.9 of the hidden size squared, or as `gathers_layers` describes."""
     gathers_layers: bool = False
-    """The launcher fills in `deepspeed_file.prefetch_size` for "auto"."""
+    """The launcher replaces "auto" by `deepspeed_file.prefetch_size`."""
     persistence_threshold: int | None = None
-    """Elements; parameters below it are never sharded (stage 3). None: ten times the hidden size."""
+    """In elements; smaller parameters are never sharded (stage 3). None stands for ten times the hidden size."""
     kept_weights: int = KEPT_WEIGHTS
-    """Elements that are whole at most between the forward and the backward pass (stage 3); 0: FSDP frees each layer."""
+    """Maximum number of gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP,
+    which frees each layer."""
     sub_group_size: int = 10**9
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether whole layers are computed again."""
+        """True if whole layers are recomputed."""
         return self.gradient_checkpointing is True
 
     @property
     def selective(self) -> bool:
-        """Whether layers are computed again but for their matrix products and attention."""
+        """True if everything in a layer except matrix products and attention is recomputed."""
         return self.gradient_checkpointing == "selective"
 
     @property
     def recomputes_feed_forward(self) -> bool:
-        """Whether feed-forward layers are computed again: what is tiled is checkpointed too (`training.model.load`)."""
+        """True if feed-forward layers are recomputed; tiled ones always are (`training.model.load`)."""
         return self.gradient_checkpointing == "feed_forward" or self.tiled_mlp
 
     @property
     def fuses(self) -> bool:
-        """Whether element-wise operations are fused: by Liger's kernels, or by torch.compile."""
+        """True if element-wise operations are fused, by Liger's kernels or by torch.compile."""
         return self.liger_kernel or self.compile
 
     @property
@@ -138,7 +142,7 @@ class TrainingSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether ZeRO-3 copies weights to use them: a rank of its own uses its shards themselves, if they are there.
+        """True if ZeRO-3 copies weights before use. A single rank uses its shards directly, unless they are offloaded.
 
         deepspeed 0.19.8, partition_parameters.py, `NoGatherHandle`.
         """
@@ -146,27 +150,32 @@ class TrainingSetup:
 
     @property
     def sequences_per_pass(self) -> int:
-        """Sequences that go through the model at once."""
+        """Sequences in one forward pass of a rank."""
         return self.micro_batch_size * self.sequences_per_example
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of an optimizer step over all ranks, padding included."""
+        """Tokens per optimizer step over all ranks, padding included."""
         sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
         return sequences * self.sequence_length
 
     def prefetched(self, hidden: int, layer: float) -> float:
-        """Return how many elements ZeRO-3 gathers ahead at once, by the model's width and its layers' weights."""
+        """Return the number of elements that ZeRO-3 prefetches.
+
+        Args:
+            hidden: the model's hidden size.
+            layer: weights of a layer.
+        """
         if self.prefetch_bucket_size is not None:
             return self.prefetch_bucket_size
         return prefetch_size(hidden, int(layer)) if self.gathers_layers else 0.9 * hidden**2
 
     def reduced(self, hidden: int) -> int:
-        """Return how many gradients are reduced at once, by the model's width."""
+        """Return the number of gradients reduced at once, for a model of this hidden size."""
         return hidden**2 if self.reduce_bucket_size is None else self.reduce_bucket_size
 
     def feed_forward_tiles(self, hidden: int) -> int:
-        """Return in how many parts feed-forward layers compute a sequence (`training.model.tiling.tiles`)."""
+        """Return the number of tiles of a sequence in feed-forward layers (`training.model.tiling.tiles`)."""
         length = self.sequence_length / self.layout.sequence
         return max(2, math.ceil(length / hidden)) if self.tiled_mlp else 1
 
@@ -177,7 +186,7 @@ class TrainingSetup:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes per parameter in which weights travel, between ranks and from the host."""
+        """Bytes per parameter when weights are transferred, between ranks or from the host."""
         return 0.5 if self.quantized else 2
 
     @property
@@ -187,7 +196,7 @@ class TrainingSetup:
 
 
 def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> TrainingSetup:
-    """Return how a recipe and its DeepSpeed file train on so many ranks.
+    """Return the training setup of a recipe and its DeepSpeed file.
 
     Args:
         recipe: its model, method, batch and layout matter.
@@ -195,7 +204,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         world_size: ranks over all nodes.
 
     Raises:
-        UserError: the global batch is not divisible among the ranks.
+        UserError: the global batch cannot be divided among the ranks.
     """
     zero, bf16, data_types = file.zero, file.content.get("bf16", {}), file.content.get("data_types", {})
     return TrainingSetup(
@@ -240,7 +249,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
 
 
 def _answers(recipe: Recipe, world_size: int) -> int:
-    """Return how many answers a rank writes at once: its part of a step's, unless a server writes them."""
+    """Return how many answers a rank generates at once: its part of a step's answers, or 0 if a server does it."""
     by_server = recipe.traits.rollouts and recipe.grpo.vllm is not None
     if by_server or not recipe.writes_answers:
         return 0
@@ -248,6 +257,6 @@ def _answers(recipe: Recipe, world_size: int) -> int:
 
 
 def _elements(zero: Mapping[str, Any], key: str, default: int) -> int | None:
-    """Return a size, DeepSpeed's default where the key is missing, and None for `auto`, which the Trainer fills in."""
+    """Return a size in elements, DeepSpeed's default if the key is missing, or None for `auto`."""
     value = zero.get(key, default)
     return None if value == "auto" else int(value)

@@ -1,1 +1,1 @@
-"""The GPUs, nodes and clusters that people have."""
+"""GPUs, instances and clusters, with their specifications and prices."""

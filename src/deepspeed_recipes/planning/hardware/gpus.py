@@ -1,4 +1,4 @@
-"""The GPUs that the planner knows, by their makers' datasheets, and how to find one by name or by memory."""
+"""The planner's catalogue of GPUs, from their makers' datasheets, with look-up by name or by memory."""
 
 import re
 from dataclasses import dataclass, replace
@@ -11,30 +11,30 @@ from .instances import INSTANCES
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator, by its maker's datasheet."""
+    """One accelerator, as in its maker's datasheet."""
 
     name: str
     memory_gib: float
-    """What a program can allocate, before the driver's own: what torch calls the total, about 1 % below the name's."""
+    """Memory that a program can allocate, before the driver's own use: torch's total, about 1 % below the name's."""
     memory_gbs: float
     """Memory bandwidth in GB/s."""
     link_gbs: float
-    """To the other GPUs of a node, in GB/s and one direction: NVLink or Infinity Fabric; 0: PCIe only."""
+    """Bandwidth to the other GPUs of a node over NVLink or Infinity Fabric, in GB/s per direction; 0 with PCIe only."""
     pcie_gbs: float
-    """To the host, in GB/s and one direction."""
+    """Bandwidth to the host, in GB/s per direction."""
     units: int
     """Streaming multiprocessors (compute units of an MI300X), over which a matrix product is spread."""
     network_gbs: float
-    """Network per GPU in GB/s and one direction, where the user names no other: that of the usual machines."""
+    """Network bandwidth per GPU in GB/s per direction, as in usual machines. The user may give another value."""
     source: str
     bf16: bool = True
-    """Whether it computes in bf16; before Ampere, NVIDIA's GPUs only have fp16."""
+    """False for NVIDIA's GPUs before Ampere, which only support fp16."""
     like: str = ""
-    """The GPU in `GPUS` that one of which only the memory is known is assumed to be as fast as."""
+    """For a GPU of which only the memory is known: the GPU in `GPUS` whose speed is assumed."""
 
     @property
     def bf16_tflops(self) -> float:
-        """Dense matrix products, without sparsity (fp16 where it has no bf16): `recipe.gpus`, which MFU uses too."""
+        """Peak of dense matrix products, from `recipe.gpus` as for MFU. It is fp16's peak if bf16 is not supported."""
         peak = peak_flops(self.like or self.name)
         assert peak is not None, self.name
         return peak / 1e12
@@ -93,23 +93,23 @@ _DATA_CENTRE = (
     Gpu("MI325X", 255.69, 6000, 448, _PCIE5, 304, 50.0, "MI325X datasheet; seven Infinity Fabric links"),
 )
 DESKTOP = (*_GEFORCE, *_WORKSTATION)
-"""GPUs that people put into a computer of their own."""
+"""GPUs that are sold for desktop computers and workstations."""
 GPUS = (*DESKTOP, *_DATA_CENTRE)
 DESKTOP_GPUS = 2
-"""That fit into an ordinary computer."""
+"""Number of GPUs that fit into an ordinary desktop computer."""
 _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max", "ada", "nvl"})
-"""Words that make another GPU of the same number."""
+"""Words that distinguish GPUs of the same number."""
 _SAME_MEMORY = 0.15
-"""Share by which the memory in a GPU's name may be more than what a program gets of it."""
+"""Tolerance between the memory in a GPU's name and the memory that a program can allocate, as a share."""
 _NEAR = 3
-"""GPUs that are named in place of one that does not exist."""
+"""Number of GPUs suggested for an unknown name."""
 
 
 def find(name: str) -> Gpu:
-    """Return a GPU by what people or `nvidia-smi -L` call it (`4090`, `a100-80gb`, `NVIDIA H100 80GB HBM3`).
+    """Return a GPU by its common name or by that of `nvidia-smi -L` (`4090`, `a100-80gb`, `NVIDIA H100 80GB HBM3`).
 
     Raises:
-        UserError: no GPU has that name, or several do.
+        UserError: no GPU matches the name, or several do.
     """
     words = _words(name)
     within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not _is_another(gpu, words - _words(gpu.name))]
@@ -125,9 +125,9 @@ def find(name: str) -> Gpu:
 
 
 def _is_another(gpu: Gpu, more: frozenset[str]) -> bool:
-    """Return whether the other words of a name make it another GPU's: of the same number, or with other memory."""
+    """Return whether the remaining words of a name denote another GPU of the same number, or other memory."""
     memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
-    named = memories if gpu.pcie_gbs <= _PCIE5 else []  # a superchip's name states its host's memory
+    named = memories if gpu.pcie_gbs <= _PCIE5 else []  # the name of a superchip states its host's memory
     return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
 
 
@@ -139,7 +139,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return what is nearest to a GPU that does not exist: by its name, and by memory, its own or the likeliest's."""
+    """Return suggestions for an unknown GPU: similar names, and GPUs with about the memory it is likely to have."""
     known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
     bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
     numbers = {word for word in _words(name) if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
@@ -154,22 +154,23 @@ def _nearest(name: str) -> str:
         gib, whose = float(stated[1]), ""
     else:
         first = INSTANCES[close[0]].gpu if close[0] in INSTANCES else close[0]
-        gib, whose = next(gpu.memory_gib for gpu in GPUS if gpu.name == first), f", as {first} has,"
+        gib, whose = next(gpu.memory_gib for gpu in GPUS if gpu.name == first), f" ({first})"
     alike = sorted((gpu for gpu in GPUS if gpu.name not in close), key=lambda gpu: abs(gpu.memory_gib - gib))
-    return f"{by_name} Near {gib:.0f} GiB{whose} are {', '.join(gpu.name for gpu in alike[:_NEAR])}."
+    return f"{by_name} GPUs with about {gib:.0f} GiB{whose}: {', '.join(gpu.name for gpu in alike[:_NEAR])}."
 
 
 def all_names() -> str:
     """Return the names of all GPUs, as the end of a sentence."""
-    return f"known are {', '.join(gpu.name for gpu in GPUS)}"
+    return f"known GPUs are {', '.join(gpu.name for gpu in GPUS)}"
 
 
 def host_gbs(gpu: Gpu, gpus: int) -> float:
-    """Return the memory bandwidth of the host that is usual for so many GPUs of a kind, in GB/s.
+    """Return the usual memory bandwidth of a host with `gpus` GPUs of this kind, in GB/s.
 
-    Two channels of DDR5-5600 in a desktop, eight of DDR4-3200 in a workstation or a server of desktop GPUs, two sockets
-    with eight of DDR5-4800 where PCIe is of the fifth generation, and otherwise with six of DDR4-2666. A100's hosts
-    have 410, but a step on a DGX A100 took longer still than with 256 (DeepSpeed's blog of 2025-10-06, two ranks).
+    Two channels of DDR5-5600 in a desktop; eight channels of DDR4-3200 in a workstation or a server of desktop GPUs;
+    two sockets with eight channels of DDR5-4800 each for GPUs with PCIe 5, and otherwise with six channels of
+    DDR4-2666. Hosts of A100s have 410 GB/s, but a step on a DGX A100 took even longer than predicted with 256
+    (DeepSpeed's blog of 2025-10-06, two ranks).
     """
     name = gpu.like or gpu.name
     if gpus <= DESKTOP_GPUS and name in {one.name for one in _GEFORCE}:
@@ -180,7 +181,7 @@ def host_gbs(gpu: Gpu, gpus: int) -> float:
 
 
 def with_memory(gib: float, name: str | None = None) -> Gpu:
-    """Return a GPU of which only the memory is known: as fast as the slowest of those with the nearest memory."""
+    """Return a GPU of which only the memory is known, with the speed of the slowest GPU with the nearest memory."""
     modern = [gpu for gpu in GPUS if gpu.bf16]
     like = min(modern, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
     name = name or f"GPU with {gib:g} GiB"

@@ -1,4 +1,4 @@
-"""The nodes that clouds rent out and makers sell, by the names that people order them by."""
+"""Nodes that clouds rent out and makers sell, by the names under which they are ordered."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ class Instance:
     gpus: int
     host_memory_gib: float
     nvme_gib: float
-    """Of its local drives; 0: none, or only on request."""
+    """Capacity of the local drives; 0 if there are none, or only on request."""
     network_gbits: float
-    """To other nodes, in Gbit/s and one direction, all cards together."""
+    """Bandwidth to other nodes, in Gbit/s per direction, all cards together."""
     cores: int
-    """As the vendor counts them: in clouds, virtual ones."""
+    """CPU cores as the vendor counts them; in clouds, virtual cores."""
 
 
 def _gib(gigabytes: float) -> float:

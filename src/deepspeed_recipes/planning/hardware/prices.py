@@ -1,7 +1,7 @@
-"""What an hour of an instance costs: list prices as of a date, and the prices that a user gives instead.
+"""Hourly prices of instances: list prices as of a date, and prices that the user gives instead.
 
-On demand, without reservations, spot discounts or taxes, in the clouds' regions in the United States. Instances whose
-price was not found are left out; prices change, so `--price` overrides them.
+List prices are on demand, without reservations, spot discounts or taxes, in the clouds' regions in the United States.
+Instances whose price was not found are omitted. Prices change, so `--price` overrides them.
 """
 
 import math
@@ -16,7 +16,7 @@ from .gpus import Gpu
 from .instances import INSTANCES
 
 DATE = "2026-09"
-"""When the prices were recorded."""
+"""Month in which the prices were recorded."""
 
 # AWS Price List, offer files of us-east-1, version 20260924; p5.4xlarge, p6-b200 and g7e: us-east-2, July 2026.
 _AWS = {
@@ -72,15 +72,15 @@ LISTED: Mapping[str, float] = {**_AWS, **_GOOGLE, **_AZURE}
 
 @dataclass(frozen=True)
 class Prices:
-    """What nodes cost."""
+    """Prices of nodes, from the user or from `LISTED`."""
 
     any_node: float | None = None
-    """US dollars per hour of whatever node is planned for, as the user gives it."""
+    """The user's price of the planned node, in US dollars per hour."""
     given: Mapping[str, float] = field(default_factory=dict)
-    """The same by instance; others have the price in `LISTED`."""
+    """The user's prices by instance; all others have the price in `LISTED`."""
 
     def per_hour(self, cluster: Cluster) -> float | None:
-        """Return US dollars per hour of all nodes of a cluster; None: unknown."""
+        """Return the price of all nodes of a cluster in US dollars per hour, or None if it is unknown."""
         node = self.any_node
         if node is None:
             node = self.given.get(cluster.instance, LISTED.get(cluster.instance))
@@ -91,21 +91,21 @@ class Prices:
         return [name for name in INSTANCES if name in self.given or name in LISTED]
 
     def instances(self, gpu: Gpu) -> list[str]:
-        """Return the two smallest instances that have a GPU, of those with a price."""
-        having = [name for name in self.known() if INSTANCES[name].gpu == gpu.name]
-        return sorted(having, key=lambda name: INSTANCES[name].gpus)[:2]
+        """Return the two smallest instances with this GPU and a price."""
+        equipped = [name for name in self.known() if INSTANCES[name].gpu == gpu.name]
+        return sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
 
     def source(self, cluster: Cluster) -> str:
-        """Return where the price of a cluster is from, as the end of a sentence."""
+        """Return the source of a cluster's price, as the end of a sentence."""
         own = self.any_node is not None or cluster.instance in self.given
         return "as given" if own else f"on demand, {DATE}; --price overrides it"
 
 
 def prices(words: Iterable[str]) -> Prices:
-    """Return the prices that `--price` gives: `DOLLARS` for any node, or `INSTANCE=DOLLARS`.
+    """Return the prices given with `--price`: `DOLLARS` for any node, or `INSTANCE=DOLLARS`.
 
     Raises:
-        UserError: not a price in dollars, an unknown instance, or two prices for one.
+        UserError: a word is not a price in dollars, names an unknown instance, or repeats an instance.
     """
     found: dict[str, float] = {}
     for word in words:
@@ -114,11 +114,11 @@ def prices(words: Iterable[str]) -> Prices:
         instance = instance_name(name) if equals else ""
         if instance is None:
             near = get_close_matches(name, INSTANCES, n=1)
-            hint = f"did you mean {near[0]}?" if near else "a price for the node that you plan for needs no name."
-            raise UserError(f"--price {word}: no instance is called {name}; {hint}")
+            hint = f"did you mean {near[0]}?" if near else "the price of the planned node needs no name."
+            raise UserError(f"--price {word}: there is no instance {name}; {hint}")
         if instance in found:
             what = instance or "a node"
-            raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give one of them.")
+            raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give only one.")
         found[instance] = price
     return Prices(found.pop("", None), found)
 
@@ -131,8 +131,8 @@ def _dollars(word: str, text: str) -> float:
         price = math.nan
     if math.isnan(price) or not price:
         if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
-            raise UserError(f"--price {word}: write a point for the comma: {text.strip().replace(',', '.')}.")
+            raise UserError(f"--price {word}: use a decimal point: {text.strip().replace(',', '.')}.")
         other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
-        what = f"{other[0].upper()} is another currency; convert it:" if other else "is no price;"
-        raise UserError(f"--price {word}: {what} US dollars per hour of one node are expected, such as --price 2.50.")
+        what = f"{other[0].upper()} is not supported, convert it;" if other else "not a price;"
+        raise UserError(f"--price {word}: {what} give US dollars per hour of one node, such as --price 2.50.")
     return price

@@ -1,1 +1,1 @@
-"""What planning knows of a model: its layers' parameters, activations and arithmetic."""
+"""Profiles of models: parameters, activations and arithmetic of their layers."""

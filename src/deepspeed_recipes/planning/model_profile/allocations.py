@@ -1,4 +1,4 @@
-"""Measure the allocations of a forward and a backward pass on the meta device: what autograd saves, and the peaks."""
+"""Measures allocations of a forward and a backward pass on the meta device: tensors that autograd saves, and peaks."""
 
 import weakref
 from collections import Counter
@@ -16,20 +16,20 @@ from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 OUTSIDE, AFTER_LAYERS = -1, -2
-"""Positions beside the layers' numbers."""
+"""Positions outside the numbered layers."""
 
 
 class Kernels(TorchFunctionMode):
-    """Compute as a device would that this machine lacks; whatever differs between devices is in this class.
+    """Allocates as another device's kernels would; all differences between devices are in this class.
 
-    - Attention. CUDA: flash attention saves queries, keys, values, outputs and a logarithm per token and head; with a
-      mask, or heads wider than 256 or of two widths, the memory-efficient kernel, which also saves the mask as numbers.
-      CPU: its flash attention for every mask, and all scores where heads have two widths.
+    - Attention. CUDA: flash attention saves queries, keys, values, outputs and a logarithm per token and head. With a
+      mask, or with heads wider than 256 or of two widths, it is the memory-efficient kernel, which also saves the mask
+      as numbers. CPU: flash attention for every mask; if heads have two widths, all scores are saved.
     - Dropout. CUDA saves one byte per element, the CPU a factor in the element's type.
 
     (PyTorch 2.13, aten/src/ATen/native/transformers: attention.cpp, cuda/sdp_utils.cpp, sdp_utils_cpp.cpp.)
-    What kernels allocate internally is not seen here: flash attention's backward pass accumulates queries' gradients in
-    fp32, 4 bytes per token and width, when at least as much of the layer has already been released.
+    Internal allocations of kernels are not measured: flash attention's backward pass accumulates the gradients of
+    queries in fp32, 4 bytes per token and width, but by then at least as much of the layer has been freed.
     """
 
     def __init__(self, device: str) -> None:
@@ -80,17 +80,17 @@ class Kernels(TorchFunctionMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the bytes of all live storages, apart from those that existed before."""
+    """Tracks the bytes of all live storages, except those that existed before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes = self.peak = 0
         self.saved: dict[int, tuple[int, int]] = {}
-        """By storage: in which layer it was saved for the backward pass, and its bytes."""
+        """By storage: the layer that first saved it for the backward pass, and its bytes."""
         self._known: dict[int, tuple[weakref.ref, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # shapes are computed in Python, through every function mode
+        with torch._C.DisableTorchFunction():  # shapes are computed in Python, which would call function modes
             result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):
             if isinstance(one, torch.Tensor):
@@ -98,7 +98,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Do not count these, the weights."""
+        """Exclude tensors, the weights, from the count."""
         for one in tensors:
             self._add(one.untyped_storage(), counted=False)
 
@@ -117,18 +117,18 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.bytes)
 
     def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these too, although they existed before."""
+        """Count tensors although they existed before."""
         for one in tensors:
             self._add(one.untyped_storage())
 
     def save(self, tensor: torch.Tensor, layer: int) -> None:
-        """Note that a tensor is saved for the backward pass; its storage counts in the layer that first saves it."""
+        """Record a tensor as saved for the backward pass; its storage counts in the layer that first saves it."""
         storage = tensor.untyped_storage()
         self._add(storage)
         self.saved.setdefault(storage._cdata, (layer, self._known[storage._cdata][1]))
 
     def restart(self) -> int:
-        """Reset the peak to what is live now, and return that."""
+        """Reset the peak to the bytes that are live now, and return them."""
         self.peak = self.bytes
         return self.bytes
 
@@ -138,24 +138,24 @@ class MeasuredBytes:
     """Bytes of one forward and backward pass."""
 
     saved: tuple[int, ...]
-    """By kind of layer: what autograd saved."""
+    """Bytes saved by autograd, by kind of layer."""
     backward_peak: tuple[int, ...]
-    """By kind of layer: at the peak of its backward pass, beyond what was saved."""
+    """Bytes at the peak of the backward pass beyond the saved ones, by kind of layer."""
     trained: tuple[int, ...]
-    """By kind of layer: parameters that are trained."""
+    """Number of trained parameters, by kind of layer."""
     saved_outside_layers: int
     loss_peak: int
-    """After the last layer, until its gradient is there: at the peak, beyond what was saved."""
+    """Bytes beyond the saved ones at the peak between the end of the last layer and the arrival of its gradient."""
 
 
 def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, length: int) -> MeasuredBytes:
-    """Run a causal language model on the meta device whose layers come in pairs of a kind, and measure the second ones.
+    """Run a causal language model with pairs of equal layers on the meta device, and measure the second of each pair.
 
     Args:
-        model: on the meta device.
-        layers: of the model, two of each kind, one after the other.
-        sequences: of the batch.
-        length: of each, in tokens.
+        model: a model on the meta device.
+        layers: the model's layers, two of each kind in succession.
+        sequences: number of sequences in the batch.
+        length: tokens per sequence.
     """
     live, count, position = LiveBytes(), len(layers), {"layer": OUTSIDE}
     alive: dict[int, int] = {}
@@ -195,7 +195,7 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         live.save(tensor, position["layer"])
-        return tensor.detach()  # the tensor itself would close a reference cycle where the function returns it
+        return tensor.detach()  # the tensor itself would close a reference cycle if the function returns it
 
     with live, saved_tensors_hooks(save, lambda tensor: tensor):
         tokens = torch.zeros(sequences, length, dtype=torch.long, device="meta")

@@ -1,4 +1,4 @@
-"""Fit what a training mode takes as a function of the batch, from three batches measured on the meta device."""
+"""Fits the memory of a training mode as a function of the batch, from three batches measured on the meta device."""
 
 import contextlib
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from .allocations import Kernels, MeasuredBytes, measure
 from .profile import SavedBytes
 
 SEQUENCES, LENGTH = 8, 512
-"""Of the smallest batch: as many tokens as a real one has, and a multiple of 64, the chunk of linear attention."""
+"""Size of the smallest batch: realistic, with a length that is a multiple of 64, the chunk of linear attention."""
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """What a training mode takes in one kind of layer."""
+    """Memory of a training mode in one kind of layer."""
 
     saved: SavedBytes
     backward_peak: SavedBytes
-    """What the backward pass takes beyond what was saved."""
+    """Peak of the backward pass, beyond the saved bytes."""
     adapter_parameters: float
 
     def __add__(self, other: "LayerFit") -> "LayerFit":
@@ -40,10 +40,10 @@ class LayerFit:
 
 @dataclass(frozen=True)
 class BatchFit:
-    """What a training mode takes as a function of the batch, or what it takes more than another mode."""
+    """Memory of a training mode as a function of the batch, or its difference from another mode."""
 
     layers: tuple[LayerFit, ...]
-    """By kind of layer."""
+    """One per kind of layer."""
     saved_outside_layers: SavedBytes
     loss_peak: SavedBytes
 
@@ -61,7 +61,7 @@ class BatchFit:
         return BatchFit(layers, factor * self.saved_outside_layers, factor * self.loss_peak)
 
     def difference_to(self, measured: MeasuredBytes) -> "BatchFit":
-        """Return what `measured`, of the smallest batch, takes more per token."""
+        """Return by how much `measured`, of the smallest batch, exceeds this fit, per token."""
 
         def more(own: SavedBytes, theirs: float) -> SavedBytes:
             return SavedBytes((theirs - own.of(SEQUENCES, LENGTH)) / (SEQUENCES * LENGTH))
@@ -82,12 +82,12 @@ class BatchFit:
 
 
 def fit(model: nn.Module, device: str, mask: bool = False) -> BatchFit:
-    """Measure a model that has two layers of each kind with three batches, and solve.
+    """Measure a model that has two layers of each kind with three batches, and fit their memory.
 
     Args:
-        model: on the meta device.
-        device: whose kernels compute, "cuda" or "cpu".
-        mask: attention gets a mask, as for packed sequences.
+        model: a model on the meta device.
+        device: the device whose kernels to imitate, "cuda" or "cpu".
+        mask: whether attention gets a mask, as for packed sequences.
     """
     one = measure_batch(model, device, mask)
     twice = measure_batch(model, device, mask, sequences=2 * SEQUENCES)
@@ -105,24 +105,24 @@ def measure_batch(
     model: nn.Module, device: str, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
 ) -> MeasuredBytes:
     """Measure a model that has two layers of each kind with one batch."""
-    # Whether sequences are packed is read from the tokens' values, which do not exist here; so the answer is put in.
+    # transformers detects packed sequences by the values of positions, which the meta device lacks: replace the check.
     packed = torch.zeros_like if mask else lambda positions: None
     base = getattr(model, "get_base_model", lambda: model)()  # of a PeftModel, without importing PEFT
     with (
         mock.patch.object(masking_utils, "find_packed_sequence_indices", packed),
-        mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # knows no meta device
+        mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # lacks the meta device
         Kernels(device),
     ):
         return measure(model, decoder_layers(base), sequences, length)
 
 
 def solve(one: float, twice: float, long: float) -> SavedBytes:
-    """Return the function of the batch that gives three measurements.
+    """Return the function of the batch that reproduces three measurements.
 
     Args:
-        one: bytes of `SEQUENCES` sequences of `LENGTH` tokens.
-        twice: of twice as many sequences.
-        long: of sequences twice as long.
+        one: bytes for `SEQUENCES` sequences of `LENGTH` tokens.
+        twice: bytes for twice as many sequences.
+        long: bytes for sequences twice as long.
     """
     sequence = (twice - one) / SEQUENCES
     fixed = one - SEQUENCES * sequence

@@ -1,10 +1,9 @@
-"""A model's profile, looked up before it is computed.
+"""Looks up models' profiles, and computes and stores those that are missing.
 
-`python -m deepspeed_recipes.planning.model_profile.lookup` stores them.
-
-The decoders of the catalogue are in `profiles/`, a file per `model_type`; others are profiled once (`meta_device.py`,
-which imports torch and transformers) and kept in the user's cache. The cache is keyed by the version of transformers,
-since another one may compute differently; the shipped profiles are used with any version, or none.
+`python -m deepspeed_recipes.planning.model_profile.lookup` stores the profiles of the catalogue's decoders in
+`profiles/`, one file per `model_type`. Other decoders are profiled once (`meta_device.py`, which imports torch and
+transformers) and kept in the user's cache. The cache is keyed by the version of transformers, since versions may
+compute differently; the shipped profiles are used with any version, or without transformers.
 """
 
 import hashlib
@@ -27,21 +26,21 @@ from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 
 PROFILES = Path(__file__).parent / "profiles"
 USUAL_ADAPTERS = (Lora(), Lora(dropout=0.05), Lora(dora=True))
-"""Profiled for the whole catalogue, where a model can have them, beside those on the pages."""
+"""Adapters to profile for every model of the catalogue that can have them, in addition to those of the pages."""
 
 
 def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProfile:
-    """Return a decoder's profile, with what its layers save when all weights are trained, or adapters like `lora`.
+    """Return a decoder's profile for training all weights or, if `lora` is given, such adapters.
 
-    Milliseconds for the catalogue; seconds for what nobody has asked for before, most of them for imports.
+    It takes milliseconds for models of the catalogue, and seconds (mostly imports) the first time for others.
 
     Args:
         config: as in a `config.json`; `model_type` and the dimensions are enough.
-        lora: its rank and alpha do not matter.
+        lora: the adapters; their rank and alpha do not matter.
 
     Raises:
-        UserError: not a decoder that transformers knows, or one that cannot have these adapters; or it has to be
-            profiled first, and torch or transformers is not installed.
+        UserError: transformers has no such decoder, the decoder cannot have these adapters, or it has no profile yet
+            and torch or transformers is not installed.
     """
     cached = cache() / f"{key(config)} {profiler_digest()}.json"
     stored = [*shipped(config), *read(cached).values()]
@@ -51,7 +50,7 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
     require("transformers")
     from .meta_device import profile_model
 
-    # What all weights take is known of every profile that is stored.
+    # Every stored profile has the mode `full`.
     profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
@@ -60,13 +59,13 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
 
 
 def shipped(config: Mapping[str, Any]) -> list[ModelProfile]:
-    """Return the profiles of this model in `profiles/`: at most one, by whichever version of transformers."""
+    """Return the profiles of this model in `profiles/`: at most one, computed with any version of transformers."""
     profiles = read(PROFILES / f"{config.get('model_type')}.json")
     return [profile for name, profile in profiles.items() if name.endswith(f" {digest(config)}")]
 
 
 def key(config: Mapping[str, Any]) -> str:
-    """Return what a profile is stored under: the version of transformers, or `any` without it, and a digest."""
+    """Return the key of a stored profile: the version of transformers, or `any` without it, and a digest."""
     return f"{_transformers()} {digest(config)}"
 
 
@@ -85,19 +84,19 @@ def digest(config: Mapping[str, Any]) -> str:
 
 @lru_cache
 def profiler_digest() -> str:
-    """Return a digest of the code that profiles models: what an older version of it computed is computed again."""
+    """Return a digest of the code that profiles models, so that a change of the code invalidates the cache."""
     names = ("profile.py", "meta_device.py", "batch_fit.py", "allocations.py")
     sources = [Path(__file__).with_name(name).read_bytes() for name in names]
     return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
 
 
 def cache() -> Path:
-    """Return the folder of the profiles that are not in the catalogue."""
+    """Return the folder with the profiles of models outside the catalogue."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
 
 
 def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
-    """Return a model's profile with all training modes that either has."""
+    """Return a model's profile with the training modes of both profiles."""
     kinds = tuple(
         replace(
             mine,
@@ -116,7 +115,7 @@ def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
 
 
 def read(file: Path) -> dict[str, ModelProfile]:
-    """Return the profiles in a file by their keys; none where there is no such file, or one of an older form."""
+    """Return the profiles in a file by key; none if the file does not exist or has an older format."""
     try:
         return dict(_parsed(file, file.stat().st_mtime_ns))
     except (OSError, ValueError, TypeError, KeyError):
@@ -125,7 +124,7 @@ def read(file: Path) -> dict[str, ModelProfile]:
 
 @lru_cache(maxsize=64)
 def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
-    """Return what was in a file when it was `written`; a search asks for the same one hundreds of times."""
+    """Return the profiles in a file, cached by its time of change: a search reads the same file hundreds of times."""
     stored = json.loads(file.read_text(encoding="utf-8"))
     return {name: from_dict(values) for name, values in stored.items()}
 
@@ -136,7 +135,7 @@ def _write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
 
 
 def to_dict(profile: ModelProfile) -> dict[str, Any]:
-    """Return plain JSON types, with a list of three numbers for each `SavedBytes`."""
+    """Return the profile in plain JSON types, with a list of three numbers for each `SavedBytes`."""
 
     def plain(items: list[tuple[str, Any]]) -> Any:
         values = dict(items)
@@ -149,13 +148,13 @@ _SAVED_BYTES = {"per_token", "per_pair", "fixed"}
 
 
 def _number(value: float) -> float:
-    """Return a number without the digits that solving equations leaves after those that mean something."""
+    """Return a number without the meaningless digits that solving the equations leaves."""
     short = round(value, 6)
     return int(short) if short == int(short) else short
 
 
 def from_dict(values: Mapping[str, Any]) -> ModelProfile:
-    """Return the profile that `to_dict` was given."""
+    """Return the profile from the result of `to_dict`."""
     kinds = [
         LayerProfile(
             **kind | _saved_bytes(kind, "saved", "backward_peak") | {"linears": tuple(map(tuple, kind["linears"]))}
@@ -171,7 +170,7 @@ def _saved_bytes(values: Mapping[str, Any], *fields: str) -> dict[str, dict[str,
 
 
 def catalogue() -> Iterator[tuple[str, Mapping[str, Any], list[Lora]]]:
-    """Yield every size of every page: its name, its configuration, and the adapters that are worth profiling."""
+    """Yield the name, the configuration and the adapters to profile for every size of every page."""
     for family in pages.families():
         module = pages.page(family)
         for size, model in module.SIZES.items():
@@ -181,7 +180,7 @@ def catalogue() -> Iterator[tuple[str, Mapping[str, Any], list[Lora]]]:
 
 
 def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelProfile:
-    """Return a model's profile with all weights, and with those of `loras` that it can have."""
+    """Return a model's profile for all weights and for those of `loras` that the model can have."""
     from .meta_device import profile_model
 
     profile = profile_model(config)
@@ -194,7 +193,7 @@ def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelPr
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Profile what `profiles/` lacks of the catalogue (all of it with `--again`), and drop what is no longer in it."""
+    """Profile the models that `profiles/` lacks (with `--again`, all models), and delete those no longer in use."""
     files: dict[str, dict[str, ModelProfile]] = {}
     for name, config, loras in catalogue():
         known = None if "--again" in arguments else read(PROFILES / f"{config['model_type']}.json").get(key(config))

@@ -1,8 +1,8 @@
-"""Profile a Hugging Face decoder on the meta device: no weights, no GPU, about a second per training mode.
+"""Profiles a Hugging Face decoder on the meta device: no weights, no GPU, about a second per training mode.
 
-A model with two layers of each kind is run forward and backward. Measured is what autograd saves in the second layer of
-each kind, counting every storage once and weights not at all, and the peak of its backward pass. Shapes cost nothing on
-the meta device, so the sequences are as long as real ones.
+A model with two layers of each kind runs a forward and a backward pass. In the second layer of each kind, the bytes
+that autograd saves are measured (every storage once, without weights), and the peak of the backward pass. Shapes cost
+nothing on the meta device, so sequences can have realistic lengths.
 """
 
 import copy
@@ -32,41 +32,41 @@ from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
-"""Of the adapters that are measured: what they take is linear in the rank."""
+"""Ranks of the measured adapters; memory is linear in the rank."""
 VALUES_OF_POSITIONS = "dynamic"
-"""The type of rotary embedding that reads how long a sequence is off its positions, which have no values here."""
+"""The type of rotary embedding that reads the sequence length from the values of positions, which do not exist here."""
 NEVER = 2**30
 """A window wider than any sequence."""
 SPLIT = ("colwise", "rowwise")
-"""Styles of a Hugging Face tensor-parallel plan that split a matrix, and its output or its input with it."""
+"""Styles in a Hugging Face tensor-parallel plan that split a matrix together with its output or its input."""
 SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
-"""Styles that split the matrix, while every rank has its whole output, or input."""
+"""Styles that split a matrix, but leave its output or input whole on every rank."""
 
 
 def profile_model(
     config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), device: str = "cuda"
 ) -> ModelProfile:
-    """Return a decoder's profile, with what its layers save in each of some training modes.
+    """Return a decoder's profile for the given training modes.
 
     Args:
         config: as in a `config.json`; `model_type` and the dimensions are enough.
-        loras: None is training all weights; the rank does not matter.
-        device: whose kernels compute, "cuda" or "cpu"; `allocations.Kernels` says how they differ.
+        loras: the kinds of adapters; None stands for training all weights. Ranks do not matter.
+        device: the device whose kernels to imitate, "cuda" or "cpu"; `allocations.Kernels` lists the differences.
 
     Raises:
-        UserError: not a decoder that transformers knows, or one whose sizes contradict each other.
+        UserError: transformers has no such decoder, or its sizes contradict each other.
     """
     whole = build(config)
     inner = whole.config.get_text_config()
     if not getattr(inner, "num_attention_heads", None):
-        raise UserError(f"{inner.model_type}: has no attention; plans are for transformers.")
+        raise UserError(f"{inner.model_type}: has no attention; only transformer models can be planned.")
     layers = decoder_layers(whole)
     signatures = [_signature(layer, inner, index) for index, layer in enumerate(layers)]
     kinds = list(dict.fromkeys(signatures))
     first = [signatures.index(kind) for kind in kinds]
     try:
         fits = {mode: one for lora in loras for mode, one in _modes(config, lora, first, device).items()}
-    except (RuntimeError, ZeroDivisionError) as error:  # from the model's own code: it cannot compute with such sizes
+    except (RuntimeError, ZeroDivisionError) as error:  # the model's own code cannot compute with these sizes
         raise UserError(f"{inner.model_type}: its sizes contradict each other: {first_line(error)[:200]}") from error
     adapted = {f"{training_mode(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
     widths = [_attention_width(layers[index], inner) for index in first]
@@ -102,10 +102,10 @@ def profile_model(
 
 @errors_only("transformers")
 def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrainedModel:
-    """Return the model on the meta device, in bf16 and ready to train.
+    """Return the model on the meta device, in bf16 and in training mode.
 
     Raises:
-        UserError: not a decoder that transformers knows.
+        UserError: transformers has no such decoder.
     """
     stated = decoders.decoder_of(config) if decoders.is_stand_in(config) else config
     values = {name: value for name, value in stated.items() if name != "quantization_config"}
@@ -118,22 +118,22 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
         known = AutoConfig.for_model(**copy.deepcopy(values)).get_text_config()
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(known, dtype=torch.bfloat16, attn_implementation=attention)
-    except Exception as error:  # of any kind: whatever a model's class finds wrong with its dimensions
+    except Exception as error:  # models' classes raise exceptions of any type for wrong dimensions
         why = " ".join(str(error).split())[:200]
         if "Unrecognized model" in why:
             raise UserError(
-                f"model_type={values.get('model_type')}: transformers {version('transformers')} knows no such decoder; "
-                "a newer one may, or name a model that is built alike."
+                f"model_type={values.get('model_type')}: not a decoder of transformers {version('transformers')}; "
+                "install a version that has it, or plan a model with the same architecture."
             ) from error
-        raise UserError(f"{values.get('model_type')}: transformers knows no decoder like this: {why}") from error
+        raise UserError(f"{values.get('model_type')}: transformers cannot build this decoder: {why}") from error
     model.config.use_cache = False
-    model.config.pad_token_id = None  # models look for it among the tokens, which have no values here
+    model.config.pad_token_id = None  # models search the tokens for it, which have no values here
     return model.train()
 
 
 @errors_only("transformers")
 def _tower_parameters(config: Mapping[str, Any]) -> int:
-    """Return the parameters of a model that sees outside its decoder and head."""
+    """Return the number of parameters of a vision-language model outside its decoder and head."""
     known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
     if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return 0
@@ -144,19 +144,19 @@ def _tower_parameters(config: Mapping[str, Any]) -> int:
 
 
 def _around_layers(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules before the layers and after them, without the head."""
+    """Return the modules before and after the layers, without the head."""
     children = list(model.base_model.children())
     at = children.index(decoder_layers(model))
     return children[:at], children[at + 1 :]
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Return how many parameters a module has."""
+    """Return the number of parameters of a module."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[Any, ...]:
-    """Return what is equal for two layers that compute the same and allocate the same."""
+    """Return a value that is equal for layers with the same computation and the same allocations."""
     listed = tuple(
         str(value[index])
         for value in vars(config).values()
@@ -174,7 +174,7 @@ def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[
 
 
 def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
-    """Return heads x (width of keys + width of values) / 2; 0 for a layer whose attention is linear."""
+    """Return heads x (width of keys + width of values) / 2, or 0 for linear attention."""
     attention = next(
         (one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None
     )
@@ -187,7 +187,7 @@ def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
 
 
 def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, attention_width: int) -> LayerProfile:
-    """Return the sizes of a layer; what it saves is added later."""
+    """Return the sizes of a layer; the saved bytes are added later."""
     linears = {
         name: tuple(one.weight.shape) if isinstance(one, Conv1D) else (one.in_features, one.out_features)
         for name, one in layer.named_modules()
@@ -233,13 +233,13 @@ def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | Non
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:
-    """Return how tensor parallelism splits each linear layer of a decoder layer, by its name inside it."""
+    """Return how tensor parallelism splits each linear layer, by its name inside the decoder layer."""
     whole = config.base_model_tp_plan or {}
     return {pattern.removeprefix("layers.*."): style for pattern, style in whole.items()}
 
 
 def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the submodules of a layer whose style is one of `wanted`."""
+    """Yield the names and styles of a layer's submodules whose style is one of `wanted`."""
     for name, _ in layer.named_modules():
         for end, style in styles.items():
             if f".{name}".endswith(f".{end}") and style in wanted:
@@ -247,7 +247,7 @@ def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequ
 
 
 def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, BatchFit]:
-    """Return what training with `lora` takes, by the names that `training_mode` explains."""
+    """Return the memory of training with `lora`, by the names that `training_mode` explains."""
     mode = training_mode(lora)
     if lora is not None:
         small, large = (_adapted(_two_of_each_kind(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
@@ -266,7 +266,7 @@ def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], d
 
 
 def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
-    """Return the model with two equal layers of each kind and no others."""
+    """Return the model with exactly two equal layers of each kind."""
     chosen = [index for index in first for _ in range(2)]
     layers, config = decoder_layers(model), model.config
     kept = [copy.deepcopy(layers[index]) for index in chosen]
@@ -277,16 +277,16 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
     del layers[:]
     layers.extend(kept)
     if getattr(config, "sliding_window", None):
-        config.sliding_window = NEVER  # a narrower one needs a mask, which is a mode of its own
+        config.sliding_window = NEVER  # a narrower window needs a mask, which is a separate mode
     return model
 
 
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
-    """Return the model with adapters in its own dtype, as `deepspeed_recipes.training.adapters` does."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # PEFT imports it, and its warnings do not apply
+    """Return the model with adapters in the model's dtype, as in `deepspeed_recipes.training.adapters`."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT; its warnings do not apply here
     from peft import LoraConfig, get_peft_model
 
-    model.enable_input_require_grads()  # as checkpointing needs it; without, the first layer saves a little less
+    model.enable_input_require_grads()  # checkpointing needs it; without it, the first layer saves a little less
     try:
         options = lora_options(replace(lora, init="zero"), kind=model.config.model_type)  # no values to decompose
         adapted = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
@@ -296,7 +296,7 @@ def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
 
 
 def _half(model: PreTrainedModel) -> PreTrainedModel:
-    """Return what one of two tensor-parallel ranks computes: matrices that are split have half their shape."""
+    """Return one of two tensor-parallel ranks' part of the model: split matrices have half their size."""
     halved = copy.deepcopy(model)
     for layer in set(decoder_layers(halved)):
         for name, style in list(planned_submodules(layer, tensor_plan(halved.config), SPLIT)):

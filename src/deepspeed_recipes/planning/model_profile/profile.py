@@ -1,7 +1,7 @@
-"""What a model's layers hold and compute: the frozen data that every estimate of memory and time is made from.
+"""A model's profile: the data on its layers from which memory and time are estimated.
 
-Importing it costs nothing; `lookup.py` finds a model's profile and `meta_device.py` computes one from its Hugging Face
-class.
+Importing this module costs nothing; `lookup.py` finds a model's profile, and `meta_device.py` computes one from the
+model's Hugging Face class.
 """
 
 from collections import Counter
@@ -13,12 +13,11 @@ from ...recipe.recipe import Lora
 
 
 def training_mode(lora: Lora | None) -> str:
-    """Return the name under which `LayerProfile.saved` and its like hold what a way of training takes.
+    """Return the name of a training mode, the key of mappings such as `LayerProfile.saved`.
 
-    `full`, or the kind of adapters. Adapters of any rank share a name: what each rank adds is under `lora rank`, and
-    `lora` itself is for rank 0. Three more names are differences: `masked` is what attention with a mask takes beyond
-    attention without one, `eager` what the unfused attention takes beyond it, and `split` is the part of `full` that
-    tensor parallelism divides.
+    It is `full`, or the kind of adapters. Adapters of any rank share a name: `lora` is for rank 0, and `lora rank` is
+    what each unit of rank adds. Three more names are differences: `masked` is the additional memory of attention with a
+    mask, `eager` that of unfused attention, and `split` is the part of `full` that tensor parallelism divides.
     """
     if lora is None:
         return "full"
@@ -32,12 +31,12 @@ def training_mode(lora: Lora | None) -> str:
 class SavedBytes:
     """Bytes that autograd saves in one layer from its forward to its backward pass, on one rank, in bf16.
 
-    For a batch of sequences: `sequences * (per_token * length + per_pair * length**2) + fixed`.
+    A batch of sequences takes `sequences * (per_token * length + per_pair * length**2) + fixed`.
     """
 
     per_token: float
     per_pair: float = 0.0
-    """Per pair of tokens of a sequence: the scores of eager attention, the gates of linear attention's chunks."""
+    """Per pair of a sequence's tokens: the scores of eager attention, the gates of linear attention's chunks."""
     fixed: float = 0.0
     """Independent of the batch."""
 
@@ -60,41 +59,44 @@ class SavedBytes:
 
 @dataclass(frozen=True)
 class LayerProfile:
-    """One kind of decoder layer; a model has one or a few (sliding and full attention, dense and expert)."""
+    """One kind of decoder layer. A model has one or a few (sliding and full attention, dense and expert layers)."""
 
     parameters: int
     tensor_split: int
-    """Of the parameters, those in matrices that tensor parallelism splits."""
+    """The part of the parameters that is in matrices split by tensor parallelism."""
     expert_parameters: int
-    """Of the parameters, those in routed experts, of which a token uses some."""
+    """The part of the parameters that is in routed experts, of which a token uses only some."""
     linears: tuple[tuple[int, int], ...]
-    """Inputs and outputs of every linear layer: what adapters on all of them are added to."""
+    """Inputs and outputs of every linear layer, to which adapters can be added."""
     active_weights: float
-    """Weights that a token is multiplied with: all in matrices, but of the experts only those that it uses."""
+    """Weights in matrices that a token is multiplied with, including only the experts that it uses."""
     attention_width: int
-    """Heads x their width; causal attention costs 2 x width x length forward per token. 0: linear attention."""
+    """Heads x head width; the forward pass of causal attention costs 2 x width x length per token. 0 for linear
+    attention."""
     window: int | None
-    """Tokens that one attends to at most; None: all before it."""
+    """Maximum number of tokens that a token attends to. None if it attends to all before it."""
     experts_per_token: int = 0
-    """0: the layer has no experts."""
+    """0 if the layer has no experts."""
     largest_module: int = 0
-    """Parameters of the module that has the most of its own: what ZeRO-3 gathers at once."""
+    """Parameters of the module with the most parameters of its own, which ZeRO-3 gathers at once."""
     modules: int = 0
-    """Modules with parameters of their own, which ZeRO-3 fetches one after the other: linear layers, norms, experts."""
+    """Number of modules with parameters of their own, which ZeRO-3 fetches one after the other: linear layers, norms,
+    experts."""
     adapter_parameters: Mapping[str, float] = field(default_factory=dict)
-    """Parameters that adapters add, by training mode: at rank 0, and per rank."""
+    """Parameters that adapters add, by training mode: at rank 0, and per unit of rank."""
     saved: Mapping[str, SavedBytes] = field(default_factory=dict)
-    """What autograd saves, by training mode."""
+    """Bytes that autograd saves, by training mode."""
     backward_peak: Mapping[str, SavedBytes] = field(default_factory=dict)
-    """What the layer's backward pass needs at its peak beyond what was saved, gradients of weights included."""
+    """Bytes at the peak of the layer's backward pass beyond the saved ones, gradients of weights included."""
     checkpoint_bytes: int = 0
     """Bytes per token that checkpointing keeps of the layer: its input, in bf16."""
 
     @property
     def feed_forward(self) -> tuple[tuple[int, int], ...]:
-        """Of the linear layers, those of the feed-forward part; routed experts are not among them.
+        """The linear layers of the feed-forward part, routed experts excluded.
 
-        It is those matrices that have the width of the last one's input; `gate` and `up` may be one matrix.
+        These are the matrices with a dimension equal to the input of the layer's last matrix; `gate` and `up` may be
+        one matrix.
         """
         width = self.linears[-1][0] if self.linears else 0
         return tuple(shape for shape in self.linears if {*shape} & {width, 2 * width})
@@ -102,7 +104,7 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """A decoder: its kinds of layers, their order, and what comes before and after them."""
+    """A decoder: its kinds of layers, their order, and the modules before and after them."""
 
     model_type: str
     hidden_size: int
@@ -111,19 +113,19 @@ class ModelProfile:
     key_value_heads: int
     layer_kinds: tuple[LayerProfile, ...]
     layer_order: tuple[int, ...]
-    """For each layer, from the first: its index in `layer_kinds`."""
+    """The index in `layer_kinds` of each layer, from the first."""
     embedding_parameters: int
-    """Before the first layer."""
+    """Parameters before the first layer."""
     head_parameters: int
-    """After the last layer: norm and output matrix, which counts for nothing where it is tied."""
+    """Parameters after the last layer: those of the norm and, unless it is tied, the output matrix."""
     tied_embeddings: bool
     """The output matrix is the embedding's."""
     saved_outside_layers: Mapping[str, SavedBytes] = field(default_factory=dict)
-    """What autograd saves outside the layers, by training mode: above all the logits."""
+    """Bytes that autograd saves outside the layers, by training mode; mostly logits."""
     loss_peak: Mapping[str, SavedBytes] = field(default_factory=dict)
-    """What norm, head and loss need at their peak, forward or backward, beyond what is saved."""
+    """Bytes that norm, head and loss need at their peak, forward or backward, beyond the saved ones."""
     tower_parameters: int = 0
-    """Of a vision tower and what projects its outputs, beside the decoder."""
+    """Parameters of a vision tower and its projector."""
 
     @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:
@@ -132,11 +134,11 @@ class ModelProfile:
 
     @cached_property
     def layer_counts(self) -> tuple[tuple[LayerProfile, int], ...]:
-        """Each kind of layer, with how many there are of it."""
+        """Each kind of layer with its number of layers."""
         return tuple((self.layer_kinds[kind], count) for kind, count in Counter(self.layer_order).items())
 
     @cached_property
     def parameters(self) -> int:
-        """In all."""
+        """Total number of parameters."""
         decoder = self.embedding_parameters + self.head_parameters + sum(layer.parameters for layer in self.layers)
         return decoder + self.tower_parameters

@@ -1,4 +1,4 @@
-"""The parameters of a run's teacher: counted in the headers of its files, or as its page states them."""
+"""Counts the parameters of a run's teacher, from the headers of its files or from its page."""
 
 import json
 from math import prod
@@ -9,12 +9,12 @@ from ...recipe.recipe import Recipe
 
 
 def parameters(recipe: Recipe) -> int:
-    """Return the parameters of the model that is held beside the one that trains; 0 without one.
+    """Return the number of parameters of the teacher that is held during training.
 
-    0 too where it is not known: of a model on the Hub that no page is about.
+    0 if there is none, or if the number is unknown, as for a model on the Hub without a page.
     """
     path = recipe.distill.teacher
-    if not recipe.traits.teacher or not path or recipe.distill.top_k is not None:  # else it is gone before training
+    if not recipe.traits.teacher or not path or recipe.distill.top_k is not None:  # with top_k, freed before training
         return 0
     if files := list(Path(path).glob("*.safetensors")):
         return sum(map(_stored, files))
@@ -23,7 +23,7 @@ def parameters(recipe: Recipe) -> int:
 
 
 def _stored(file: Path) -> int:
-    """Return the numbers in a safetensors file: its header is JSON, after its length in 8 bytes."""
+    """Return the number of elements in a safetensors file, whose JSON header follows its length in 8 bytes."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")

@@ -1,1 +1,1 @@
-"""The search over ways to train, and what people and the launcher ask of it."""
+"""Searches layouts and configurations for a model and a cluster, and answers questions about the results."""

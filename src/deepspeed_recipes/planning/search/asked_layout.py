@@ -1,4 +1,4 @@
-"""A layout that somebody asks for, beside what the planner would choose: its rank, or what DeepSpeed lacks for it."""
+"""Compares a layout that the user set with the planner's own choice, or explains why DeepSpeed cannot run it."""
 
 import math
 from dataclasses import asdict, replace
@@ -10,18 +10,18 @@ from .reasons import behind
 from .strategies import evaluate, search
 
 FILES = {"pipeline": "pipeline.json", "tensor": "tensor_parallel.json", "sequence": "sequence_parallel.json"}
-"""In whose memory a layout that nothing runs is counted, by what it splits besides experts."""
+"""DeepSpeed file used to cost a layout that cannot run, by the dimension that is split in addition to experts."""
 
 
 def is_pinned(key: str) -> bool:
-    """Return whether an override key says how ranks share the model."""
+    """Return whether an override key decides how ranks share the model."""
     return key == "deepspeed" or key.startswith("layout.")
 
 
 def rank(request: PlanRequest, result: SearchResult) -> str | None:
-    """Return where the best plan with the asked layout stands among those that the planner would choose from.
+    """Return how the best plan with the requested layout compares with the plans of an unrestricted search.
 
-    None where it is the first of them, or where nothing fits at all.
+    None if no unrestricted plan is faster, or if nothing fits.
     """
     free = search(replace(request, fixed=frozenset(key for key in request.fixed if not is_pinned(key))))
     first, own = free.best, next(iter((*result.plans, *result.tight)), None)
@@ -35,29 +35,29 @@ def rank(request: PlanRequest, result: SearchResult) -> str | None:
     faster = sum(plan.speed > own.speed for plan in free.plans)
     return (
         f"Left to the planner, {faster} plan{'s' * (faster > 1)} would be faster, the first with {better}: {reaches}. "
-        f"The layout that is asked for, beside the first: {behind(own, first)}."
+        f"The requested layout compared with the first: {behind(own, first)}."
     )
 
 
 def added(request: PlanRequest, plan: Plan) -> str | None:
-    """Return what the planner has split beside the sizes that are asked for; None: nothing."""
+    """Return a sentence on the layout sizes that the planner added to the requested ones, or None if it added none."""
     sizes = {name: size for name, size in asdict(plan.recipe.layout).items() if size > 1}
     more = {name: size for name, size in sizes.items() if f"layout.{name}" not in request.fixed}
     if not more or not any(key.startswith("layout.") for key in request.fixed):
         return None
     what = " and ".join(f"{name} {size}" for name, size in more.items())
     whole = " ".join(f"layout.{name}=1" for name in more)
-    return f"Beside what is asked for, the planner chose {what}; {whole} does without."
+    return f"In addition to the requested layout, the planner chose {what}; {whole} turns that off."
 
 
 def beyond(request: PlanRequest, layout: Layout) -> str | None:
-    """Return what DeepSpeed lacks to run experts that are split beside tensors, stages or sequences, and its cost.
+    """Return what DeepSpeed lacks to combine expert parallelism with another kind, and what such a layout would reach.
 
-    None for other layouts: what is wrong with them is in `recipe.limits`.
+    None for other layouts, which `recipe.limits` explains.
 
     Args:
-        request: of a mixture of experts.
-        layout: as it was asked for.
+        request: the model is a mixture of experts.
+        layout: the requested layout.
     """
     others = [name for name in FILES if getattr(layout, name) > 1]
     gpus, copies = request.cluster.gpus, layout.tensor * layout.pipeline * layout.sequence
@@ -67,10 +67,10 @@ def beyond(request: PlanRequest, layout: Layout) -> str | None:
     file = FILES[others[0]]
     recipe = replace(request.recipe, layout=layout, deepspeed=file, micro_batch_size=1, global_batch_size=batch)
     plan, runs = evaluate(request, recipe), search(replace(request, fixed=frozenset())).best
-    beside = f", beside {_cost(runs)} of {runs.recipe.deepspeed}, the best that runs" if runs else ""
+    runnable = f", compared with {_cost(runs)} for {runs.recipe.deepspeed}, the best plan that runs" if runs else ""
     return (
-        f"That takes expert parallelism folded over the ranks of a stage, as Megatron Core has it (arXiv:2504.14960): "
-        f"by these costs {_cost(plan)}{beside}."
+        f"This needs expert parallelism folded over the ranks of a stage, as Megatron Core has it (arXiv:2504.14960); "
+        f"the predicted cost would be {_cost(plan)}{runnable}."
     )
 
 

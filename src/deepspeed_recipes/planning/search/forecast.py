@@ -1,4 +1,4 @@
-"""What the launcher asks the planner: what a run will cost, settings that fit, and how right the prediction was."""
+"""The planner's answers to the launcher: a run's forecast, settings that fit, and the prediction's error afterwards."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -16,26 +16,26 @@ from .plans import Plan
 from .strategies import evaluate, plan_request, search
 
 AUTO = "auto"
-"""As `deepspeed`: the planner chooses file, layout, micro-batch size and checkpointing."""
+"""The value of `deepspeed` with which the planner chooses file, layout, micro-batch size and checkpointing."""
 
 
 def machines(gpus: int, nodes: int = 1) -> Cluster | None:
-    """Return a cluster of machines like this one, with so many GPUs each; None where this one has no GPU."""
+    """Return a cluster of machines like this one with `gpus` GPUs each, or None if this machine has no GPU."""
     here = this_machine()
     return here and replace(here, gpus_per_node=gpus, nodes=nodes)
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
-    """Return the recipe with the settings of the best plan, or of a tight one, of which `line` warns.
+    """Return the recipe with the settings of the best plan, or of a tight plan if none fits (`line` warns about that).
 
     Args:
-        recipe: with its model's dimensions.
-        given: the keys that the user has set, which stay as they are.
-        cluster: where it is to run.
+        recipe: includes its model's dimensions.
+        given: the keys that the user has set; their values are kept.
+        cluster: the machines to run on.
         document_length: as in `TrainingSetup`.
 
     Raises:
-        UserError: nothing fits; with what would.
+        UserError: nothing fits; the message names changes that would.
     """
     fixed = frozenset(given) - {"deepspeed"}
     sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
@@ -47,15 +47,15 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
 
 
 def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
-    """Return what a run will cost; None for a draft, and for a model whose dimensions are unknown.
+    """Return the predicted cost of a run, or None for a draft or a model whose dimensions are unknown.
 
     Args:
-        recipe: with its model's dimensions.
-        cluster: where it runs.
+        recipe: includes its model's dimensions.
+        cluster: the machines to run on.
         document_length: as in `TrainingSetup`.
 
     Raises:
-        UserError: it does not fit; with the nearest settings that do.
+        UserError: the run does not fit; the message names the nearest settings that do.
     """
     if recipe.draft.enabled or not recipe.model.config:
         return None
@@ -63,7 +63,7 @@ def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = N
     recipe = replace(recipe, deepspeed=path.name if path.parent == CONFIGS else recipe.deepspeed)
     try:
         request = plan_request(recipe, cluster, document_length=document_length)
-    except UserError:  # the model's own code, for instance: what cannot be planned may still run
+    except UserError:  # a model that cannot be planned, such as one with its own code, may still run
         return None
     plan = evaluate(request, recipe)
     if not plan.shortfalls:
@@ -86,7 +86,12 @@ def line(plan: Plan) -> str:
 
 
 def compare(run: RunFolder, plan: Plan | None) -> None:
-    """Add what was predicted and what was measured to the summary of a run that has ended; None: no prediction."""
+    """Add the predicted and the measured values to the summary of a finished run.
+
+    Args:
+        run: its folder.
+        plan: the prediction, or None if there was none.
+    """
     if not run.summary.exists():
         return
     summary: dict[str, Any] = read_json(run.summary)

@@ -1,4 +1,4 @@
-"""The longest sequence with which a model can be trained on given hardware."""
+"""Finds the longest sequence with which a model can be trained on given hardware."""
 
 from dataclasses import replace
 
@@ -7,15 +7,16 @@ from .plans import PlanRequest, SearchResult
 from .strategies import search
 
 STEP = 1024
-"""Tokens; lengths are multiples of it, so that sequences can be split over ranks."""
+"""In tokens. Lengths are multiples of it, so that sequences can be split over ranks."""
 MOST = 2**20
-"""Tokens to try for a model whose positions are not limited."""
+"""The longest sequence to try, in tokens, for a model whose positions are not limited."""
 
 
 def longest(request: PlanRequest) -> tuple[PlanRequest, SearchResult]:
-    """Return the request with the longest sequence that fits, to about 6 %, and its plans; `STEP` where nothing fits.
+    """Return the request with the longest sequence that fits, to within about 6 %, and its plans.
 
-    From the model's positions downwards, since a short sequence may need more than a long one, whose loss is tiled.
+    If nothing fits, the sequence has `STEP` tokens. The search goes down from the model's maximum number of positions:
+    a short sequence can need more memory than a long one, whose loss is computed in tiles.
     """
     too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST)) // STEP)
     found = _at(request, fits)
@@ -30,10 +31,10 @@ def longest(request: PlanRequest) -> tuple[PlanRequest, SearchResult]:
 
 
 def sentence(request: PlanRequest) -> str:
-    """Return what the answer means, given the request that `longest` has returned."""
+    """Return the answer as a sentence, given the request that `longest` returned."""
     length = request.recipe.sequence_length
     most = positions(request.recipe.model.config)
-    why = "to about 6 %; with longer ones the high value of the range would not fit"
+    why = "to within about 6 %; with a longer one, the high end of the memory range would not fit"
     if length + STEP > most:
         why = "the model has no more positions"
     return f"The longest sequence that fits has {length:,} tokens ({why})."

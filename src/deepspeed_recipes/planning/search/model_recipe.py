@@ -1,4 +1,4 @@
-"""The recipe to plan for a model that is named by a recipe, a page, a Hub id or a `config.json`."""
+"""Finds the recipe to plan for a model given as a recipe, a page, a Hub id or a `config.json`."""
 
 import difflib
 import json
@@ -17,11 +17,11 @@ from ..model_profile.lookup import profile_of
 from .nearest import nearest
 
 METHODS = ("full", "lora", "qlora")
-"""From the one that needs most memory to the one that needs least."""
+"""In descending order of memory."""
 PINNED_FILES = ("zero2_offload.json", "zero3_offload.json", "zero3_offload_params.json", "zero3_nvme.json")
-"""DeepSpeed files that say what a variant is: `full_offload` offloads, wherever it runs."""
+"""DeepSpeed files that define a variant: `full_offload` offloads on any hardware."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
-"""How the names of Hugging Face's decoder classes end."""
+"""Endings of the names of Hugging Face's decoder classes."""
 SIZES = {
     "hidden_size": ("n_embd", 10**6),
     "num_hidden_layers": ("n_layer", 2000),
@@ -32,11 +32,11 @@ SIZES = {
     "vocab_size": ("", 10**8),
     "max_position_embeddings": ("n_positions", 10**9),
 }
-"""Keys of a config.json: the name that GPT-2's and BLOOM's use, and a maximum that no model comes near."""
+"""Keys of a config.json, each with the name that GPT-2 and BLOOM use and a maximum far above any real model's value."""
 
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Of these, every decoder's file has some."""
+"""Every decoder's config.json has at least one of these keys."""
 
 
 def find(name: str, method: str, to_launch: bool = False) -> Recipe:
@@ -44,11 +44,11 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
 
     Args:
         name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
-        method: a variant of its page; for a model without one, of the page nearest to it.
-        to_launch: the model has to be one that transformers loads as a decoder, not only one like it.
+        method: a variant of the model's page, or of the nearest page if the model has none.
+        to_launch: transformers must load the model itself as a decoder, not only one with the same layers.
 
     Raises:
-        UserError: there is no such model, it cannot be read, it is not a decoder, or it does not support the method.
+        UserError: the model does not exist, cannot be read, is not a decoder, or does not support the method.
     """
     config = config_of(name)
     if config is None:
@@ -64,15 +64,15 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
             if alike
             else "it cannot be trained"
         )
-        raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan takes it; {fix}.")
+        raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan accepts it; {fix}.")
     return borrowed_recipe(name, config, method)
 
 
 def config_of(name: str) -> dict[str, Any] | None:
-    """Return the config.json of a model that is named by its path or its Hub id; None: a page describes it.
+    """Return the config.json of a model given by path or Hub id, or None if a page describes the model.
 
     Raises:
-        UserError: there is no such model, or it cannot be read.
+        UserError: the model does not exist or cannot be read.
     """
     path = Path(name).expanduser()
     if pages.split(name)[0].endswith(".py"):
@@ -85,7 +85,7 @@ def config_of(name: str) -> dict[str, Any] | None:
 
 
 def remark(name: str) -> str | None:
-    """Return what a plan leaves out of a model, or takes for it; None for a page's, and where it is nothing."""
+    """Return what a plan omits or assumes about a model, or None if nothing or if a page describes the model."""
     config = config_of(name)
     return decoders.remark(config) if config else None
 
@@ -96,18 +96,18 @@ def method_of(recipe: Recipe) -> str:
 
 
 def pinned(recipe: Recipe) -> frozenset[str]:
-    """Return the keys of a page's variant that say what it is, so that a plan keeps them: its layout, its offload."""
+    """Return the keys that define a page's variant, which a plan must keep: its layout and its offloading."""
     sizes = {f"layout.{name}" for name, size in asdict(recipe.layout).items() if size > 1}
     return frozenset(sizes | ({"deepspeed"} if recipe.deepspeed in PINNED_FILES else set()))
 
 
 def _page_of(hub_id: str) -> str | None:
-    """Return the name of the recipe whose weights have a Hub id."""
+    """Return the name of the recipe whose weights have this Hub id, or None."""
     return _page_with(lambda model: model.path == hub_id)
 
 
 def _page_with(is_it: Callable[[Model], bool]) -> str | None:
-    """Return the name of the first recipe whose model is the one that is looked for."""
+    """Return the name of the first recipe whose model satisfies the predicate, or None."""
     sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
     return next((f"{family}-{size}" for family, size, model in sizes if is_it(model)), None)
 
@@ -126,28 +126,28 @@ def _download(hub_id: str) -> dict[str, Any]:
             raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
         raise UserError(_unknown(hub_id))
     try:
-        import huggingface_hub as hub  # half a second that no recipe waits for
+        import huggingface_hub as hub  # takes half a second, which recipes need not wait for
     except ImportError:
         raise UserError(
             f"{hub_id}: reading from the Hub needs huggingface_hub: pip install 'deepspeed-recipes[train]'\n"
-            "Or get its config.json in any other way and give the path: ds-recipes plan path/to/config.json"
+            "Or download its config.json by other means and give the path: ds-recipes plan path/to/config.json"
         ) from None
     try:
         file = hub.try_to_load_from_cache(hub_id, "config.json")
         if not isinstance(file, str):
-            # Asked once first: the download itself retries six times, for half a minute, and prints each attempt.
+            # A single request first: the download itself retries six times, for half a minute, and prints each attempt.
             hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
             file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
         return json.loads(Path(file).read_text(encoding="utf-8"))
-    except Exception as error:  # no network, no such model, a licence to accept: each has its own exception
+    except Exception as error:  # no network, an unknown model and an unaccepted licence each raise another exception
         raise UserError(
             f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
-            "Without a network, get that one small file and give its path: ds-recipes plan path/to/config.json"
+            "Without a network, copy that one small file here and give its path: ds-recipes plan path/to/config.json"
         ) from None
 
 
 def _with_floats(value: Any) -> Any:
-    """Return a configuration with infinity where transformers has written `{"__float__": "Infinity"}`, as for Mamba."""
+    """Return a configuration with infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba."""
     if isinstance(value, dict):
         return (
             float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
@@ -163,7 +163,7 @@ def _unknown(name: str) -> str:
 
 
 def check(config: Mapping[str, Any], name: str) -> None:
-    """Refuse what is not a decoder, and sizes that no model can have.
+    """Refuse models that are not decoders, and impossible sizes.
 
     Raises:
         UserError: names the file, the key and its value.
@@ -175,7 +175,7 @@ def check(config: Mapping[str, Any], name: str) -> None:
     classes = config.get("architectures") or []
     classes = [classes] if isinstance(classes, str) else classes
     inner = decoders.inner_of(config)
-    # A vision-language model has a decoder inside, and its class may end in another word.
+    # A vision-language model contains a decoder, and its class name may end differently.
     whole = inner is config and not decoders.is_stand_in(config)
     ends = DECODERS if whole else (*DECODERS, "ForConditionalGeneration")
     if classes and not any(str(each).endswith(ends) for each in classes):
@@ -189,7 +189,7 @@ def check(config: Mapping[str, Any], name: str) -> None:
 
 
 def check_sizes(config: Mapping[str, Any], name: str) -> None:
-    """Refuse sizes that no model can have.
+    """Refuse impossible sizes.
 
     Raises:
         UserError: names the file, the key and its value.
@@ -198,7 +198,7 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")
     for key, (other, most) in SIZES.items():
         value = config.get(key, config.get(other))
-        if isinstance(value, list | None):  # one value per layer: transformers knows whether that is allowed
+        if isinstance(value, list | None):  # transformers checks whether one value per layer is allowed
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UserError(f"{name}: {key}={value}: must be a whole number of at least 1.")
@@ -216,20 +216,20 @@ def _check_heads(config: Mapping[str, Any], name: str) -> None:
 
 
 def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe:
-    """Return a recipe for a model without a page: that of the nearest architecture and size (`nearest.py`).
+    """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest.py`).
 
-    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own and, where the
-    architecture is another, so are how its attention is computed and its chats are written.
+    Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own. If the architecture
+    differs, attention and chat template are not borrowed either.
 
     Raises:
-        UserError: no page has the method, or a path to a file that no model folder has.
+        UserError: no page has the method, or the path names a file that is not called config.json.
     """
     inner = decoders.decoder_of(config)
     recipe = nearest(inner, method)
     path = Path(name).expanduser()
     if path.is_file() and path.name != "config.json":
         raise UserError(
-            f"{name}: a model is a folder with a config.json; put this file into a folder of its own, under that name."
+            f"{name}: a model is a folder with a config.json; move this file to a folder of its own, as config.json."
         )
     folder = path.parent if path.is_file() else path
     where = str(folder) if path.exists() else name

@@ -1,4 +1,4 @@
-"""The recipe that a model without a page borrows: of the nearest architecture and size, by the planner's profiles."""
+"""Finds the page's recipe that a model without a page borrows, by architecture and size."""
 
 import math
 from collections.abc import Mapping
@@ -12,31 +12,31 @@ from ..model_profile.lookup import profile_of
 from ..model_profile.profile import ModelProfile
 
 MIXERS = ("mamba", "linear_", "conv_L")
-"""What the names of a configuration's dimensions begin with, or hold, where layers mix tokens otherwise than by
-attention: their adapters have names of their own, and documents cannot be packed."""
+"""Parts of the configuration keys of models whose layers mix tokens by other means than attention. Adapters of such
+layers have names of their own, and documents cannot be packed."""
 FAR = 10
-"""Times as many parameters, or as few, from which on size says more about a model's settings than architecture."""
+"""Factor between two models' parameters above which size determines the settings more than architecture does."""
 
 
 def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
     """Return the page's recipe that suits a model best.
 
-    A mixture of experts borrows from mixtures only, and others never do, since adapters and layouts name the experts;
-    what models that see are trained with is borrowed by none.
-    Then count, in this order: a size within ten times the model's, its `model_type`, the same mixers beside attention
-    (state-space layers, linear attention, convolutions, or none), and the nearest size.
+    MoE models borrow from MoE pages only, and dense models from dense pages, because adapters and layouts name the
+    experts. Pages of vision-language models are never borrowed from. The criteria, in order of priority: a size within
+    a factor of ten, the same `model_type`, the same mixers besides attention (state-space layers, linear attention,
+    convolutions, or none), the nearest size.
 
     Args:
-        config: a decoder's, as in a `config.json`.
-        variant: of the page.
+        config: the decoder's configuration, as in a `config.json`.
+        variant: the page's variant to return.
 
     Raises:
-        UserError: no page of such a model has the variant.
+        UserError: no page of this kind of model has the variant.
     """
     own = profile_of(config)
     modules = [pages.page(family) for family in pages.families() if family != "tiny"]  # its rates suit it alone
-    modules = [module for module in modules if not _sees(module)]
-    alike = [module for module in modules if _is_mixture(_first_profile(module)) == _is_mixture(own)]
+    modules = [module for module in modules if not _has_vision(module)]
+    alike = [module for module in modules if _is_moe(_first_profile(module)) == _is_moe(own)]
     recipes = [
         pages.build(module, size, variant)
         for module in alike
@@ -45,12 +45,12 @@ def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
     ]
     if not recipes:
         known = dict.fromkeys(name for module in alike for name in pages.variants(module))
-        kind = "mixture of experts" if _is_mixture(own) else "decoder"
-        raise UserError(f"{variant}: no page of a {kind} has this variant; there are: {', '.join(known)}.")
+        kind = "mixture of experts" if _is_moe(own) else "decoder"
+        raise UserError(f"{variant}: no page of a {kind} has this variant; choose from: {', '.join(known)}.")
     return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
 
 
-def _sees(module: ModuleType) -> bool:
+def _has_vision(module: ModuleType) -> bool:
     return any(model.vision for model in module.SIZES.values())
 
 
@@ -58,7 +58,7 @@ def _first_profile(module: ModuleType) -> ModelProfile:
     return profile_of(next(iter(module.SIZES.values())).config)
 
 
-def _is_mixture(profile: ModelProfile) -> bool:
+def _is_moe(profile: ModelProfile) -> bool:
     return any(kind.experts_per_token for kind in profile.layer_kinds)
 
 

@@ -1,4 +1,4 @@
-"""What a plan is: one way to train with its cost, whether it fits, and which of two plans is better."""
+"""Plans: one way to train and its cost, whether it fits, and how plans are ranked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ from ..model_profile.profile import ModelProfile
 
 GIB = 2**30
 REFUSE = 0.95
-"""Of a node's memory and NVMe: a plan that is likely to need more does not fit. Of a GPU, whose needs have a range, all
-counts, though such a plan comes last among the tight: 14 of the 15 published runs that were likely to fill 95 to 100 %
-of one ran (2026-11-25)."""
+"""Usable share of a node's memory and NVMe: a plan whose likely need is higher does not fit. A GPU's memory counts in
+full, since its need is predicted as a range, but plans likely to exceed this share of it come last among the tight
+ones: 14 of the 15 published runs that were likely to fill 95 to 100 % of a GPU did run (2026-11-25)."""
 FAST_ENOUGH = 0.95
-"""A simpler plan is preferred if it has this share of a more complex one's speed."""
+"""A simpler plan is preferred if it reaches this share of a more complex plan's speed."""
 
 TIERS = (
     (
@@ -39,25 +39,25 @@ TIERS = (
     ("zero3_nvme.json",),
     ("zero1_bf16_states.json", "bf16_states.json"),
 )
-"""Files of `configs/`, in each tier from the simplest: offloading comes late, to the CPU before NVMe. Of a tier after
-the first in which anything fits, only the best plan is kept."""
+"""Files of `configs/`, by tier, each tier from the simplest. Offloading comes late: to the CPU, then to NVMe. After the
+first tier in which anything fits, only the best plan of each tier is kept."""
 LAST_RESORT = TIERS[-1]
-"""bf16 states, which round: tried only where nothing else fits for sure."""
+"""Optimizer states in bf16, which lose precision: tried only if nothing else is certain to fit."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan: a recipe and its model on a cluster."""
+    """A recipe and its model, to be planned on a cluster."""
 
     recipe: Recipe
-    """With the dimensions in `model.config`; its method, global batch and sequence length are kept."""
+    """`model.config` holds the dimensions. The search keeps the method, the global batch and the sequence length."""
     profile: ModelProfile
     cluster: Cluster
     fixed: frozenset[str] = frozenset()
     """Override keys whose value in the recipe must not change."""
     document_length: float | None = None
-    """As in `TrainingSetup`, where the data was read."""
+    """As in `TrainingSetup`; None if the data was not read."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,24 @@ class Plan:
     """One way to train, with its cost."""
 
     recipe: Recipe
-    """As it would be launched."""
+    """The recipe to launch."""
     file: DeepSpeedFile
-    """The DeepSpeed template: the recipe's file, adapted to the cluster's nodes."""
+    """The recipe's DeepSpeed template, adapted to the cluster's nodes."""
     setup: TrainingSetup
     cluster: Cluster
     memory: Memory
     time: StepTime
     shortfalls: tuple[str, ...]
-    """What it is likely to need more of than there is, as parts of a sentence; empty where it fits or is tight."""
+    """Resources that are likely to be exceeded, as parts of a sentence; empty if the plan fits or is tight."""
 
     @property
     def fits(self) -> bool:
-        """Whether there is enough of everything, of a GPU's memory for the high value of the range too."""
+        """True if all resources suffice, with the GPU's memory also covering the high end of the predicted range."""
         return not self.shortfalls and not self.tight
 
     @property
     def tight(self) -> bool:
-        """Whether there is likely to be enough, but published runs of its kind needed up to more than there is."""
+        """True if the resources are likely to suffice, but the high end of the range exceeds the GPU's memory."""
         return not self.shortfalls and self.gpu_gib_range[1] > self.cluster.gpu.memory_gib
 
     @property
@@ -92,57 +92,57 @@ class Plan:
 
     @property
     def components(self) -> Mapping[str, float]:
-        """GiB on the fullest GPU at its fullest moment, by what they are for."""
+        """GiB on the fullest GPU at its fullest moment, by purpose."""
         return {name: size / GIB for name, size in self.memory.worst.components.items() if size}
 
     @property
     def gpu_gib(self) -> float:
-        """The sum of the components."""
+        """GiB on the fullest GPU at its fullest moment: the sum of the components."""
         return self.memory.worst.total / GIB
 
     @property
     def gpu_gib_range(self) -> tuple[float, float]:
-        """The low and the high value of `gpu_gib`, by the runs of its kind that were published (`cost.ranges`)."""
+        """The low and high values of `gpu_gib`, from published runs of the same kind (`cost.ranges`)."""
         factors = memory_range(self.setup)
         return factors.low * self.gpu_gib, factors.high * self.gpu_gib
 
     @property
     def speed_range(self) -> tuple[float, float]:
-        """The low and the high value of `speed`."""
+        """The low and high values of `speed`."""
         factors = speed_range(self.setup)
         return factors.low * self.speed, factors.high * self.speed
 
     @property
     def host_gib(self) -> float:
-        """Of one node's memory, at its fullest moment."""
+        """GiB of host memory that one node needs at its fullest moment."""
         return max(self.memory.host.values()) / GIB
 
     @property
     def nvme_gib(self) -> float:
-        """Of one node's drives."""
+        """GiB that one node needs on its NVMe drives."""
         return self.memory.nvme / GIB
 
     @property
     def checkpoint_gib(self) -> float:
-        """On disk, of one checkpoint."""
+        """GiB of one checkpoint on disk."""
         return self.memory.checkpoint / GIB
 
     @property
     def share(self) -> float:
-        """Of a GPU's memory."""
+        """Share of the GPU's memory that is used."""
         return self.gpu_gib / self.cluster.gpu.memory_gib
 
     @property
     def tier(self) -> int:
-        """Which of `TIERS` its file is in; files of one's own are in the first."""
+        """Index in `TIERS` of the tier with the plan's file; users' own files count as the first tier."""
         return next((number for number, names in enumerate(TIERS) if self.recipe.deepspeed in names), 0)
 
     @property
     def simplicity(self) -> tuple:
-        """What decides between plans of about the same speed; smaller is simpler.
+        """Sort key for plans of about the same speed; smaller is simpler.
 
-        In this order: nothing offloaded; a model that is not split, then one split by sequences, by matrices or by
-        experts, by layers; the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
+        In order of priority: nothing offloaded; how the model is split (not at all, by sequences, by matrices or
+        experts, by layers); the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
         layout = self.recipe.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
@@ -155,22 +155,24 @@ class SearchResult:
     """The plans for a request."""
 
     plans: tuple[Plan, ...]
-    """Those that fit: the best of each file and layout, best first."""
+    """Plans that fit: the best for each file and layout, best first."""
     tight: tuple[Plan, ...]
-    """Those that are tight, of files and layouts in which none fits, unless one that fits is as fast and as lean."""
+    """Tight plans for the files and layouts in which nothing fits, except those that a plan that fits makes pointless
+    by being as fast with as little memory."""
     rejected: tuple[Plan, ...]
-    """For each file that fits in no layout, not even tightly, the plan that comes nearest to fitting."""
+    """For each file that fits in no layout, not even tightly, the plan that exceeds the memory least."""
 
     @property
     def best(self) -> Plan | None:
-        """The plan to take; None where nothing fits for sure."""
+        """The recommended plan, or None if nothing is certain to fit."""
         return self.plans[0] if self.plans else None
 
 
 def ranked(plans: Sequence[Plan]) -> list[Plan]:
-    """Return plans best first: of those nearly as fast as the fastest remaining one the simplest, and so on.
+    """Return the plans, best first: repeatedly the simplest of those nearly as fast as the fastest remaining plan.
 
-    What a split costs is known less well than the rest: a whole model may be slower by as much again.
+    The cost of splitting a model is less certain than other costs, so a plan with a whole model may be slower by
+    `FAST_ENOUGH` a second time and still come first.
     """
 
     def worth(plan: Plan) -> float:
@@ -186,7 +188,7 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
-    """Return whether another plan is as fast and takes no more memory, neither of a GPU nor of the host."""
+    """Return whether another plan is at least as fast and needs no more GPU memory and no more host memory."""
     return any(
         other.speed >= plan.speed and other.gpu_gib <= plan.gpu_gib and other.host_gib <= plan.host_gib
         for other in others
@@ -194,13 +196,13 @@ def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
 
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
-    """Return what a cluster is likely to have too little of, as parts of a sentence."""
+    """Return the resources of which a cluster is likely to have too little, as parts of a sentence."""
     gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
     loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
     lacking = []
     if gpu > cluster.gpu.memory_gib:
         lacking.append(f"{gpu:,.1f} GiB of {cluster.gpu.memory_gib:,.1f} on a GPU{loading}")
-    # Host memory counts only where it is known; where no NVMe is named, there is none.
+    # Host memory is checked only if its size is known; no NVMe size means no NVMe.
     needs = [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
     needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
     lacking += [

@@ -1,4 +1,4 @@
-"""Why a plan is as it is, in one sentence, each part with the number that decided it."""
+"""Explains a plan in one sentence, each part with the number that decided it."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +12,7 @@ from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest
 
 LARGEST = 3
-"""Components that are named."""
+"""How many components a sentence names at most."""
 TIMES = {
     "matmul": "products",
     "attention": "attention",
@@ -30,11 +30,11 @@ TIMES = {
     "offload": "transfers to the host",
     "nvme": "transfers to the drives",
 }
-"""What the components of a step are, as parts of a sentence."""
+"""The components of a step's time, as parts of a sentence."""
 
 
 def behind(plan: Plan, first: Plan) -> str:
-    """Return what makes a plan slower than another, by the time of a token; or why it is behind although it is not."""
+    """Return which components make a plan slower per token than the first, or why it ranks lower despite its speed."""
     longer = first.speed / plan.speed - 1
     if longer < SAME:
         faster = plan.speed / first.speed - 1
@@ -49,16 +49,16 @@ def behind(plan: Plan, first: Plan) -> str:
 
 
 SAME = 0.01
-"""Of a token's time: less is no difference."""
+"""Plans within 1 % of each other's time per token count as equally fast."""
 PARTLY = {
     "selective": "checkpointing keeps products and attention, as asked",
     "feed_forward": "feed-forward layers alone are checkpointed, as asked",
 }
-"""Kinds of checkpointing that the search never chooses by itself."""
+"""Kinds of checkpointing that the search never chooses on its own."""
 
 
 def why(request: PlanRequest, plan: Plan) -> str:
-    """Return the reasons for a plan, or what it needs more of than there is."""
+    """Return the reasons for a plan, or the resources that it exceeds."""
     if plan.shortfalls:
         largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
@@ -71,23 +71,23 @@ def why(request: PlanRequest, plan: Plan) -> str:
 
 
 def tightness(plan: Plan) -> str:
-    """Return what makes a plan tight."""
+    """Return why a plan is tight, as part of a sentence."""
     most, have = plan.gpu_gib_range[1], plan.cluster.gpu.memory_gib
     return f"tight: likely {plan.gpu_gib:,.1f} GiB, but runs of its kind took up to {most:,.1f} of {have:,.1f}"
 
 
 def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
-    """Return the GiB that a GPU would need with another setup."""
+    """Return the GiB that a GPU would need with some settings changed."""
     return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
 
 
 def _most_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
-    """Return the high value of what a GPU would need with another setup, which decides whether a plan fits."""
+    """Return the high end of that range in GiB, which decides whether a plan fits."""
     return memory_range(replace(setup, **changes)).high * _gpu_gib(request, setup, **changes)
 
 
 def _leanest(setup: TrainingSetup) -> TrainingSetup:
-    """Return the setup with one sequence at a time and checkpointing: what remains are the states."""
+    """Return the setup with one sequence at a time and checkpointing, so that model states dominate the memory."""
     steps = setup.micro_batch_size * setup.gradient_accumulation_steps
     return replace(setup, micro_batch_size=1, gradient_accumulation_steps=steps, gradient_checkpointing=True)
 
@@ -153,7 +153,7 @@ def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def _split_sequences(request: PlanRequest, plan: Plan) -> str:
-    """Return what would be if sequences were split over fewer GPUs."""
+    """Return what would happen if sequences were split over fewer GPUs."""
     setup, layout, have = plan.setup, plan.setup.layout, request.cluster.gpu.memory_gib
     fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
     where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
@@ -166,7 +166,7 @@ def _split_sequences(request: PlanRequest, plan: Plan) -> str:
     whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
     if (most := _most_gib(request, whole, layout=wider)) > have:
         return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
-    return f"{where} a sequence leaves less room for others beside it"
+    return f"{where} a sequence leaves less room for other sequences"
 
 
 def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The smallest hardware on which a recipe is predicted to fit as it is written."""
+"""Finds the smallest hardware on which a recipe is predicted to fit without changes."""
 
 import math
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from .plans import Plan
 from .strategies import evaluate, plan_request, template
 
 GPU = "H100"
-"""The GPU to try with several per recipe."""
+"""The GPU of the configurations with several GPUs."""
 SINGLE = ("RTX 4090", "L40S", GPU, "H200")
-"""GPUs to try singly, before several."""
+"""Single GPUs to try first."""
 MOST = 2048
 """The largest number of GPUs to try."""
 
 
 def smallest(recipe: Recipe) -> Plan | None:
-    """Return the plan of a recipe, as it is written, for the smallest hardware on which it fits, or None if none does.
+    """Return the plan of an unchanged recipe on the smallest hardware on which it fits, or None if it fits on none.
 
-    Where the GPUs outnumber the sequences of its batch, each gets one micro-batch.
+    If there are more GPUs than sequences in the batch, each GPU gets one micro-batch.
     """
     layout = recipe.layout
     clusters = ladder(math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert))
@@ -31,7 +31,7 @@ def smallest(recipe: Recipe) -> Plan | None:
 
 
 def plan_on(recipe: Recipe, cluster: Cluster) -> Plan | None:
-    """Return the plan of a recipe, as it is written, for a cluster, or None if it cannot be spread over its GPUs."""
+    """Return the plan of an unchanged recipe on a cluster, or None if it cannot be distributed over the GPUs."""
     ranks = data_parallel_size(recipe.layout, cluster.gpus)
     if ranks < 1:
         return None
@@ -42,7 +42,7 @@ def plan_on(recipe: Recipe, cluster: Cluster) -> Plan | None:
 
 
 def ladder(gpus: int) -> Iterator[Cluster]:
-    """Yield the hardware to try for a layout of `gpus` GPUs: single ones, then that many, twice as many, ..."""
+    """Yield the hardware to try for a layout of `gpus` GPUs: if it is one, single GPUs first; then doubled numbers."""
     if gpus == 1:
         yield from (Cluster(find(name)) for name in SINGLE)
         gpus = 2

@@ -1,8 +1,8 @@
-"""The search: every way to train a model on a cluster that is possible and fits, best first.
+"""Searches all feasible ways to train a model on a cluster, and returns them best first.
 
-A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. Candidates that cannot run
-are dropped by the launcher's own rules (`recipe.limits`), those that do not fit by `cost.memory`, and
-`cost.time.step_time` ranks the rest.
+A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. The launcher's own rules
+(`recipe.limits`) drop candidates that cannot run, `cost.memory` drops those that do not fit, and `cost.time.step_time`
+ranks the rest.
 """
 
 import math
@@ -37,7 +37,7 @@ from .plans import (
 )
 
 MOST_SEQUENCES = 64
-"""Per forward pass; more does not make a GPU faster."""
+"""Largest micro-batch to try; a larger one does not make a GPU faster."""
 MOST_STAGES = 64
 
 
@@ -47,8 +47,8 @@ def plan_request(
     """Return the request to plan a recipe on a cluster, with its model's profile.
 
     Raises:
-        UserError: not a decoder that transformers knows, or one that cannot have such adapters; or a micro-batch that
-            the method refuses.
+        UserError: transformers has no such decoder, the decoder cannot have such adapters, or the method refuses the
+            micro-batch.
     """
     keys = frozenset(fixed)
     if "micro_batch_size" in keys:
@@ -58,12 +58,13 @@ def plan_request(
 
 
 def search(request: PlanRequest) -> SearchResult:
-    """Return the plans that fit, those that are tight, and for each other file the one that comes nearest.
+    """Return the plans that fit, the tight plans, and for each other file the plan that comes closest to fitting.
 
-    Of the tiers after the first in which anything fits, the best plan is kept where no other is as fast and as lean.
+    After the first tier in which anything fits, only the best plan of a tier is kept, and only if no other plan is as
+    fast with as little memory.
 
     Raises:
-        UserError: `precision=bf16` is asked for on a GPU without it.
+        UserError: `precision=bf16` is set, and the GPU does not support it.
     """
     request = replace(request, recipe=_with_divisible_batch(request))
     request = replace(request, recipe=_with_supported_precision(request))
@@ -89,7 +90,7 @@ def search(request: PlanRequest) -> SearchResult:
 
 
 def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], list[Plan], dict[str, Plan]]:
-    """Return the best plan of each file and layout of a tier: those that fit, the tight, and by file the nearest."""
+    """Return a tier's best plan for each file and layout: plans that fit, tight plans, and the closest miss by file."""
     fitting: list[Plan] = []
     tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
@@ -100,7 +101,7 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], lis
             plans = list(_sized(request, recipe))
             if fits := ranked([plan for plan in plans if plan.fits]):
                 if wide and fits[0].speed <= wide[-1].speed:
-                    break  # splitting sequences further has stopped making it faster
+                    break  # splitting sequences further no longer makes it faster
                 wide.append(fits[0])
             narrow += [plan for plan in plans if plan.tight]
             for plan in plans:
@@ -112,12 +113,12 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], lis
 
 
 def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, best first, after all others those that are likely to fill a GPU to the last gigabytes."""
+    """Return the plans, best first, with those that are likely to fill more than `REFUSE` of a GPU at the end."""
     return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > REFUSE * plan.cluster.gpu.memory_gib)
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
-    """Return the plan that a recipe is as it is written; `recipe.deepspeed` may be a path."""
+    """Return the plan of a recipe without changing it; `recipe.deepspeed` may be a path."""
     file = template(recipe.deepspeed, request.cluster)
     return _plan(request, recipe, file, _setup(request, recipe, file))
 
@@ -128,7 +129,7 @@ def _setup(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile) -> Trainin
 
 
 def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
-    """Return a DeepSpeed file by its name in `configs/` or its path, hpZ's groups as large as the cluster's nodes."""
+    """Return a DeepSpeed file by its name in `configs/` or its path. The groups of hpZ get the size of the nodes."""
     file = _read(deepspeed)
     if deepspeed != "zero3_hpz.json":
         return file
@@ -142,12 +143,12 @@ def _read(deepspeed: str) -> DeepSpeedFile:
             return deepspeed_file.read(path)
     known = [path.name for path in CONFIGS.glob("*.json")]
     near = get_close_matches(deepspeed, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"in configs/ there are {', '.join(sorted(known))}."
+    hint = f"did you mean {near[0]}?" if near else f"configs/ holds {', '.join(sorted(known))}."
     raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
 
 
 def _with_divisible_batch(request: PlanRequest) -> Recipe:
-    """Return the recipe with its global batch raised to the next size that is divisible among all ranks."""
+    """Return the recipe with its global batch raised to the next multiple that all ranks can share."""
     recipe, gpus = request.recipe, request.cluster.gpus
     if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
         return recipe
@@ -158,7 +159,7 @@ def _with_divisible_batch(request: PlanRequest) -> Recipe:
 
 
 def _with_supported_precision(request: PlanRequest) -> Recipe:
-    """Return the recipe in fp16 where it is in bf16, which the GPU does not compute in."""
+    """Return the recipe, in fp16 instead of bf16 if the GPU does not support bf16."""
     recipe, gpu = request.recipe, request.cluster.gpu
     if recipe.precision != "bf16" or gpu.bf16:
         return recipe
@@ -168,14 +169,14 @@ def _with_supported_precision(request: PlanRequest) -> Recipe:
 
 
 def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
-    """Yield every file with the possible layouts that differ in sequence parallelism only, the smallest first."""
+    """Yield every file with each group of layouts that differ only in sequence parallelism, smallest first."""
     for layouts in _layouts(request):
         for name in files:
             yield name, _possible(request, name, layouts)
 
 
 def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
-    """Yield the recipe in each of some layouts in which it can run, with one sequence per pass."""
+    """Yield the recipe in each of the layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
         recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
@@ -190,7 +191,7 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
 
 
 def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
-    """Yield every layout that may be sensible: tensor parallelism stays inside a node, where links are fast."""
+    """Yield every sensible layout. Tensor parallelism stays inside a node, where links are fast."""
 
     def sizes(name: str, most: int) -> list[int]:
         if f"layout.{name}" in request.fixed:
@@ -208,17 +209,17 @@ def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
                     for sequence in sequences
                     if world_size % (tensor * pipeline * sequence) == 0
                 ]
-    if _is_mixture(request):
+    if _is_moe(request):
         for expert in sizes("expert", world_size):
             yield [Layout(expert=expert)] if expert > 1 else []
 
 
-def _is_mixture(request: PlanRequest) -> bool:
+def _is_moe(request: PlanRequest) -> bool:
     return any(kind.expert_parameters for kind in request.profile.layer_kinds)
 
 
 def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
-    """Return whether a file is one to take for a layout and a method."""
+    """Return whether a DeepSpeed file suits a layout and a method."""
     if "deepspeed" in request.fixed:
         file = _read(name)
         suits = file.has_tensor_block <= (layout.tensor > 1)
@@ -231,7 +232,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
     if name in LAST_RESORT and request.recipe.precision != "bf16":
         return False
     adapters = request.recipe.lora is not None
-    zero3 = "zero3_moe.json" if _is_mixture(request) else "zero3_adapters.json" if adapters else "zero3.json"
+    zero3 = "zero3_moe.json" if _is_moe(request) else "zero3_adapters.json" if adapters else "zero3.json"
     if layout.tensor > 1:
         return name in ("tensor_parallel.json", "zero2.json", zero3)
     later_tiers = SIMPLICITY[len(TIERS[0]) :]
@@ -244,9 +245,10 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
 
 
 def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
-    """Yield plans with every micro-batch size that fits, with and without checkpointing; or the smallest that does not.
+    """Yield plans for every micro-batch size that fits, with and without checkpointing, or the smallest if none fits.
 
-    Memory grows with the micro-batch, and checkpointing never adds to it: what does not fit ends the series.
+    Memory grows with the micro-batch, and checkpointing never adds to it, so the first size that does not fit ends the
+    series.
     """
     file = template(recipe.deepspeed, request.cluster)
     setup = _setup(request, recipe, file)

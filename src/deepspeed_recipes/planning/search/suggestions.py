@@ -1,4 +1,4 @@
-"""What to change where nothing fits: another method, shorter sequences, tiles, more hardware; each tried by itself."""
+"""Suggests changes if nothing fits: another method, shorter sequences, tiles, more hardware; each is tried alone."""
 
 import contextlib
 import math
@@ -17,33 +17,33 @@ MOST_NODES = 128
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
 FEW_GPUS = 64
-"""Up to which other methods are searched, too: that takes tenths of a second each; a new model's profile, seconds."""
+"""Largest cluster on which other methods are searched as well, which takes tenths of a second per method."""
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
-"""Settings of the user's that leave a plan little room."""
+"""Settings that restrict the search most if the user fixes them."""
 SHORTEST = 512
-"""Tokens of a sequence; below it most conversations would be cut."""
+"""Shortest sequence to suggest, in tokens; a shorter one would cut most conversations."""
 
 
 def sentence(request: PlanRequest, result: SearchResult) -> str:
-    """Return which plan comes nearest to fitting, and what would make one fit."""
+    """Return which plan comes closest to fitting, and which changes would make one fit."""
     if result.tight:
         plan = result.tight[0]
-        return f"nothing fits for sure; {plan.recipe.deepspeed} is {tightness(plan)}.\n{_what_would(request)}"
+        return f"nothing is certain to fit; {plan.recipe.deepspeed} is {tightness(plan)}.\n{_what_would(request)}"
     if not result.rejected:
         batch, gpus = request.recipe.global_batch_size, request.cluster.gpus
         fixed = [key for key in sorted(request.fixed) if key == "deepspeed" or key.startswith("layout.")]
         if fixed:
             given = " ".join(overrides.as_typed(request.recipe, fixed))
-            return f"{given}: this model cannot train like this on {gpus} GPUs; leave out what you do not need."
+            return f"{given}: this model cannot train like this on {gpus} GPUs; remove the settings you do not need."
         return (
-            f"no layout of {gpus} GPUs is possible: global_batch_size={batch} is not divisible by the data-parallel "
-            f"size of any; try global_batch_size={math.ceil(batch / gpus) * gpus}."
+            f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size={batch}; "
+            f"try global_batch_size={math.ceil(batch / gpus) * gpus}."
         )
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
-    asked = overrides.as_typed(request.recipe, [key for key in sorted(request.fixed) if key in NARROW])
-    given = f" with {' '.join(asked)}" if asked else ""
+    restricting = overrides.as_typed(request.recipe, [key for key in sorted(request.fixed) if key in NARROW])
+    given = f" with {' '.join(restricting)}" if restricting else ""
     return (
-        f"nothing fits{given}; {nearest.recipe.deepspeed} comes nearest, with {nearest.shortfalls[0]}.\n"
+        f"nothing fits{given}; {nearest.recipe.deepspeed} comes closest, with {nearest.shortfalls[0]}.\n"
         f"{_what_would(request)}"
     )
 
@@ -51,14 +51,14 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
 def _what_would(request: PlanRequest) -> str:
     found = list(suggestions(request))
     if not found:
-        return "Take a smaller model, or let --which-gpu find the hardware."
-    return f"What would: {'; '.join(found)}."
+        return "Use a smaller model, or find suitable hardware with --which-gpu."
+    return f"What would fit: {'; '.join(found)}."
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:
-    """Yield each change with which the model can be trained, as it is typed for ds-recipes plan, and its speed.
+    """Yield each change that makes training possible, as an option of ds-recipes plan, with the resulting speed.
 
-    Each was tried by itself, beside all that the user has set.
+    Each change is tried alone; all other settings of the user stay as they are.
     """
     yield from _methods(request)
     yield from _less_at_once(request)
@@ -66,23 +66,23 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
 
 def other_methods(request: PlanRequest) -> str | None:
-    """Return what other `METHODS` would reach; None for other variants, and where that would take seconds."""
+    """Return the speed and memory of the other `METHODS`, or None for other variants and if that would take seconds."""
     recipe = request.recipe
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return None
     requests = {name: with_method(request, name) for name in METHODS if name != recipe.variant}
     found = {name: other and search(other).best for name, other in requests.items()}
-    said = [
+    parts = [
         f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB"
         + (f" with {best.host_gib:,.0f} GiB of host memory" if best.setup.offload_optimizer != "none" else "")
         for name, best in found.items()
         if best
     ]
-    return f"By other methods, tokens/s/GPU and memory: {'; '.join(said)}." if said else None
+    return f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}." if parts else None
 
 
 def _methods(request: PlanRequest) -> Iterator[str]:
-    """Yield the first variant with fewer states that fits: adapters, then 4-bit weights, then sharded ones."""
+    """Yield the first variant with smaller states that fits: adapters, then 4-bit weights, then sharded weights."""
     frugal = METHODS.index(method_of(request.recipe))
     others = [other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request, name))]
     for method in METHODS[frugal:]:
@@ -96,7 +96,7 @@ def _methods(request: PlanRequest) -> Iterator[str]:
 
 
 def _less_at_once(request: PlanRequest) -> Iterator[str]:
-    """Yield a smaller micro-batch where one is asked for, tiles, and the longest half, ... of the sequence that fit."""
+    """Yield a smaller micro-batch if the user set it, tiles or offloading, and the first halved sequence that fits."""
     recipe = request.recipe
     size = recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
     while size:
@@ -106,7 +106,7 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
         size //= 2
     if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
         for words in (TILES, OFFLOADED, TILES + OFFLOADED):
-            with contextlib.suppress(UserError):  # what it does not go with
+            with contextlib.suppress(UserError):  # the recipe does not allow these settings
                 if found := _tried(" ".join(words), replace(request, recipe=overrides.apply(recipe, words))):
                     yield found
                     break
@@ -121,7 +121,7 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
 
 
 def _more_hardware(request: PlanRequest) -> Iterator[str]:
-    """Yield more GPUs, host memory and drives."""
+    """Yield more GPUs or nodes, more host memory, and NVMe drives."""
     cluster = request.cluster
     gpus = cluster.gpus_per_node * 2
     while not cluster.instance and cluster.nodes == 1 and gpus <= NODE:
@@ -148,7 +148,7 @@ def _more_hardware(request: PlanRequest) -> Iterator[str]:
 
 
 def _tried(change: str, request: PlanRequest) -> str | None:
-    """Return a change with the speed of its best plan; None where nothing fits with it."""
+    """Return a change with the speed of its best plan, or None if nothing fits with it."""
     best = search(request).best
     return f"{change} ({_speed(best)})" if best else None
 
@@ -158,9 +158,10 @@ def _speed(plan: Plan) -> str:
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
-    """Return the request for another variant of the recipe's page, on the same model, batch and hardware.
+    """Return the request for another variant of the recipe's page, with the same model, batch and hardware.
 
-    What the user has set stays, but for what the present variant is; None where the other does not go with it.
+    The user's settings are kept, except those that define the current variant. None if the other variant contradicts
+    them.
     """
     recipe, page = request.recipe, pages.find(pages.typed(request.recipe), request.recipe.variant)
     if variant not in pages.variants(pages.page_of(recipe)):

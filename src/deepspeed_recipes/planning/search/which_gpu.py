@@ -1,4 +1,4 @@
-"""On which hardware of the catalogue a model can be trained: the smallest, and what each that has a price costs."""
+"""Finds the catalogue's hardware for a run: the smallest that fits, and the price on every instance with a price."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,15 +11,15 @@ from .run_cost import Workload
 from .strategies import search
 
 NODES = (1, 2, 4, 8, 16)
-"""Of one instance, tried until the model fits and the run ends in time."""
+"""Numbers of nodes to try, until the model fits and the run meets the deadline."""
 TRIED = 3
-"""Instances of which many nodes are tried, to say what comes nearest to a deadline."""
+"""Number of instances to try with many nodes, to find the run that comes closest to a deadline."""
 GAIN = 2
-"""How much faster a GPU may get with more nodes, since its states are smaller and it recomputes less."""
+"""Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
 LARGE = 8
-"""GPUs of a node from which several make sense: smaller ones have slow networks."""
+"""Minimum GPUs per node for runs on several nodes: smaller nodes have slow networks."""
 DESKTOP_HOST = 64.0
-"""GiB of host memory in a computer of one's own."""
+"""GiB of host memory in a desktop computer."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Choice:
     plan: Plan
     hours: float
     dollars: float | None
-    """None: its price is unknown."""
+    """None if the price of the hardware is unknown."""
 
     @property
     def cluster(self) -> Cluster:
@@ -38,12 +38,12 @@ class Choice:
 
 
 def smallest(request: PlanRequest, workload: Workload, hours: float | None = None) -> Choice | None:
-    """Return the hardware of the fewest GPUs, of those with the least memory, of those the cheapest, where a run fits.
+    """Return the hardware with the fewest GPUs on which a run fits; ties go to less GPU memory, then to a lower price.
 
     Args:
-        request: whose cluster is ignored.
-        workload: what is trained.
-        hours: in which it is to end; None: however long it takes.
+        request: the request, whose cluster is ignored.
+        workload: the tokens to train and the prices.
+        hours: the deadline, or None for no deadline.
     """
     nodes = [*(Cluster(gpu, host_memory_gib=DESKTOP_HOST) for gpu in DESKTOP), *map(of_instance, INSTANCES)]
 
@@ -65,20 +65,20 @@ def smallest(request: PlanRequest, workload: Workload, hours: float | None = Non
 
 
 def by_price(request: PlanRequest, workload: Workload, hours: float | None = None) -> list[Choice]:
-    """Return every instance that has a price with as many nodes as the run needs, the cheapest run first."""
+    """Return every instance with a price, with as many nodes as the run needs, the cheapest run first."""
     choices = [choice for name in workload.prices.known() if (choice := _on(name, request, workload, hours))]
     return sorted(choices, key=lambda choice: choice.dollars or 0)
 
 
 def fastest(request: PlanRequest, workload: Workload) -> Choice | None:
-    """Return the fastest run on the most nodes, of the instances that are fastest alone; None where nothing fits."""
+    """Return the fastest run, with up to the most nodes of the fastest instances, or None if nothing fits."""
     alone = sorted(by_price(request, workload), key=lambda choice: choice.hours)[:TRIED]
     many = [_choice(request, workload, replace(one.cluster, nodes=NODES[-1])) for one in alone]
     return min((one for one in (*alone, *many) if one), key=lambda choice: choice.hours, default=None)
 
 
 def _on(name: str, request: PlanRequest, workload: Workload, hours: float | None) -> Choice | None:
-    """Return the smallest number of nodes of an instance on which the run fits and ends in time."""
+    """Return the smallest number of nodes of an instance on which the run fits and meets the deadline, or None."""
     node = of_instance(name)
     for nodes in NODES if node.gpus >= LARGE else NODES[:1]:
         choice = _choice(request, workload, replace(node, nodes=nodes))
@@ -90,7 +90,7 @@ def _on(name: str, request: PlanRequest, workload: Workload, hours: float | None
 
 
 def _is_hopeless(choice: Choice, hours: float) -> bool:
-    """Return whether even the most nodes would be too slow, if each were `GAIN` times as fast as it is now."""
+    """Return whether even the largest number of nodes would be too slow, with each node `GAIN` times as fast."""
     return choice.hours > hours * GAIN * NODES[-1] / choice.cluster.nodes
 
 

@@ -1,4 +1,4 @@
-"""A figure of memory: one bar per plan, divided into its components."""
+"""Draws the memory of plans: one bar per plan, divided into its components."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from .table import layout_in_words
 
 
 def png(plans: Mapping[str, Plan]) -> bytes:
-    """Return the figure of plans for one kind of GPU, by the labels beside their bars."""
+    """Return the figure as PNG. The keys label the bars; all plans are for the same kind of GPU."""
     image = io.BytesIO()
     draw(plans).savefig(image, format="png", dpi=120)
     return image.getvalue()
 
 
 def draw(plans: Mapping[str, Plan]) -> Figure:
-    """Return the figure as matplotlib's."""
+    """Return the matplotlib figure."""
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     labels = list(plans)[::-1]
@@ -36,7 +36,7 @@ def draw(plans: Mapping[str, Plan]) -> Figure:
 
 
 def labels(plans: Sequence[Plan]) -> dict[str, Plan]:
-    """Return plans by number, file, layout and micro-batch size."""
+    """Return plans under labels with their number, file, layout and micro-batch size."""
     return {
         f"{number}. {plan.recipe.deepspeed.removesuffix('.json')}, "
         f"{layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size)}, "

@@ -1,4 +1,4 @@
-"""Which hardware to take: the choices as a table and as data."""
+"""Shows hardware choices as a table and as data."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from ..search.which_gpu import Choice
 from .table import cost, hardware_in_words, layout_in_words
 
 SHOWN = 8
-"""Choices in the table."""
+"""Number of choices in the table."""
 
 
 def rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
@@ -50,10 +50,10 @@ def _in_words(cluster: Cluster) -> str:
 
 
 def names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> list[str]:
-    """Return what a choice is: the cheapest, the smallest, or both."""
-    cheapest = [one for one in shown if one.dollars is not None]
-    said = ["cheapest"] if cheapest and choice is cheapest[0] else []
-    return [*said, *(["smallest"] if least and choice.cluster == least.cluster else [])]
+    """Return the labels of a choice: `cheapest`, `smallest`, both or none."""
+    priced = [one for one in shown if one.dollars is not None]
+    cheapest = ["cheapest"] if priced and choice is priced[0] else []
+    return [*cheapest, *(["smallest"] if least and choice.cluster == least.cluster else [])]
 
 
 def as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
+"""Shows a search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +18,7 @@ from ..search.reasons import behind, why
 from ..search.run_cost import RESTART, Workload
 
 SHOWN = 8
-"""Plans in the table."""
+"""Number of plans in the table."""
 COLUMNS = (
     "",
     "config",
@@ -33,20 +33,21 @@ COLUMNS = (
 )
 COST_COLUMNS = ("hours", "dollars")
 LARGE_CHECKPOINT = 10
-"""GiB of a checkpoint that are worth a note."""
+"""GiB of a checkpoint above which a note is printed."""
 WAITS = 0.25
-"""Share of a step in which the GPU waits for its next kernel that is worth a note. With some 200 tokens at a time, LoRA
-took 4.7 ms per layer on one published host with its software (Qwen's) and 8.7 on another (Param_Recommend's)."""
+"""Share of a step that the GPU waits for its next kernel above which a note is printed. With about 200 tokens at a
+time, LoRA took 4.7 ms per layer on one published host and its software (Qwen's) and 8.7 on another
+(Param_Recommend's)."""
 BAR = 40
-"""Characters of a GPU's whole memory."""
+"""Width in characters of a bar that stands for a GPU's whole memory."""
 HOSTS = "HOSTS"
-"""Stands for the hostfile in a command."""
+"""Placeholder for the hostfile in a command."""
 
 
 def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> dict[str, Any]:
-    """Return the answer as `ds-recipes plan --json` prints it: the plans that fit, the tight, then those that do not.
+    """Return the result as `ds-recipes plan --json` prints it: plans that fit, tight plans, then rejected plans.
 
-    With a workload, each plan has `hours`, and `dollars` where the price of the hardware is known.
+    With a workload, each plan has `hours` and `dollars`; `dollars` is None if the price of the hardware is unknown.
     """
     cluster, recipe = request.cluster, request.recipe
     plans = [*result.plans, *result.tight, *result.rejected]
@@ -101,7 +102,7 @@ def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -
 
 
 def command(recipe: Recipe, cluster: Cluster) -> str:
-    """Return the command that starts a recipe on a cluster, with a hostfile `HOSTS` where that has several nodes."""
+    """Return the command that starts a recipe on a cluster; `HOSTS` stands for the hostfile of several nodes."""
     page = pages.find(pages.typed(recipe), recipe.variant)
     where = ["--hostfile", HOSTS, "--nodes", str(cluster.nodes)] if cluster.nodes > 1 else []
     words = [pages.typed(recipe), recipe.variant, *where, "--gpus", str(cluster.gpus_per_node)]
@@ -116,7 +117,7 @@ def show(
     workload: Workload | None = None,
     remarks: Iterable[str] = (),
 ) -> None:
-    """Print the answer: the table, the best plan's memory as a bar, its reasons, remarks on it and its command."""
+    """Print the table, then the best plan's memory as a bar, its reasons, notes and command."""
     possible = [*result.plans, *result.tight]
     plans = [*shown(possible), *(result.rejected if explain or not possible else ())]
     planned = replace(request, recipe=plans[0].recipe) if plans else request
@@ -138,7 +139,7 @@ def show(
 
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first plans, and of those after them the best of each tier that is not among the first."""
+    """Return the first plans, and the best plan of each tier that is not among them."""
     first = list(plans[:SHOWN])
     for plan in plans[SHOWN:]:
         if plan.tier not in {one.tier for one in first}:
@@ -147,68 +148,74 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """Yield what else a person should know of a plan."""
+    """Yield notes on a plan: its range, assumptions and side effects."""
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
     (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
     speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
     yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
     if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
-        yield f"That takes {plan.host_gib:,.0f} GiB of host memory per node, which is not checked: give --host-memory."
+        yield (
+            f"This plan needs {plan.host_gib:,.0f} GiB of host memory per node, which was not checked: "
+            "give --host-memory."
+        )
     if batch != (before := request.recipe.global_batch_size):
-        yield f"global_batch_size={batch}, not {before}, gives every GPU as many sequences: each step learns from more."
+        yield f"global_batch_size was raised from {before} to {batch}, so that every GPU gets equally many sequences."
     if plan.recipe.writes_answers:
-        yield "Speeds are of training alone: the answers that it learns from are written before each step."
+        yield "Speeds are for training only; writing the answers before each step takes additional time."
     if not pages.is_own_model(plan.recipe):
-        yield f"Data, rates and batch are those of {pages.typed(plan.recipe)}, the nearest recipe: check them."
+        yield f"Data, rates and batch are from {pages.typed(plan.recipe)}, the nearest recipe: check them."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
-        yield f"A checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} of them are kept."
+        yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
     if (waits := plan.time.launch / plan.time.seconds) > WAITS:
         yield (
-            f"In {waits:.0%} of a step the GPU waits for Python: with a slow CPU it takes up to twice as long, and "
-            "more tokens per pass (micro_batch_size, packing) cost little."
+            f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
+            "per pass (micro_batch_size, packing) cost little."
         )
     if not plan.time.measured:
-        yield f"The speeds are computed, not measured on {plan.cluster.gpu.name}: trust their order most."
+        yield (
+            f"No measurements on {plan.cluster.gpu.name} were used: the order of the plans is more reliable than "
+            "their speeds."
+        )
     if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
-        yield f"{plan.cluster.gpu.name} has no bf16, so this trains in fp16: its first steps look for a loss scale."
+        yield f"{plan.cluster.gpu.name} has no bf16, so training is in fp16; its first steps search for a loss scale."
     if batch < gpus:
-        yield f"{batch} sequences per step are fewer than the GPUs: use global_batch_size={gpus} to give each one."
+        yield f"A step has fewer sequences ({batch}) than there are GPUs: set global_batch_size={gpus}."
 
 
 def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
-    """Yield what hours and dollars are made of."""
+    """Yield notes on what hours and dollars include."""
     tokens = (
         f"about {workload.tokens:,.0f} tokens ({workload.about})"
         if workload.about
         else f"{workload.tokens:,.0f} tokens"
     )
-    padding = "" if plan.recipe.packing else ", and so does padding, since packing is off"
+    padding = "" if plan.recipe.packing else ", and neither is padding (packing is off)"
     steps = _counted(workload.steps(plan), "step")
-    yield f"Hours are of training {tokens}, in {steps}; loading and checkpoints come on top{padding}."
+    yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
-        yield f"Sequences are packed: a token attends to its own document only, on average of {documents:,.0f} tokens."
+        yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
     if workload.node_hours is not None:
         yield (
-            f"Interruptions, of a node every {workload.node_hours:g} h on average, add "
-            f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the last "
-            f"of the checkpoints, one per save_steps={plan.recipe.save_steps}. Run with --max-restarts."
+            f"Interruptions of each node, every {workload.node_hours:g} h on average, add "
+            f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the "
+            f"newest checkpoint (save_steps={plan.recipe.save_steps}). Run with --max-restarts."
         )
     hourly = workload.prices.per_hour(plan.cluster)
     if hourly is None:
         instances = workload.prices.instances(plan.cluster.gpu)
         named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
         what = plan.cluster.instance or plan.cluster.gpu.name
-        yield f"What {what} costs is not known here: give --price, in dollars per hour of a node{named}."
+        yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{named}."
         return
     nodes, gpus = plan.cluster.nodes, plan.cluster.gpus
     where = "the node" if nodes == 1 else f"{nodes} nodes"
-    each = "" if gpus == 1 else f", {hourly / gpus:,.2f} of each GPU"
+    each = "" if gpus == 1 else f", {hourly / gpus:,.2f} per GPU"
     yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster)}."
     idle = INSTANCES[plan.cluster.instance].gpus - plan.cluster.gpus_per_node if plan.cluster.instance else 0
     if idle > 0:
-        yield f"{plan.cluster.instance} has {_counted(idle, 'GPU')} more, idle and paid for."
+        yield f"{plan.cluster.instance} has {_counted(idle, 'more GPU')}, idle but paid for."
 
 
 def _counted(number: int, what: str) -> str:
@@ -216,7 +223,7 @@ def _counted(number: int, what: str) -> str:
 
 
 def asked(request: PlanRequest) -> str:
-    """Return what is planned, without the hardware: model, method, batch and sequence length."""
+    """Return the request without the hardware: model, method, batch and sequence length."""
     recipe = request.recipe
     parameters = pages.human(request.profile.parameters)
     name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
@@ -228,7 +235,7 @@ def asked(request: PlanRequest) -> str:
 
 
 def hardware_in_words(cluster: Cluster) -> str:
-    """Return a cluster in words: `4 x 8 x H100 (79.1 GiB), 3,200 Gbit/s per node`."""
+    """Return the description of a cluster: `4 x 8 x H100 (79.1 GiB), 3,200 Gbit/s per node`."""
     gpu = cluster.gpu
     about = f"assumed to be as fast as {gpu.like}" if gpu.like else f"{gpu.memory_gib:g} GiB"
     node = f"{cluster.gpus_per_node} x {gpu.name} ({about})"
@@ -260,7 +267,7 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
 
 
 def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
-    """Return the cells of a plan's hours and dollars."""
+    """Return the table cells for a plan's hours and dollars."""
     hours, dollars = workload.hours(plan), workload.dollars(plan)
     return (
         f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}",
@@ -277,13 +284,13 @@ def _size(size: float) -> str:
 
 
 def layout_in_words(layout: Layout, data_parallel_size: int) -> str:
-    """Return a layout in words: `data 4 x tensor 8`."""
+    """Return the description of a layout: `data 4 x tensor 8`."""
     sizes = {"data": data_parallel_size, **asdict(layout)}
     return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one GPU"
 
 
 def bar(plan: Plan) -> Iterator[str]:
-    """Yield a plan's memory on a GPU as a bar, a line per component, and what is free."""
+    """Yield a plan's memory on a GPU as a bar, with a line for each component and for the free memory."""
     components = {name.replace("_", " "): size for name, size in plan.components.items()}
     components = dict(sorted(components.items(), key=lambda item: -item[1]))
     memory_gib = plan.cluster.gpu.memory_gib

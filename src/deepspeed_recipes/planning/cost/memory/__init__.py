@@ -1,1 +1,1 @@
-"""How much memory training takes."""
+"""Predicts the memory that training takes on GPUs, hosts, NVMe drives and disks."""

@@ -1,4 +1,4 @@
-"""Activation memory on one rank: what layers save for the backward pass, and what their passes need at their peak."""
+"""Activation memory on one rank: tensors that layers save for the backward pass, and the peaks of both passes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -11,66 +11,68 @@ from .states import WIDTH
 Number = TypeVar("Number", float, SavedBytes)
 
 FP32 = 2
-"""How much more fp32 takes than the bf16 that was profiled: an upper bound, since some of it is in fp32 already."""
+"""Factor from the profiled bf16 to fp32. It is an upper bound, since some activations are in fp32 already."""
 PROFILED_LOGITS = 12
 """Bytes per token and vocabulary entry of whole logits at their peak, in the backward pass of the loss: probabilities
 and two gradients, in fp32 (transformers 5.22, loss/loss_utils.py)."""
 TOO_SMALL_LOGITS = 2
-"""Bytes per token and vocabulary entry that are reserved and of no use at that peak: the block of the logits in bf16 is
-free, but no gradient in fp32 fits into it."""
+"""Bytes per token and vocabulary entry that are reserved but unusable at that peak: the block of the bf16 logits is
+free, but too small for a gradient in fp32."""
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192
-"""Of the one tile of logits that exists at a time: tokens (trl, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE), and
-vocabulary entries (`training.model.tiling.COLUMNS`)."""
+"""Size of the single tile of logits that exists at a time, in tokens (trl, kernels/chunked_logprob.py,
+TOKEN_CHUNK_SIZE) and vocabulary entries (`training.model.tiling.COLUMNS`)."""
 TILE = 2 * TILE_TOKENS * TILE_COLUMNS
 """Bytes of that tile in bf16; Triton's kernels turn it into its gradient in place."""
 GRADIENTS_IN_TILES = 6
-"""Bytes per number of the gradients that tiles add up: in fp32, and beside that the copy in bf16 that is returned."""
+"""Bytes per element of the gradients that are summed over tiles: the sum in fp32 and the returned copy in bf16."""
 HIDDEN_IN_TILES = 2.5
-"""Bytes per token and width that norm and loss keep beyond the layers' own; profiled with Llama's norm."""
+"""Bytes per token and hidden unit that norm and loss keep beyond the layers' own; profiled with Llama's norm."""
 NORM_AFTER_TILES = 20.5
-"""Bytes per token and width at the peak of the last norm's backward pass, which is in fp32; profiled with Llama's."""
+"""Bytes per token and hidden unit at the peak of the last norm's backward pass, in fp32; profiled with Llama's norm."""
 NORM = 8
-"""Bytes of the last norm per token and hidden unit in bf16: its input there and in fp32, and its output."""
+"""Bytes of the last norm per token and hidden unit: its input in bf16 and in fp32, and its output in bf16."""
 INNER = 4
-"""Bytes per token and output of a feed-forward layer's inner matrices: itself and what follows it, in bf16."""
+"""Bytes per token and output of a feed-forward layer's inner matrices, in bf16: the output and the result of the next
+operation."""
 INNER_FUSED = 3
-"""The same with Liger's kernels, which compute the activation function again (liger_kernel, ops/swiglu.py), and with
-torch.compile, which does so with all that is element-wise (weighed in tests/test_tiled_memory.py)."""
+"""The same with Liger's kernels, which recompute the activation function (liger_kernel, ops/swiglu.py), and with
+torch.compile, which recomputes all element-wise operations (measured in tests/test_tiled_memory.py)."""
 NORM_FUSED = 4
-"""Bytes per token and width that such a norm saves less where its weight is trained, otherwise half of them: it keeps
-its input in bf16, and not in fp32 and normalised (liger_kernel, ops/rms_norm.py; transformers' LlamaRMSNorm)."""
+"""Bytes per token and hidden unit that a fused norm saves less than an unfused one if its weight is trained, and half
+as many otherwise: it keeps its input in bf16 instead of a normalised copy in fp32 (liger_kernel, ops/rms_norm.py;
+transformers' LlamaRMSNorm)."""
 NORMS = 2
-"""Of a layer."""
+"""Norms per layer."""
 NOTHING = SavedBytes(0)
 
 
 def of_mode(values: Mapping[str, Number], setup: TrainingSetup) -> Number:
-    """Return what was profiled for the setup's training mode, at its adapters' rank."""
+    """Return the profiled value for the setup's training mode and the rank of its adapters."""
     mode = training_mode(setup.lora)
     return values[mode] if setup.lora is None else values[mode] + setup.lora.rank * values[f"{mode} rank"]
 
 
 def adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the parameters of a layer's adapters."""
+    """Return the number of parameters in a layer's adapters."""
     return of_mode(kind.adapter_parameters, setup) if setup.lora else 0.0
 
 
 def is_masked(kind: LayerProfile, setup: TrainingSetup) -> bool:
-    """Return whether attention gets a mask of all pairs: for packed documents, or a window shorter than a sequence."""
+    """Return whether attention gets a full mask: for packed documents, or for a window shorter than the sequence."""
     if setup.attention != "sdpa" or not kind.attention_width:
         return False
     return setup.packing or (kind.window is not None and kind.window <= setup.sequence_length)
 
 
 def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return what autograd saves of a layer for one micro-batch."""
+    """Return the bytes that autograd saves in a layer for one micro-batch."""
     layout, sequences, length = setup.layout, setup.sequences_per_pass, setup.sequence_length
     split = (1 - 1 / layout.tensor) * kind.saved.get("split", NOTHING)
     saved = of_mode(kind.saved, setup) + -1 * split
     own_length = length / layout.sequence
     total = sequences * (saved.per_token * own_length + saved.per_pair * length * own_length) + saved.fixed
     if is_masked(kind, setup):
-        # Repeated keys and values are divided like all heads; every rank has the whole mask.
+        # Repeated keys and values are divided over ranks like all heads; every rank has the whole mask.
         more = kind.saved.get("masked", NOTHING)
         total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
     total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
@@ -81,10 +83,11 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the bytes per token of inputs of frozen matrices, which ZeRO-3 saves although no gradient needs them.
+    """Return the bytes per token of frozen matrices' inputs, which ZeRO-3 saves although no gradient needs them.
 
-    `LinearFunctionForZeroStage3` (deepspeed 0.19.8, zero/linear.py) saves every input. That of attention's last matrix
-    attention has saved, and an adapter without dropout saves its own; 4-bit matrices are no such functions.
+    `LinearFunctionForZeroStage3` (deepspeed 0.19.8, zero/linear.py) saves every input. Not counted here: the input of
+    attention's last matrix, which attention saves anyway, and the inputs of matrices with an adapter without dropout,
+    which the adapter saves. 4-bit matrices do not use this function.
     """
     if setup.zero_stage < 3 or setup.fsdp or setup.lora is None or setup.lora.fused or setup.quantized:
         return 0.0
@@ -96,22 +99,22 @@ def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def _eager(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> SavedBytes:
-    """Return what eager attention needs more than one operator does."""
+    """Return the additional bytes of eager attention compared with a fused operator."""
     return profiled.get("eager", NOTHING) if setup.attention == "eager" else NOTHING
 
 
 def _scores(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> float:
-    """Return what eager attention keeps of its scores, or what their gradients need.
+    """Return the bytes of eager attention's saved scores, or of their gradients.
 
-    In bf16 the probabilities are there in fp32 too, and in fp32 only once, but their gradients are twice as large: both
-    together are the same.
+    The total is the same in bf16 and fp32: in bf16 the probabilities also exist in fp32; in fp32 they exist once, but
+    their gradients are twice as large.
     """
     pairs = setup.sequence_length**2 / setup.layout.sequence / setup.layout.tensor
     return setup.sequences_per_pass * _eager(profiled, setup).per_pair * pairs
 
 
 def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
-    """Return what is saved less in a layer whose norms, and activation functions with a gate, are one kernel each."""
+    """Return by how many bytes fused norms and gated activation functions reduce what a layer saves."""
     if not setup.fuses:
         return 0.0
     norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
@@ -121,7 +124,7 @@ def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> flo
 
 
 def _is_gated(kind: LayerProfile) -> bool:
-    """Return whether a layer's feed-forward part multiplies two products; routed experts have kernels of their own."""
+    """Return whether a layer's feed-forward part has a gate; False for routed experts, which have their own kernels."""
     if kind.expert_parameters or not kind.feed_forward:
         return False
     width, _ = kind.feed_forward[-1]
@@ -129,15 +132,15 @@ def _is_gated(kind: LayerProfile) -> bool:
 
 
 def _inner_results(kind: LayerProfile) -> int:
-    """Return the numbers per token that the inner matrices of a layer's feed-forward part return."""
+    """Return the outputs per token of the inner matrices of a layer's feed-forward part."""
     return sum(outputs for _, outputs in kind.feed_forward[:-1])
 
 
 def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return what autograd saves inside a layer's feed-forward part for one micro-batch, beyond its input.
+    """Return the bytes that autograd saves inside a layer's feed-forward part for one micro-batch, beyond its input.
 
-    Each of its inner matrices has an output, and the activation function or the product with the gate has another one,
-    which the last matrix multiplies.
+    These are the outputs of the inner matrices and of the activation function or the product with the gate, which is
+    the last matrix's input.
     """
     inner = _inner_results(kind)
     tokens = setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
@@ -146,7 +149,7 @@ def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return what stays of a layer after its forward pass: all that was saved, or with checkpointing its input."""
+    """Return the bytes kept of a layer after its forward pass: all saved tensors, or with checkpointing its input."""
     if setup.selective:
         return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) + _product_bytes(kind, setup)
     if setup.recomputes_layers:
@@ -156,12 +159,12 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def waiting_bytes(layer_counts: Iterable[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
-    """Return what stays of all layers after their forward passes, wherever it is."""
+    """Return the bytes kept of all layers after their forward passes, on the GPU or offloaded."""
     return sum(count * kept_bytes(kind, setup) for kind, count in layer_counts)
 
 
 def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the results of a layer's matrix products and of its attention, in bf16, for one micro-batch."""
+    """Return the bytes of the results of a layer's matrix products and attention for one micro-batch."""
     results = sum(outputs for _, outputs in kind.linears) + _attention_results(kind, setup) + _expert_results(kind)
     if setup.lora:
         results += sum(setup.lora.rank + outputs for _, outputs in kind.linears)
@@ -169,14 +172,14 @@ def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def _attention_results(kind: LayerProfile, setup: TrainingSetup) -> int:
-    """Return the numbers per token that attention returns, where it is one operator."""
+    """Return the outputs per token of attention, or 0 for eager attention."""
     return 0 if setup.attention == "eager" else kind.attention_width
 
 
 def _expert_results(kind: LayerProfile) -> float:
-    """Return the numbers per token that its experts' matrices return.
+    """Return the outputs per token of a layer's expert matrices.
 
-    A gated expert's three matrices are equally large, and two of them return its width.
+    The three matrices of a gated expert have the same size, and the outputs of two of them have the expert's width.
     """
     if not kind.experts_per_token:
         return 0.0
@@ -185,7 +188,7 @@ def _expert_results(kind: LayerProfile) -> float:
 
 
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return what a layer's backward pass needs beyond what was kept, recomputed activations included."""
+    """Return the bytes that a layer's backward pass needs beyond the kept ones, recomputed activations included."""
     split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
     backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
     own_length = setup.sequence_length / setup.layout.sequence
@@ -193,16 +196,16 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     per_token = _eager(kind.backward_peak, setup).per_token
     more = _in_precision(setup.sequences_per_pass * per_token * own_length, setup)
     scores = max(0.0, more + _scores(kind.backward_peak, setup))
-    # In batches smaller than those that were profiled, the gradient of the largest weight is the peak.
+    # In batches smaller than the profiled ones, the gradient of the largest weight is the peak.
     gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0
     return _recomputed_bytes(kind, setup) + _in_precision(max(needed, gradient), setup) + scores
 
 
 def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return what is computed again of a layer before its backward pass: its feed-forward part a tile at a time."""
+    """Return the bytes of a layer's recomputed activations; a tiled feed-forward part is recomputed tile by tile."""
     feed_forward = feed_forward_bytes(kind, setup)
     tile = feed_forward / setup.feed_forward_tiles(kind.checkpoint_bytes // 2)
-    if setup.selective:  # what is kept of gates, experts and attention is used as it is
+    if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _expert_results(kind) + _attention_results(kind, setup)
         return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)
     if setup.recomputes_layers:
@@ -211,16 +214,16 @@ def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
-    """Return the bytes of masks of all pairs, one per window width: booleans, or numbers for eager attention."""
+    """Return the bytes of full attention masks, one per window width: booleans, or bf16 numbers for eager attention."""
     eager = setup.attention == "eager"
     windows = {kind.window for kind in kinds if eager or is_masked(kind, setup)}
     return len(windows) * setup.sequences_per_pass * setup.sequence_length**2 * (2 if eager else 1)
 
 
 def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what norm, head and loss need at their peak: the logits, several times, or a tile of them."""
+    """Return the bytes that norm, head and loss need at their peak: several copies of the logits, or a tile of them."""
     tokens = _tokens(setup)
-    if setup.scores:  # a reward is one number per sequence; what is left is the last norm
+    if setup.scores:  # a reward is one number per sequence, so only the last norm counts
         return _in_precision(NORM * tokens * profile.hidden_size, setup)
     head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
     if setup.tiles(profile.vocab_size):
@@ -234,7 +237,7 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 
 
 def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what the caching allocator reserves beside whole logits at their peak, and cannot use."""
+    """Return the bytes that the caching allocator reserves but cannot use at the peak of whole logits."""
     whole = not (setup.scores or setup.tiles(profile.vocab_size))
     if not whole or setup.logit_bytes is not None or setup.precision == "fp32":
         return 0.0
@@ -243,19 +246,19 @@ def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 
 
 def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
-    """Return the bytes of a loss in tiles: when the tiles are done, or in the norm's backward pass after them.
+    """Return the peak bytes of a tiled loss: at the end of the tiles, or in the norm's backward pass after them.
 
     Args:
-        tokens: that have labels; all of them, where it is not known how many do.
-        hidden: width of the model.
-        trained: weights of the head that get a gradient.
+        tokens: number of tokens with labels, or of all tokens if that is unknown.
+        hidden: hidden size of the model.
+        trained: number of the head's weights that get a gradient.
     """
     added_up = HIDDEN_IN_TILES * tokens * hidden + GRADIENTS_IN_TILES * (tokens * hidden + trained)
     return max(added_up + TILE, NORM_AFTER_TILES * tokens * hidden)
 
 
 def _tokens(setup: TrainingSetup) -> float:
-    """Return the tokens of a pass whose hidden states and logits are on a rank."""
+    """Return the number of tokens per pass whose hidden states and logits are on one rank."""
     ranks = setup.layout.sequence * (setup.layout.tensor if setup.tensor_splits_all else 1)
     return setup.sequences_per_pass * setup.sequence_length / ranks
 
@@ -265,9 +268,9 @@ def _in_precision(total: float, setup: TrainingSetup) -> float:
 
 
 def cache_bytes(profile: ModelProfile, layer_counts: Sequence[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
-    """Return what the keys and values of a step's answers take on the rank that writes them, at their longest.
+    """Return the bytes of the key/value cache on a rank that generates a step's answers, at full length.
 
-    Linear attention keeps a state instead, which is small.
+    Linear attention keeps a small state instead, which is not counted.
     """
     tokens = setup.rollout_answers * setup.sequence_length
     shared = profile.key_value_heads / profile.attention_heads

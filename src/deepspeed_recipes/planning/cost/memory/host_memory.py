@@ -1,4 +1,4 @@
-"""Memory beside the GPUs: what a node's host memory and its NVMe drives have to hold."""
+"""Host memory and NVMe space that a node needs."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,9 +8,10 @@ from .stage_shards import StageShard
 from .states import WIDTH, Moment, States
 
 PROCESS = 3 * 2**30
-"""A rank's Python with its libraries and CUDA's part on the host: assumed, since nobody has run this on a GPU yet."""
+"""Host memory of a rank's Python process with its libraries and CUDA's host part. Assumed, not measured."""
 SWAP_BUFFER = 5 * 10**8
-"""Elements of pinned memory for weights on their way to NVMe: 5 buffers of 10^8 (deepspeed, offload_config.py)."""
+"""Elements in pinned memory through which weights are swapped to NVMe: 5 buffers of 10^8 (deepspeed,
+offload_config.py)."""
 
 
 def host_bytes(
@@ -20,21 +21,21 @@ def host_bytes(
     ranks_per_node: int,
     states: Callable[[StageShard, TrainingSetup, Moment], States],
 ) -> dict[str, float]:
-    """Return the bytes that one node holds, by moment.
+    """Return the bytes of host memory that one node needs, by moment.
 
     Args:
         whole: the model without parallelism.
-        stages: of the pipeline.
-        setup: how the model is trained.
-        ranks_per_node: how many share the node's memory.
-        states: says what a rank holds of the states.
+        stages: the pipeline's stages.
+        setup: the training setup.
+        ranks_per_node: number of ranks that share the node's memory.
+        states: returns the model states on one rank.
     """
     width, processes = WIDTH[setup.precision], ranks_per_node * PROCESS
     offloaded = ranks_per_node * max(_offloaded(shard, setup, states(shard, setup, "backward")) for shard in stages)
     if setup.activation_offloading:
         offloaded += ranks_per_node * max(activations.waiting_bytes(shard.layer_counts, setup) for shard in stages)
-    # Below ZeRO-3 every rank reads what it is going to hold, where AutoTP splits it the whole model, and 4-bit weights
-    # straight to the GPU; at stage 3 the first rank reads everything, and the others get their shards.
+    # Below ZeRO-3 every rank reads the weights that it will hold (with AutoTP, the whole model), and 4-bit weights go
+    # straight to the GPU. At stage 3 the first rank reads everything and sends the others their shards.
     read = width * whole.parameters
     if setup.quantized:
         read = 0.0
@@ -48,14 +49,14 @@ def host_bytes(
 
 def _offloaded(shard: StageShard, setup: TrainingSetup, states: States) -> float:
     weights = WIDTH[setup.precision] * shard.parameters / setup.zero_ranks
-    sub_group = 16.0 * setup.sub_group_size  # on their way to NVMe: one at a time, with its gradients
+    sub_group = 16.0 * setup.sub_group_size  # only one group at a time is in memory, with its gradients
     optimizer = {"none": 0.0, "cpu": states.host, "nvme": min(sub_group, states.host)}
     parameters = {"none": 0.0, "cpu": weights, "nvme": float(WIDTH[setup.precision] * SWAP_BUFFER)}
     return optimizer[setup.offload_optimizer] + parameters[setup.offload_parameters]
 
 
 def nvme_bytes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes that one rank has on NVMe: fp32 weights with Adam's moments, and the weights themselves."""
+    """Return one rank's bytes on NVMe: fp32 weights and Adam's moments, and the weights themselves, if offloaded."""
     states = 12 * shard.trained(setup) / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
     weights = WIDTH[setup.precision] * shard.parameters / setup.zero_ranks
     return states + (weights if setup.offload_parameters == "nvme" else 0.0)

@@ -1,4 +1,4 @@
-"""Memory of a run: on the fullest GPU at each moment of a step, by component; on a node's host, NVMe and disk."""
+"""Memory of a run: by component at each moment on the fullest GPU, and in total on a node's host, NVMe and disk."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,27 +13,28 @@ from . import activations, host_memory, weights
 from .stage_shards import StageShard, stage_shards
 from .states import ADAM_MOMENTS, EIGHT_BIT, WIDTH, Moment, States, mixture_bytes, muon_bytes, state_bytes
 
-# From documentation and from what others published: nobody has run these recipes on a GPU yet.
+# The constants below are from documentation and publications, not from this project's own measurements.
 CONTEXT = 1.343e9
 """CUDA's context with PyTorch's kernels, as measured in Hugging Face's documentation (transformers, "Model training
-anatomy": a tensor of one number makes 1,343 MB)."""
+anatomy": 1,343 MB with a tensor of one number)."""
 CUBLAS = 64 * 2**20
 """cuBLAS' workspaces: two of 32 MiB (pytorch/pytorch#144397)."""
 NCCL = 2**30
-"""Buffers of process groups, outside PyTorch's allocator: up to "a few GB" in the same thread, with many groups."""
+"""Buffers of a process group, outside PyTorch's allocator: up to "a few GB" with many groups, in the same thread."""
 FRAGMENTATION = 0.07
-"""Share that PyTorch reserves beyond what it allocates: fitted on published rows, in calibration/measurements."""
+"""Memory that PyTorch reserves beyond its allocations, as a share of them. Fitted on published rows
+(scripts/maintain/calibration)."""
 FRAGMENTATION_SHARDED = 0.2
-"""More of it under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of all sizes, on a
-stream of their own, and a step copies gradients in groups, on a rank alone too. Not on one GPU with the optimizer on
-the host. Fitted."""
+"""Additional fragmentation under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of
+all sizes, on a separate stream, and a step copies gradients in groups, even on a single rank. It does not apply to one
+GPU with the optimizer on the host. Fitted."""
 ALL_REDUCE = 5 * 10**8
-"""Gradients that are copied into one buffer to be reduced, without ZeRO (deepspeed, runtime/engine.py,
-MEMORY_OPT_ALLREDUCE_SIZE)."""
-ON_THEIR_WAY = 5
-"""Layers whose inputs are on a GPU although they are offloaded: being copied (trl, `OffloadActivations`)."""
+"""Gradients, as a number of elements, that are copied into one buffer to be reduced without ZeRO (deepspeed,
+runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
+IN_TRANSFER = 5
+"""Layers whose offloaded inputs are still on the GPU, because they are being copied (trl, `OffloadActivations`)."""
 MUON_BUFFERS = 2**28
-"""Gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
+"""Bytes of gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
 `_muon_allgather_max_cached_bytes`)."""
 
 
@@ -42,44 +43,44 @@ class GpuMoment:
     """Bytes on one GPU at one moment."""
 
     moment: str
-    """`loading`, `rollout` (where the model learns from its own answers), `loss`, `backward` (of the last layers),
-    `gradients` (the end of it), `step` or `saving`."""
+    """`loading`, `rollout` (for methods that learn from the model's own answers), `loss`, `backward` (the start of the
+    backward pass), `gradients` (its end), `step` or `saving`."""
     components: Mapping[str, float]
-    """By what they are for; nothing counts twice."""
+    """Bytes by purpose; nothing is counted twice."""
 
     @property
     def total(self) -> float:
-        """All components together."""
+        """Sum of all components."""
         return sum(self.components.values())
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a plan has to hold, in bytes."""
+    """Memory that a plan needs, in bytes."""
 
     moments: tuple[GpuMoment, ...]
-    """Of the fullest GPU, in the order of a run."""
+    """Moments of the fullest GPU, in the order of a run."""
     stage: int
     """The pipeline stage of that GPU."""
     host: Mapping[str, float]
-    """Of one node, by moment."""
+    """Host memory of one node, by moment."""
     nvme: float
-    """Of one node."""
+    """NVMe space of one node."""
     checkpoint: int
-    """On disk, of one checkpoint."""
+    """Disk space of one checkpoint."""
 
     @property
     def worst(self) -> GpuMoment:
-        """The fullest moment of that GPU."""
+        """The moment at which the fullest GPU needs most."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
 def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -> Memory:
-    """Return what training takes on the fullest GPU, on a node, on its NVMe drives, and on disk per checkpoint.
+    """Return the memory of training on the fullest GPU, on a node's host and NVMe drives, and on disk per checkpoint.
 
     Args:
-        profile: with the setup's training mode: `lookup.profile_of(config, lora)`.
-        setup: how the model is trained.
+        profile: includes the setup's training mode, as from `lookup.profile_of(config, lora)`.
+        setup: the training setup.
         cluster: only its GPUs per node matter here.
     """
     stages = stage_shards(profile, setup)
@@ -101,7 +102,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
 
 
 def first_stages(stages: Sequence[StageShard]) -> list[int]:
-    """Return the first of the stages that hold the same: none after it has as many micro-batches in flight."""
+    """Return the first of each group of equal stages, since later ones have fewer micro-batches in flight."""
     first: dict[Any, int] = {}
     for index, shard in enumerate(stages):
         counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
@@ -111,11 +112,11 @@ def first_stages(stages: Sequence[StageShard]) -> list[int]:
 
 
 def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:
-    """Return what a GPU of one pipeline stage holds at each moment of a run."""
+    """Return the memory on a GPU of one pipeline stage at each moment of a run."""
     kinds = [kind for kind, _ in shard.layer_counts]
     kept = activations.waiting_bytes(shard.layer_counts, setup)
     if setup.activation_offloading:
-        kept = min(kept, ON_THEIR_WAY * max(activations.kept_bytes(kind, setup) for kind in kinds))
+        kept = min(kept, IN_TRANSFER * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
@@ -123,7 +124,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     gathered, between_passes = weights.gathered(shard, setup), weights.gathered_between_passes(shard, setup)
     held = weights.held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
-    layout = setup.layout  # each kind of parallelism has groups of its own, beside those of all ranks
+    layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
@@ -132,7 +133,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         runtime = CONTEXT + CUBLAS + (groups * NCCL if setup.world_size > 1 and moment != "loading" else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
-        # Weights are allocated once, and nothing between them is released while they load.
+        # While weights load, each is allocated once and nothing is released in between.
         fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable if moment != "loading" else 0.0
         if sharded:
             fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
@@ -172,7 +173,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
 
 
 def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
-    """Return the states on a GPU; all states of adapters are one component."""
+    """Return the bytes of model states on a GPU; all states of adapters are one component."""
     found = states(shard, setup, moment)
     frozen = 0.0
     if setup.lora or setup.reference:
@@ -187,7 +188,7 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
 
 
 def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
-    """Return the states of what is trained on one rank of a pipeline stage, those on the host included."""
+    """Return the states of the trained parameters on one rank of a pipeline stage, including those on the host."""
     sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
     options: dict[str, Any] = {
         "offload": setup.offload_optimizer != "none",
@@ -217,7 +218,7 @@ def _moments(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
-    """Return the bytes of the buffers in which gradients are collected: always, and while they are reduced."""
+    """Return the bytes of the gradient buckets: those that always exist, and those during reduction."""
     size = setup.reduced(shard.hidden_size)
     one = size * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
     if setup.zero_stage == 3:
@@ -225,14 +226,14 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
         return kept, kept + one  # the buffer, and a copy in the order of the ranks
     if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
         return 0.0, 0.0
-    # What belongs to several ranks is copied flat to be reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
+    # With several ranks a flat copy is reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
     trained = shard.trained(setup)
     flat = min(1.0, trained / size) if setup.zero_ranks > 1 else 0.0
     return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
 
 
 def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of the copy that is reduced after the backward pass, where there are no buckets."""
+    """Return the bytes of the copy that is reduced after the backward pass if gradients are not bucketed."""
     unbucketed = setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
     if setup.zero_ranks == 1 or not unbucketed:
         return 0.0

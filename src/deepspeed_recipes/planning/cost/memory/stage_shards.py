@@ -1,4 +1,4 @@
-"""Stage shards: the layers and parameters that a rank of each pipeline stage holds, before ZeRO shards them."""
+"""Stage shards: the layers and parameters on a rank of each pipeline stage, before ZeRO shards them."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -13,35 +13,35 @@ from .states import held_parameters
 
 @dataclass(frozen=True)
 class StageShard:
-    """What one rank of a pipeline stage holds, before ZeRO shards it."""
+    """The layers and parameters on one rank of a pipeline stage, before ZeRO shards them."""
 
     hidden_size: int
     layers: tuple[LayerProfile, ...]
     layer_counts: tuple[tuple[LayerProfile, int], ...]
-    """The same layers: each kind once, with how many there are of it."""
+    """The kinds of layers, each with its number of layers."""
     parameters: float
-    """Tensor-parallel ranks hold their share of each matrix; all experts count."""
+    """All parameters, those of all experts included. Tensor-parallel ranks hold their share of each split matrix."""
     expert_parameters: float
-    """Of the parameters, those in routed experts."""
+    """The part of the parameters that is in routed experts."""
     linear_parameters: float
-    """Of the parameters, those in the layers' linear layers: what is quantised."""
+    """The part of the parameters that is in the layers' linear layers, which quantisation applies to."""
     adapter_parameters: float
     head_parameters: float
-    """After the last layer: 0 on every stage but the last."""
+    """Parameters after the last layer: 0 on every stage but the last."""
     largest_module: float
-    """Parameters of the module that has the most of its own."""
+    """Parameters of the module with the most parameters of its own."""
     micro_batches_in_flight: int
-    """Whose activations wait for their backward pass: one forward, one backward (1F1B) leaves as many as there are
-    stages from here on."""
+    """Micro-batches whose activations wait for the backward pass. With one forward, one backward (1F1B), as many as
+    there are stages from this one to the last."""
     is_last: bool
 
     def trained(self, setup: TrainingSetup) -> float:
-        """Return the parameters that are trained: of its adapters, or all."""
+        """Return the number of trained parameters: the adapters', or all."""
         return self.adapter_parameters if setup.lora else self.parameters
 
 
 def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard]:
-    """Return what each pipeline stage holds, balanced by parameters; one shard without a pipeline."""
+    """Return the shard of each pipeline stage, balanced by parameters; a single shard without a pipeline."""
     layers, stages = profile.layers, setup.layout.pipeline
     output_matrix, head = profile.vocab_size * profile.hidden_size, _head_of_a_stage(profile)
     ranges = stage_ranges(profile, stages)
@@ -83,7 +83,8 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard
 def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
     """Return the layers of each of `count` pipeline stages, distributed as in training (`recipe.layout.balanced`).
 
-    Balanced by parameters; the embedding counts with the first layer, the norm and the output matrix with the last.
+    Stages are balanced by parameters: the embedding counts as part of the first layer, the norm and the output matrix
+    as part of the last.
     """
     costs = [layer.parameters for layer in profile.layers]
     costs[0] += profile.embedding_parameters
@@ -92,7 +93,7 @@ def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
 
 
 def _head_of_a_stage(profile: ModelProfile) -> int:
-    """Return the parameters after the layers on a last stage of its own, which has a copy of a tied output matrix."""
+    """Return the parameters after the layers on a separate last stage, which has a copy of a tied output matrix."""
     return profile.head_parameters + (profile.vocab_size * profile.hidden_size if profile.tied_embeddings else 0)
 
 

@@ -1,19 +1,21 @@
-"""Model states on each rank, in bytes: parameters, gradients, and what the optimizer holds."""
+"""Model states on each rank, in bytes: parameters, gradients and optimizer states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 OVERFLOW_CHECK = 3
-"""Bytes per gradient in fp16 while ZeRO-3 looks for infinities in all of a rank's at once: magnitudes, and whether each
-is infinite (deepspeed, stage3.py, `has_overflow`; bf16 and fp32 are judged by their norms, one weight at a time)."""
+"""Bytes per gradient in fp16 while ZeRO-3 checks all gradients of a rank for infinities at once: their magnitudes and
+the comparison's result (deepspeed, stage3.py, `has_overflow`). In bf16 and fp32 it checks norms, one weight at a
+time."""
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
 
 ADAM_MOMENTS = 8.0
 """Bytes of Adam's two moments per weight, in fp32."""
 EIGHT_BIT = 2 + 8 / 256
-"""The same in 8 bits, with two scales in fp32 for every 256 weights (bitsandbytes, optim/optimizer.py)."""
+"""Bytes of the two moments in 8 bits, with two scales in fp32 for every 256 weights (bitsandbytes,
+optim/optimizer.py)."""
 
 Moment = Literal["forward", "backward", "step"]
 """The end of a step's last forward pass, the end of its backward pass, and the peak of the optimizer step."""
@@ -25,19 +27,19 @@ class States:
 
     parameters: float
     gradients: float
-    """During the optimizer step with the copies that it makes of them."""
+    """During the optimizer step, including the copies that it makes."""
     optimizer: float
     """Adam's two moments, and the fp32 weights that it updates."""
     host: float
-    """All that is on the CPU; 0 without offloading."""
+    """All states in host memory; 0 without offloading."""
 
     @property
     def total(self) -> float:
-        """On the GPU and on the host."""
+        """Bytes on the GPU and on the host together."""
         return self.parameters + self.gradients + self.optimizer + self.host
 
     def __add__(self, other: "States") -> "States":
-        """Return the states of two parts of a model together."""
+        """Return the sum of the states of two parts of a model."""
         return States(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
@@ -61,22 +63,23 @@ def state_bytes(
     moments: float = ADAM_MOMENTS,
     foreach: bool = False,
 ) -> States:
-    """Return what one rank holds of a model that Adam trains with DeepSpeed 0.19.8.
+    """Return the states on one rank of a model that Adam trains with DeepSpeed 0.19.8.
 
     Args:
-        parameters: in all.
-        trainable: of them.
-        stage: of ZeRO, 0 to 3.
-        ranks: data-parallel ones.
+        parameters: total number of parameters.
+        trainable: number of trained parameters.
+        stage: ZeRO stage, 0 to 3.
+        ranks: number of data-parallel ranks.
         precision: "fp32", "bf16" or "fp16".
         offload: the optimizer's states are on the CPU (stages 2 and 3).
         gradient_accumulation_steps: micro-batches per step.
-        moment: of the step.
+        moment: the moment of the step.
         fp32_accumulation: gradients of bf16 weights are accumulated in fp32 (stages 1 to 3).
         bf16_states: master weights and moments are in bf16 (stages 1 to 3).
-        sub_group: parameters that stage 3 updates at once.
-        moments: bytes per trained weight that the optimizer keeps of earlier gradients.
-        foreach: Adam holds the roots of what it updates at once, as torch's does without `fused`.
+        sub_group: number of parameters that stage 3 updates at once.
+        moments: bytes of the optimizer's moments per trained weight.
+        foreach: Adam holds the square roots of all second moments that it updates at once, as torch does without
+            `fused`.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2
@@ -85,16 +88,16 @@ def state_bytes(
     unit = 6 if bf16_states else moments if stage == 0 and precision == "fp32" else 4 + moments
     kept = unit * trainable / (ranks if stage else 1)
     if offload:
-        # Beside Adam's fp32 gradients are those that came from the GPU, and at stage 2 the sum of the earlier ones.
+        # In addition to Adam's fp32 gradients: those from the GPU, and at stage 2 the sum of earlier micro-batches.
         copies = 2 if stage == 2 and gradient_accumulation_steps > 1 else 1
         return States(held, 0, 0, kept + (4 + copies * width) * trainable / ranks)
     own = trainable / (ranks if stage else 1)
     accumulated = (4 if wide else width) * (trainable if stage < 2 else own)
-    reduced = width * trainable if stage == 1 and wide else 0  # beside their sum, those that were added to it
+    reduced = width * trainable if stage == 1 and wide else 0  # the gradients that were added to the fp32 sum
     allocated = accumulated if stage == 3 or (stage == 1 and wide) else 0.0
     gradients = {"backward": accumulated + reduced}
     gradients["forward"] = gradients["backward"] if gradient_accumulation_steps > 1 else allocated
-    # Adam's gradients have its weights' type: what was accumulated in another is copied, and flattened before that.
+    # Adam needs gradients in the type of its weights: others are flattened, then converted into a copy.
     converted = 0 if wide or bf16_states or width == 4 else 4
     if stage == 0:
         gradients["step"] = accumulated + converted * trainable
@@ -103,7 +106,7 @@ def state_bytes(
         gradients["step"] = accumulated + max(update, OVERFLOW_CHECK * own if precision == "fp16" else 0)
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
-    if foreach and stage < 3:  # at stage 3 it is within what was fitted for fragmentation, on such rows
+    if foreach and stage < 3:  # at stage 3 the fitted fragmentation, from such rows, already includes it
         gradients["step"] += (2 if bf16_states else 4) * own
     return States(held, gradients[moment], kept, 0)
 
@@ -111,8 +114,8 @@ def state_bytes(
 def muon_bytes(stage: int, precision: str) -> float:
     """Return the bytes of Muon's momentum per weight of a matrix.
 
-    Without ZeRO one number in fp32; at stage 3 one in the gradients' type (deepspeed 0.19.8, stage3.py,
-    `_create_momentum_buffer`); at stages 1 and 2 such a one, and a copy that is being updated (stage_1_and_2.py,
+    One number in fp32 without ZeRO; one in the gradients' type at stage 3 (deepspeed 0.19.8, stage3.py,
+    `_create_momentum_buffer`); the same at stages 1 and 2, with a second copy that is being updated (stage_1_and_2.py,
     `_muon_staging_momentum`).
     """
     return 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * WIDTH[precision]
@@ -121,18 +124,18 @@ def muon_bytes(stage: int, precision: str) -> float:
 def held_parameters(
     layers: Sequence[float], split: Sequence[float], before: float, after: float, tensor: int, stages: Sequence[range]
 ) -> list[float]:
-    """Return how many parameters a rank of each pipeline stage holds.
+    """Return the number of parameters on a rank of each pipeline stage.
 
-    Sequence parallelism changes nothing: each of its ranks holds the whole model.
+    Sequence parallelism makes no difference: each of its ranks holds the whole model.
 
     Args:
         layers: parameters of each layer.
-        split: of these, those in matrices that tensor parallelism splits.
+        split: the part of them, by layer, that is in matrices split by tensor parallelism.
         before: parameters of the embedding, on the first stage.
-        after: parameters of norm and head, on the last stage; a tied head is the embedding once more.
-        tensor: ranks that a matrix is split over.
-        stages: the layers of each stage, as `recipe.layout.balanced` gives them; one range without a pipeline, where a
-            tied head counts for nothing.
+        after: parameters of the norm and the head, on the last stage. With a pipeline, a tied head is a second copy of
+            the embedding; without one it counts as 0.
+        tensor: number of ranks that a matrix is split over.
+        stages: the layers of each stage, from `recipe.layout.balanced`; a single range without a pipeline.
     """
     own = [whole - part + part / tensor for whole, part in zip(layers, split, strict=True)]
     held = [sum(own[index] for index in stage) for stage in stages]
@@ -144,17 +147,17 @@ def held_parameters(
 def mixture_bytes(
     dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int, **options: Any
 ) -> States:
-    """Return what one rank holds of a mixture of experts that is trained whole, with expert parallelism.
+    """Return the states on one rank of an MoE model with expert parallelism, all of whose weights are trained.
 
     Args:
         dense: parameters that every rank has.
         routed: parameters of all routed experts.
-        stage: of ZeRO, 1 to 3.
-        ranks: data-parallel ones.
+        stage: ZeRO stage, 1 to 3.
+        ranks: number of data-parallel ranks.
         precision: as in `state_bytes`.
-        expert_ranks: over which a layer's experts are distributed; each share is sharded over `ranks / expert_ranks`,
-            and by none where there are more of them, as no layout of DeepSpeed's has.
-        options: of `state_bytes`.
+        expert_ranks: number of ranks that a layer's experts are distributed over. Each share is sharded over
+            `ranks / expert_ranks` ranks, or not at all if `expert_ranks` is larger, which DeepSpeed does not support.
+        options: further arguments of `state_bytes`.
     """
     own = routed / expert_ranks
     return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(

@@ -1,4 +1,4 @@
-"""Weights on a GPU: as they are loaded, and what ZeRO-3 gathers of them."""
+"""Weights on a GPU: as loaded, and as ZeRO-3 gathers them."""
 
 from ...model_profile.profile import ModelProfile
 from ..training_setup import TrainingSetup
@@ -6,11 +6,12 @@ from .stage_shards import StageShard
 from .states import WIDTH
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes of a weight in 4 bits: per 64 weights a scale in 8 bits, per 256 scales one in fp32 (arXiv:2305.14314)."""
+"""Bytes of a weight in 4 bits, with an 8-bit scale per 64 weights and an fp32 number per 256 scales
+(arXiv:2305.14314)."""
 
 
 def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of a stage's weights once they are loaded, in 4 bits where they are quantised."""
+    """Return the bytes of a stage's loaded weights, with quantised ones in 4 bits."""
     experts = shard.expert_parameters if setup.quantized_experts else 0
     quantized = shard.linear_parameters + experts if setup.quantized else 0
     width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
@@ -18,42 +19,42 @@ def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def teacher_bytes(setup: TrainingSetup) -> float:
-    """Return what a teacher's weights take on one rank: ZeRO-3 shards them, unless they are in 4 bits."""
+    """Return the bytes of a teacher's weights on one rank. ZeRO-3 shards them, unless they are in 4 bits."""
     if setup.teacher_quantized:
         return NF4 * setup.teacher_parameters
     return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
 
 
 def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return what a frozen vision tower's weights take on one rank; they are not quantised.
+    """Return the bytes of a frozen vision tower's weights on one rank; they are never quantised.
 
-    Left out: what it computes for a batch's pictures, which is gone when the layers begin. Its outputs are tokens of
-    the sequence, and counted as such.
+    The tower's activations for a batch's images are not counted, because they are freed before the layers begin. Its
+    outputs are tokens of the sequence and are counted there.
     """
     return WIDTH[setup.precision] * profile.tower_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
 
 
 def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
-    """Return what loading the weights takes: under ZeRO-3 they are sharded one by one, except 4-bit weights."""
+    """Return the bytes on a GPU while weights are loaded. ZeRO-3 shards them one by one, except 4-bit weights."""
     weights = loaded_bytes(shard, setup)
     if setup.quantized and not setup.fsdp:
-        # Each matrix arrives as it is stored, and is packed on the GPU.
+        # Each matrix is copied unquantised, and packed on the GPU.
         largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
         return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
     if setup.zero_stage < 3:
-        # Experts are distributed on the host, before the rest goes to the GPU (deepspeed, engine.py, __init__).
+        # Experts are distributed on the host, before the model moves to the GPU (deepspeed, engine.py, __init__).
         elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
         return {"parameters": weights - WIDTH[setup.precision] * elsewhere}
-    # zero.Init puts offloaded shards where they will stay (deepspeed, partition_parameters.py, remote_device).
+    # zero.Init creates offloaded shards directly on the host (deepspeed, partition_parameters.py, remote_device).
     held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
     return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
 
 
 def gathered(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that are whole for a moment, in the middle of the model.
+    """Return the bytes of weights that exist whole at one moment in the middle of the model.
 
-    Under ZeRO-3 these are a layer, what is prefetched, and adapters too small to be sharded. A matrix in 4 bits is
-    dequantised whole, once each for the forward and the backward pass.
+    Under ZeRO-3 these are a layer, prefetched weights, and adapters too small to be sharded. A 4-bit matrix is
+    dequantised as a whole, once for the forward and once for the backward pass.
     """
     width = WIDTH[setup.precision]
     largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
@@ -69,7 +70,7 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that are whole between the forward and the backward pass."""
+    """Return the bytes of weights that exist whole between the forward and the backward pass."""
     one = gathered(shard, setup)
     if not setup.gathers:
         return one
@@ -78,11 +79,11 @@ def gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
-    """Return the bytes of experts' whole weights that stay on a GPU from the forward to the backward pass under ZeRO-3.
+    """Return the bytes of gathered expert weights that ZeRO-3 cannot free between the forward and the backward pass.
 
-    Experts multiply by slices of their weights, which autograd saves, and a slice keeps alive all that was gathered;
-    the backward pass gathers it once more. Layers that are computed again save nothing. DeepSpeed 0.19.8, seen in
-    tests/workers/held_experts.py; `LinearFunctionForZeroStage3` saves dense layers from this.
+    Experts multiply by slices of their weights. Autograd saves the slices, each of which keeps the whole gathered
+    weight alive, and the backward pass gathers it a second time. Recomputed layers save nothing. Observed with
+    DeepSpeed 0.19.8 in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` prevents it for dense layers.
     """
     if not setup.gathers or setup.gradient_checkpointing or setup.quantized_experts:
         return 0.0
@@ -90,7 +91,7 @@ def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
 
 
 def gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return what the whole weights take beyond a rank's shards, where ZeRO-3 gathers them to write answers."""
+    """Return the bytes of whole weights beyond a rank's shards, if ZeRO-3 gathers them to generate answers."""
     if setup.zero_stage < 3 or not setup.rollout_gathers:
         return 0.0
     return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)
