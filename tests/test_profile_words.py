@@ -67,9 +67,9 @@ def test_steps_are_those_of_the_run():
         (["--profile", "0:3"], "--profile 0:3: steps are counted from 1; e.g. --profile 1:3."),
         (["--profile", "5:"], "--profile 5:: not FIRST:LAST; give the first and the last step, e.g. --profile 10:12."),
         (["--profile", "8:10", "max_steps=9"], "the run has 9 steps; e.g. --profile 7:9, or a larger max_steps."),
-        (["--profile", "profile.ranks=0,2"], "profile.ranks=0,2: there is no rank 2; the run has ranks 0 to 1."),
+        (["--profile", "profile.ranks=0,2"], "profile.ranks=0,2: rank 2 does not exist; ranks are 0 to 1."),
         (["--profile", "profile.ranks=first"], "`first` is not a rank; give numbers with commas (0,1), or all."),
-        (["--profile", "--nsys"], "--nsys: there is no nsys on PATH; install Nsight Systems (https://developer.nvidia"),
+        (["--profile", "--nsys"], "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(changes, says, tmp_path, capsys, monkeypatch):
@@ -259,7 +259,7 @@ def test_a_slow_stage_is_named_with_its_busiest_rank(slow, stage):
     ranks = [rank(at, communication_waited=0.1 if at in slow else 1.5, compute=1.5) for at in range(4)]
     found = verdict.cause(ranks, STAGED)
     assert found.name == "slow stage" and found.words.startswith(f"stage {stage} (rank {slow[0]} on host{slow[0]})")
-    assert "20% has to be" in found.words
+    assert "20% is unavoidable" in found.words
 
 
 def test_stages_that_all_wait_are_not_slow():
@@ -280,5 +280,5 @@ def test_a_trace_of_somebody_else_is_refused(tmp_path):
     with pytest.raises(UserError, match="not a trace"):
         trace.read(path)
     path.write_bytes(gzip.compress(json.dumps({"traceEvents": []}).encode()))
-    with pytest.raises(UserError, match="no recorded step"):
+    with pytest.raises(UserError, match="contains no recorded step"):
         trace.read(path)

@@ -206,7 +206,7 @@ def test_predicted_memory_is_beside_the_measured(run):
     on_gpu, on_host = memory.section(run_data.read(run.path)).blocks
     bars = {label: [(part, size.value) for part, size in parts] for label, parts in on_gpu.rows}
     assert bars == {
-        "predicted, by what it is for": [("parameters", 1.25), ("activations", 2.25)],
+        "predicted, by purpose": [("parameters", 1.25), ("activations", 2.25)],
         "allocated at most, rank 0": [("allocated at most, rank 0", 3.25)],
         "reserved at most, rank 0": [("reserved at most, rank 0", 3.5)],
     }

@@ -1,1 +1,1 @@
-"""What a run shows of itself: report.html, the same as text, comparisons, and the index of all runs."""
+"""Reports on runs: report.html, the same as text, comparisons of runs, and the index of all runs."""

@@ -1,4 +1,4 @@
-"""Charts as SVG, drawn by matplotlib, in the colours of the page that holds them."""
+"""Draws charts as SVG with matplotlib, in the colours of the page that contains them."""
 
 import io
 import re
@@ -11,28 +11,28 @@ from .document import Chart, Curve
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
 INK, GRID, MARK = "#0a0b01", "#0a0b02", "#0a0b03"
-"""Placeholders that the page's own colours replace, light or dark as on the reader's device."""
+"""Placeholders that are replaced by the page's colours, which follow the reader's light or dark mode."""
 SERIES = tuple(f"#0a0c0{index}" for index in range(6))
-"""The same, of the curves."""
+"""Placeholders for the colours of curves."""
 PAGE_COLOURS = {INK: "currentColor", GRID: "var(--grid)", MARK: "var(--mark)"} | {
     colour: f"var(--curve-{index})" for index, colour in enumerate(SERIES)
 }
 MOST_DRAWN = 2000
-"""Points per curve; more than a chart has pixels from left to right."""
+"""Maximum number of points per curve; more than a chart has pixels horizontally."""
 MOST_POINTS = 150
-"""Per curve, that say their numbers when pointed at."""
+"""Maximum number of points per curve with a tooltip."""
 
 
 def svg(chart: Chart, name: str, log: bool = False) -> str:
     """Return a chart as an SVG element.
 
     Args:
-        chart: what to draw.
-        name: begins the ids in it, which have to differ from those of all other charts of a page.
-        log: draw the vertical axis logarithmically, without what is not above zero.
+        chart: the chart to draw.
+        name: prefix of the ids in the element, unique among the charts of a page.
+        log: use a logarithmic vertical axis, which omits values that are not positive.
     """
     import matplotlib
-    from matplotlib.figure import Figure  # half a second, needed once
+    from matplotlib.figure import Figure  # imported here because it takes half a second
 
     options = {"svg.fonttype": "none", "svg.hashsalt": name, "font.family": "sans-serif", "font.size": 11}
     with matplotlib.rc_context(options):
@@ -54,13 +54,13 @@ def svg(chart: Chart, name: str, log: bool = False) -> str:
         axes.patch.set_visible(False)
         figure.patch.set_visible(False)
         file = io.StringIO()
-        # Neither date nor creator, so that the same run has the same report.
+        # Without date and creator, so that the same run always has the same report.
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _for_page(file.getvalue(), chart, name, log)
 
 
 def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
-    """Draw a curve, and above it the invisible dots that say their numbers."""
+    """Draw a curve, and invisible dots on it for the tooltips."""
     kept = visible(curve, log)
     if not kept:
         return
@@ -73,7 +73,7 @@ def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
 
 
 def visible(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:
-    """Return the points of a curve that its axis can show; of very many those that an eye can tell apart."""
+    """Return the points of a curve that its axis can show; a long curve is reduced to minima and maxima."""
     kept = [(at, value) for at, value in curve.points if value > 0 or not log]
     every = -(-len(kept) // MOST_DRAWN)
     if every <= 1:
@@ -87,13 +87,13 @@ def _height(point: tuple[float, float]) -> float:
 
 
 def spoken(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:
-    """Return the points that say their numbers: all, or every n-th; none of a curve that is drawn smoothed too."""
+    """Return the points with a tooltip: all, or every n-th; none for a curve that is also drawn smoothed."""
     kept = [] if curve.faint else visible(curve, log)
     return kept[:: -(-len(kept) // MOST_POINTS) or 1]
 
 
 def _for_page(text: str, chart: Chart, name: str, log: bool) -> str:
-    """Return matplotlib's file as an element of a page: with ids of its own, tooltips, and the page's style."""
+    """Return matplotlib's SVG as an element of a page, with unique ids, tooltips, and the page's style."""
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", LINK[1:].partition("}")[0])
     root = ElementTree.fromstring(text)

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their recipes, their curves, and what they came to."""
+"""Compares several runs: their results, the differences between their recipes, and their curves."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ def document(found: Sequence[RunData]) -> Document:
     """Return the comparison of at least two runs.
 
     Raises:
-        UserError: two runs whose losses measure different things, or one run twice.
+        UserError: the losses of two runs measure different things, or a run was named twice.
     """
     check(found)
     labels = names(found)
@@ -32,7 +32,7 @@ def check(found: Sequence[RunData]) -> None:
     """Refuse runs that cannot be compared.
 
     Raises:
-        UserError: names both runs, and what differs.
+        UserError: names both runs and the difference.
     """
     paths = [run.folder.path.resolve() for run in found]
     for at, path in enumerate(paths):
@@ -52,7 +52,7 @@ def _loss(run: RunData) -> str:
 
 
 def names(found: Sequence[RunData]) -> list[str]:
-    """Return what the runs are called: as much of the ends of their paths as tells them apart."""
+    """Return short names for the runs: the shortest ends of their paths that are unique."""
     paths = [run.folder.path.resolve() for run in found]
     for length in range(1, max(len(path.parts) for path in paths) + 1):
         ends = [str(Path(*path.parts[-length:])) for path in paths]
@@ -66,7 +66,7 @@ def _paths(found: Sequence[RunData]) -> list[str]:
 
 
 def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each number of the verdicts that any of the runs has."""
+    """Yield a row for each number in the verdict of any run."""
     tables = [{label: measured for label, measured, _ in verdict.rows(run)} for run in found]
     yield "State", *("finished" if run.finished else "stopped" if run.summary else "not finished" for run in found)
     for label in dict.fromkeys(label for table in tables for label in table):
@@ -74,7 +74,7 @@ def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
 
 
 def _named(run: RunData, cell: Cell) -> Cell:
-    """Return a number whose source says which run it is from."""
+    """Return a number with its run folder added to the source."""
     return Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}") if isinstance(cell, Number) else cell
 
 
@@ -89,11 +89,11 @@ def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[An
         shown = [settings.shown(run.environment.get(key)) for run in found]
         if len(set(shown)) > 1:
             rows.append((key.replace("_", " "), *shown))
-    yield Table(("key", *labels), tuple(rows)) if rows else Note("None: the same recipe, commit and number of ranks.")
+    yield Table(("key", *labels), tuple(rows)) if rows else Note("Recipe, commit and number of ranks are the same.")
 
 
 def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Chart]:
-    """Yield the charts of one horizontal axis; evaluations know their step only, so over tokens they are left out."""
+    """Yield the charts over one horizontal axis. Evaluations only record steps, so they have no chart over tokens."""
     of_pairs = not found[0].recipe.traits.packs
     titles = {"loss": "Training loss", "grad_norm": "Gradient norm, before clipping"}
     titles |= {key: curves.TITLES[key] for key in ("learning_rate", "tokens_per_second")}

@@ -1,4 +1,4 @@
-"""A report's content, before it is HTML or text: frozen blocks in sections, every number with its source."""
+"""A report's content, independent of HTML and text: frozen blocks in sections, every number with its source."""
 
 import math
 from dataclasses import dataclass
@@ -7,18 +7,18 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Number:
-    """A number as it is shown, and exactly."""
+    """A number, exact and as it is shown."""
 
     value: float
     text: str
     """Rounded, with its unit."""
     source: str
-    """Where it comes from: `summary.json:seconds`, or `metrics.jsonl:3:loss` of the third object."""
+    """The number's origin: `summary.json:seconds`, or `metrics.jsonl:3:loss` for the third object of a log."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Text that leads to a file beside the page."""
+    """Text that links to a file near the page."""
 
     text: str
     target: str
@@ -35,7 +35,7 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     folded: str = ""
-    """Shown only when asked for, under this name; text leaves it out."""
+    """If set, the table is folded under this title in HTML, and omitted from text."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Curve:
     label: str
     points: tuple[tuple[float, float], ...]
     faint: bool = False
-    """Drawn thinly, behind its smoothed form."""
+    """Drawn faintly, behind its smoothed form."""
     dotted: bool = False
-    """Few measurements: each is drawn."""
+    """Drawn with a marker at each of its few measurements."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,29 @@ class Chart:
     x_label: str
     curves: tuple[Curve, ...]
     log: bool = False
-    """Its vertical axis is logarithmic where a reader asks for that."""
+    """The reader can switch to a logarithmic vertical axis."""
     marks: tuple[float, ...] = ()
-    """Where a vertical line is drawn."""
+    """Positions of vertical lines."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar per row, of one or several parts."""
+    """One bar per row, with one or several parts."""
 
     title: str
     rows: tuple[tuple[str, tuple[tuple[str, Number], ...]], ...]
-    """Each bar's label and its parts: what they are, and how much."""
+    """Each bar's label, and the names and sizes of its parts."""
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Numbers over a common axis, one line of cells per row, darker where they are larger; logarithmic."""
+    """Numbers over a common axis: one line of cells per row, darker for larger numbers, on a logarithmic scale."""
 
     title: str
     x_label: str
     columns: tuple[float, ...]
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
-    """Each line's label and its numbers, as many as there are columns; what is not above zero is an empty cell."""
+    """Each line's label and its numbers, one per column; a number that is not positive is an empty cell."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Marked:
 
     label: str
     pieces: tuple[tuple[str, str], ...]
-    """Text and its mark: `""`, `loss`, `removed` or `added`."""
+    """Pieces of text, each with its mark: `""`, `loss`, `removed` or `added`."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """A file, folded."""
+    """The text of a file, folded."""
 
     title: str
     text: str
@@ -128,13 +128,13 @@ class Document:
 
 
 def number(value: Any, form: str, source: str, unit: str = "") -> Number | None:
-    """Return a value as a cell; None where it is missing.
+    """Return a value as a cell, or None if it is missing.
 
     Args:
-        value: from a run folder.
+        value: a value from a run folder.
         form: a format specification, or `duration` for seconds.
-        source: as `Number.source`.
-        unit: written behind it.
+        source: as in `Number.source`.
+        unit: appended to the number.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

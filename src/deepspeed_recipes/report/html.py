@@ -1,4 +1,4 @@
-"""A report as one HTML file: no network, no scripts, light or dark, on a screen or a phone."""
+"""Renders a report as one HTML file, without network access or scripts, for light and dark mode and any screen."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ TEMPLATE = "page.html.jinja"
 def render(document: Document) -> str:
     """Return the page.
 
-    Whatever comes from a run folder is text to it: the template escapes every value, and control characters are
+    All content of a run folder is treated as text: the template escapes every value, and control characters are
     spelled out.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -35,21 +35,21 @@ def render(document: Document) -> str:
 
 
 def write(path: Path, document: Document) -> None:
-    """Write the page at once, so that a reader never sees half of it; several runs may end together.
+    """Write the page atomically, so that it is never incomplete, even if several runs end together.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     files.write_text(path, render(document))
 
 
 def kind(block: Block | Cell) -> str:
-    """Return which macro of the template shows a block, and of which kind a cell is."""
+    """Return the kind of a block or cell, which is the name of the template's macro for a block."""
     return type(block).__name__.lower()
 
 
 def svgs(chart: Chart, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (name of the axis, SVG) of a chart: linear, and logarithmic where that is offered."""
+    """Yield (name of the axis, SVG) for a chart: linear, and logarithmic if the chart offers it."""
     from markupsafe import Markup
 
     from . import charts
@@ -59,17 +59,17 @@ def svgs(chart: Chart, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def share(value: float, bars: Any) -> str:
-    """Return a bar's part in percent of the longest bar."""
+    """Return the size of a bar's part in percent of the longest bar."""
     longest = max((sum(part.value for _, part in parts) for _, parts in bars.rows), default=0)
     return f"{100 * value / longest:.2f}" if longest else "0"
 
 
 LIGHTEST = 0.08
-"""How opaque the smallest number of a heat map is; the largest is fully so."""
+"""Opacity of the smallest number of a heat map; the largest has 1."""
 
 
 def shades(block: HeatMap) -> Iterator[tuple[str, tuple[tuple[int, str, str], ...]]]:
-    """Yield each line's label, and its cells: (number of the column, opacity, what a pointer shows)."""
+    """Yield each line's label and its cells: (number of the column, opacity, tooltip)."""
     known = [math.log(value) for _, values in block.rows for value in values if value and value > 0]
     low, high = min(known, default=0.0), max(known, default=0.0)
     for label, values in block.rows:

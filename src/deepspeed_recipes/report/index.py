@@ -1,4 +1,4 @@
-"""`runs/index.html`: all runs, the newest first."""
+"""Writes `runs/index.html`: all runs, the newest first."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,17 +16,17 @@ HEAD = ("run", "state", "steps", "metric", "before", "after", "training loss", "
 
 
 def update(run: RunFolder) -> None:
-    """Write the index if this run is one of those in `runs/`."""
+    """Write the index if this run is in `runs/`."""
     folder = runs()
     if run.path.resolve().is_relative_to(folder.resolve()):
         write(folder)
 
 
 def write(folder: Path) -> Path:
-    """Write the index of the runs in a folder, `NAME/DATE/` each, and return its path.
+    """Write the index of the runs `NAME/DATE/` in a folder, and return its path.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     path = folder / "index.html"
     html.write(path, document(folder))
@@ -34,7 +34,7 @@ def write(folder: Path) -> Path:
 
 
 def document(folder: Path) -> Document:
-    """Return the table of all runs that have a recipe."""
+    """Return a table of all runs with a recipe.json."""
     found = sorted(folder.glob("*/*/recipe.json"), key=lambda file: (file.parent.name, file.parent.parent.name))
     rows = tuple(_row(folder, file.parent) for file in reversed(found))
     count = Note(f"{len(rows)} run{'' if len(rows) == 1 else 's'}, the newest first.")

@@ -1,4 +1,4 @@
-"""A run folder, read into frozen data."""
+"""Reads a run folder into frozen data."""
 
 import json
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run folder holds; what it lacks is empty."""
+    """The content of a run folder; fields of missing files are empty."""
 
     folder: RunFolder
     recipe: Recipe
     metrics: tuple[Row, ...]
-    """At least one; each has a `step`."""
+    """Logged steps: at least one row, each with a `step`."""
     evaluations: tuple[Row, ...]
     answers: tuple[Row, ...]
     """Answers to the same few held-out examples, before and after training."""
@@ -30,30 +30,30 @@ class RunData:
     environment: Row
     deepspeed: Row
     data: Row
-    """What the training data is: counts, lengths, and examples with their loss masks."""
+    """Description of the training data: counts, lengths, and examples with their loss masks."""
     evaluation: Row
-    """What `ds-recipes evaluate` has measured last; empty where it has not."""
+    """The newest result of `ds-recipes evaluate`, if there is one."""
     ranks: tuple[Row, ...]
-    """What each rank holds, by rank."""
+    """Tensors that each rank holds, by rank."""
     command: str
     rollouts: tuple[Row, ...] = ()
     """Training answers with the highest and the lowest reward of logged steps."""
     profile: Row = field(default_factory=dict)
     """The verdict on the steps that `--profile` recorded."""
     system: tuple[Row, ...] = ()
-    """How busy GPUs and nodes were, in the order of time; each has a `time`, a `node` and a `rank`."""
+    """Utilisation of GPUs and nodes, in chronological order; each sample has a `time`, a `node` and a `rank`."""
 
     @property
     def finished(self) -> bool:
-        """Whether the run has come to its end, and was not stopped before it."""
+        """True if the run has ended and was not stopped early."""
         return bool(self.summary) and not self.summary.get("stopped")
 
 
 def read(path: Path) -> RunData:
-    """Return what the run folder at `path` holds.
+    """Return the content of the run folder at `path`.
 
     Raises:
-        UserError: not a run folder, no step was logged, or a file in it cannot be read.
+        UserError: `path` is not a run folder, no step was logged, or a file cannot be read.
     """
     run = RunFolder(path)
     if not path.is_dir():
@@ -62,7 +62,7 @@ def read(path: Path) -> RunData:
         raise UserError(f"{path}: not a run folder, since it has no recipe.json.")
     metrics = rows(run.metrics)
     if not metrics:
-        raise UserError(f"{path}: nothing to report, since this run has not logged a step (no metrics.jsonl).")
+        raise UserError(f"{path}: nothing to report: this run has not logged a step (no metrics.jsonl).")
     return RunData(
         folder=run,
         recipe=read_recipe(run),
@@ -87,7 +87,7 @@ def rows(path: Path) -> tuple[Row, ...]:
     """Return the objects of a log, each of which has a `step`.
 
     Raises:
-        UserError: the log cannot be read; names the file.
+        UserError: the log cannot be read.
     """
     found = _objects(path)
     if not all(isinstance(row.get("step"), int) for row in found):
@@ -96,7 +96,7 @@ def rows(path: Path) -> tuple[Row, ...]:
 
 
 def samples(run: RunFolder) -> tuple[Row, ...]:
-    """Return what all ranks have sampled; of a run that is still training or has failed, from several files.
+    """Return the samples of all ranks, which are in several files while a run trains and after it failed.
 
     Raises:
         UserError: a file cannot be read.

@@ -1,4 +1,4 @@
-"""A report as text, to be read where there is no browser."""
+"""Prints a report as text, for terminals without a browser."""
 
 import math
 import sys
@@ -14,14 +14,14 @@ from .document import Bars, Block, Cell, Chart, Curve, Document, HeatMap, Link, 
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
-"""Of a curve and of a bar, in characters."""
+"""Width of a curve and of a bar, in characters."""
 STYLES = {"loss": "green", "removed": "red strike", "added": "green", "": ""}
 BRACKETS = {"loss": "«»", "removed": "-", "added": "+"}
-"""What surrounds marked text where there is no colour."""
+"""Brackets around marked text on terminals without colour."""
 
 
 def show(document: Document) -> None:
-    """Print a report; what is folded, and whole files, only the page has."""
+    """Print a report without the folded tables and the files, which only the page contains."""
     console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False, soft_wrap=True)
     console.print(_plain(document.title), style="bold")
     console.print(_plain(document.subtitle))
@@ -39,7 +39,7 @@ def _coloured(console: Console) -> bool:
 
 
 def lines(block: Block, coloured: bool) -> Sequence[RenderableType]:
-    """Return a block as what rich prints; empty for what only the page has."""
+    """Return a block as rich renderables; none for blocks that only the page contains."""
     if isinstance(block, Note):
         return [_plain(block.text)]
     if isinstance(block, Table):
@@ -49,7 +49,7 @@ def lines(block: Block, coloured: bool) -> Sequence[RenderableType]:
     if isinstance(block, Bars):
         return [_plain(block.title), *map(_plain, _bars(block))]
     if isinstance(block, HeatMap):
-        return [_plain(f"{block.title}, each line by itself"), *map(_plain, _heat(block))]
+        return [_plain(f"{block.title}, each line on its own scale"), *map(_plain, _heat(block))]
     if isinstance(block, Chart):
         return [_plain(block.title), *(_plain(_curve(curve, block.x_label)) for curve in block.curves if curve.points)]
     return []
@@ -89,7 +89,7 @@ def _bars(block: Bars) -> Sequence[str]:
 
 
 def _heat(block: HeatMap) -> Iterator[str]:
-    """Yield each line's course, logarithmic, with its first and last number."""
+    """Yield each line as a logarithmic sparkline with its first and last number."""
     wide = max(len(label) for label, _ in block.rows)
     for label, values in block.rows:
         kept = [value for value in values if value and value > 0]
@@ -107,7 +107,7 @@ def _curve(curve: Curve, x_label: str) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return the curve as one line of blocks, each as high as the mean of its values."""
+    """Return the curve as a line of block characters, each as high as the mean of its values."""
     count = min(WIDTH, len(values))
     parts = [values[len(values) * at // count : len(values) * (at + 1) // count] for at in range(count)]
     means = [sum(part) / len(part) for part in parts]

@@ -1,4 +1,4 @@
-"""The report of a run: put together from its sections, and written into the run folder when the run ends."""
+"""Assembles the report of a run from its sections, and writes it into the run folder when the run ends."""
 
 import sys
 from pathlib import Path
@@ -13,11 +13,11 @@ from .sections import examples as answers
 
 
 def document(run: RunData, examples: bool = True) -> Document:
-    """Return everything that a run shows of itself; the verdict comes first.
+    """Return the report of a run, starting with the verdict.
 
     Args:
-        run: what its folder holds.
-        examples: with texts of the data, and answers to them.
+        run: the content of its folder.
+        examples: whether to include texts of the data and answers to them.
     """
     texts = (*rollouts.sections(run), answers.answer_section(run), answers.data_section(run)) if examples else ()
     sections = (
@@ -39,11 +39,11 @@ def document(run: RunData, examples: bool = True) -> Document:
 
 
 def page(run: RunFolder) -> Path:
-    """Write a run's `report.html`, and the index of all runs where it is one of them; return the report's path.
+    """Write a run's `report.html`, update the index if the run is in `runs/`, and return the report's path.
 
     Raises:
-        UserError: the folder holds no run that could be shown.
-        OSError: it cannot be written to.
+        UserError: the folder is not a run folder, or has nothing to report.
+        OSError: the folder cannot be written to.
     """
     html.write(run.report_page, document(run_data.read(run.path)))
     index.update(run)
@@ -51,7 +51,7 @@ def page(run: RunFolder) -> Path:
 
 
 def at_end(run: RunFolder) -> None:
-    """Write the report of a run that has ended, whichever way; a run never fails because of its report."""
+    """Write the report of a run that has finished, stopped or failed; errors are only printed."""
     if not run.metrics.exists():
         return
     try:

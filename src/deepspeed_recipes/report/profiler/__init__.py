@@ -1,1 +1,1 @@
-"""Where the time of a run's recorded steps went: traces in, a verdict out; nothing here needs torch."""
+"""Analyses the traces of a run's recorded steps and returns a verdict on where the time went; without torch."""

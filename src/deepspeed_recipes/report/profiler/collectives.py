@@ -29,7 +29,7 @@ CALLS = {
     "recv_": "receive",
     "barrier": "barrier",
 }
-"""PyTorch's names of collectives, without `c10d::`, and the field's."""
+"""PyTorch's names of collectives, without `c10d::`, and the usual names."""
 OF_NCCL = {
     "_allgather_base": "all-gather",
     "allgather": "all-gather",
@@ -39,7 +39,7 @@ OF_NCCL = {
     "all_to_all": "all-to-all",
     "all_to_allv": "all-to-all",
 }
-"""The same in the events of NCCL's kernels; other names stay as they are."""
+"""Names of collectives in the events of NCCL's kernels; names that are not listed are kept."""
 OF_GLOO = {
     "all-gather": "gloo:all_gather",
     "reduce-scatter": "gloo:all_reduce",
@@ -51,7 +51,7 @@ OF_GLOO = {
     "receive": "gloo:recv",
     "barrier": "gloo:barrier",
 }
-"""What gloo's thread does for a call; it has no reduce-scatter of its own."""
+"""The operation that gloo's thread executes for a collective; gloo has no reduce-scatter."""
 BYTES = {"float": 4, "int": 4, "bfloat16": 2, "half": 2, "double": 8, "long": 8, "long int": 8, "byte": 1, "char": 1}
 BYTES |= {"c10::bfloat16": 2, "c10::half": 2, "unsigned char": 1, "bool": 1, "signed char": 1}
 
@@ -62,25 +62,25 @@ class Collective:
 
     kind: str
     ranks: tuple[int, ...]
-    """Of the group; empty where the trace does not say."""
+    """Ranks of the group; empty if the trace lacks them."""
     count: int
     bytes: int
-    """The whole message: what an all-gather leaves on a rank, what a reduce-scatter or an all-reduce gets of it."""
+    """Bytes of the whole message: the output of an all-gather, the input of a reduce-scatter or an all-reduce."""
     seconds: float
-    """In flight."""
+    """Time in flight."""
     waited: float
-    """Of these, while no operator ran."""
+    """Time in flight during which no operator ran."""
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second that a rank receives while they are in flight: a ring's share of each message."""
+        """Bytes per second that a rank receives during flight, assuming a ring's share of each message."""
         others = (len(self.ranks) - 1) / len(self.ranks) if self.ranks else 1.0
         received = self.bytes * others * (2 if self.kind == "all-reduce" else 1)
         return received / self.seconds if self.seconds else 0.0
 
 
 def of_rank(trace: RankTrace) -> list[Collective]:
-    """Return what a rank communicated in its recorded steps, the longest first."""
+    """Return the collectives of a rank's recorded steps, the longest first."""
     found: dict[tuple[str, tuple[int, ...]], list[tuple[int, tuple[float, float]]]] = defaultdict(list)
     for kind, ranks, size, span in _on_gpu(trace) if on_gpu(trace) else _on_host(trace):
         found[kind, ranks].append((size, span))
@@ -98,8 +98,8 @@ def of_rank(trace: RankTrace) -> list[Collective]:
 def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
     """Yield kind, group, bytes and flight of every collective in the steps.
 
-    A call returns before gloo's threads, two for a group, are done with it, or have even begun: they take calls in
-    their order. Where ZeRO-3 gathers ahead, the flights of a dozen calls begin after the last of them has returned.
+    A call returns before gloo's threads, two per group, have finished it or even begun; they process calls in order.
+    When ZeRO-3 prefetches, the flights of a dozen calls can begin after the last call has returned.
     """
     flights: dict[str, deque[Event]] = defaultdict(deque)
     for event in trace.events:
@@ -119,15 +119,16 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
 
 
 def _kind(event: Event) -> str:
-    """Return the collective that an operator starts; an empty string for other operators."""
+    """Return the kind of collective that an operator starts, or an empty string for other operators."""
     return CALLS.get(event.name.removeprefix("c10d::"), "") if event.name.startswith("c10d::") else ""
 
 
 def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[Mapping[str, Any]]:
-    """Return what the flight recorder wrote of each call for gloo's operation `name`; empty where it wrote nothing.
+    """Return the flight recorder's entry for each call of gloo's operation `name`, empty for calls without one.
 
-    By their order, which starts where most calls have their entry nearest: it reads another clock than the profiler,
-    and on a virtual machine they were up to 100 microseconds apart, as much as two calls.
+    Entries are assigned in order, with the offset that puts most calls at the entry nearest in time. Times alone do not
+    suffice, since the recorder and the profiler use different clocks: on a virtual machine these differed by up to 100
+    microseconds, the time of two calls.
     """
     base = trace.about.get("base_us", 0.0)
     known = sorted(
@@ -142,13 +143,13 @@ def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[Mapping[st
 
 
 def _nearest(times: list[float], wanted: float) -> int:
-    """Return the index of the time nearest to a wanted one; `times` are sorted."""
+    """Return the index of the time in the sorted `times` that is nearest to `wanted`."""
     after = bisect_left(times, wanted)
     return min({max(after - 1, 0), min(after, len(times) - 1)}, key=lambda index: abs(times[index] - wanted))
 
 
 def _next(flights: deque[Event], call: Event) -> Event:
-    """Take the first flight that has not begun before the call; without one, the call itself."""
+    """Take the first flight that began after the call, or return the call itself if there is none."""
     while flights:
         flight = flights.popleft()
         if flight.begin >= call.begin:
@@ -161,7 +162,7 @@ def _within(event: Event, steps: tuple[Event, ...]) -> bool:
 
 
 def _bytes(arguments: Mapping[str, Any], entry: Mapping[str, Any], trace: RankTrace) -> int:
-    """Return the size of a call's largest tensor argument, or of a list of them."""
+    """Return the size in bytes of a call's largest argument, which is a tensor or a list of tensors."""
     sizes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
     largest, which = max(((_elements(size), kind) for size, kind in zip(sizes, kinds, strict=False)), default=(0, ""))
     name = which if which.lower() in BYTES else entry.get("dtype", "")
@@ -175,7 +176,7 @@ def _elements(size: list[Any]) -> int:
 
 
 def _on_gpu(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
-    """Yield the same from the events of NCCL's kernels, which say what they move."""
+    """Yield the same as `_on_host` from the events of NCCL's kernels, which include the sizes of messages."""
     for event in trace.events:
         if event.kind != "kernel" or not is_collective(event):
             continue

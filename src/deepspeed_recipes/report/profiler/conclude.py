@@ -1,4 +1,4 @@
-"""From the traces in a run folder to `profile/verdict.json` and to words on the screen, when the run has ended."""
+"""Turns the traces in a run folder into `profile/verdict.json`, and prints the verdict, when the run has ended."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -12,12 +12,11 @@ from . import verdict, words
 from .trace import OTHERS, SUFFIX, read
 
 Predict = Callable[[Mapping[str, Any]], Mapping[tuple[str, tuple[int, ...]], int]]
-"""Returns the bytes of a step by kind of collective and its ranks, as the planner counts them, from a trace's `about`.
-"""
+"""Returns the planner's bytes per step by kind of collective and ranks, given a trace's `about`."""
 
 
 def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
-    """Write and print the verdict on a run that has ended, if it has recorded steps; no run fails because of it."""
+    """Write and print the verdict on a finished run if it has recorded steps; errors are only printed."""
     if not any(run.profile.glob(f"rank-*{SUFFIX}")):
         return
     try:
@@ -32,13 +31,13 @@ def conclude(folder: Path, predict: Predict = lambda about: {}) -> dict[str, Any
     """Return the verdict on the traces in a folder.
 
     Raises:
-        UserError: a trace is damaged, or there is none.
+        UserError: a trace is damaged, or the folder has none.
     """
     files = sorted(folder.glob(f"rank-*{SUFFIX}"), key=_rank)
     if not files:
-        raise UserError(f"{folder}: no trace in it.")
+        raise UserError(f"{folder}: contains no traces.")
     ranks, about = [], dict[str, Any]()
-    for file in files:  # one after the other: a trace takes twenty times its file in memory
+    for file in files:  # one at a time: a trace takes twenty times its file's size in memory
         trace = read(file)
         ranks.append(verdict.of_trace(trace))
         about = about or dict(trace.about)
@@ -47,7 +46,7 @@ def conclude(folder: Path, predict: Predict = lambda about: {}) -> dict[str, Any
 
 
 def traffic(found: Mapping[str, Any], predicted: Mapping[tuple[str, tuple[int, ...]], int]) -> list[dict[str, Any]]:
-    """Return the first rank's collectives per step, by kind and group, with what the planner counts."""
+    """Return the first rank's collectives per step, by kind and group, with the planner's bytes."""
     steps = len(found["steps"])
     rows = []
     for one in sorted(found["ranks"][0]["collectives"], key=lambda one: -one["bytes"]):
@@ -63,7 +62,7 @@ def traffic(found: Mapping[str, Any], predicted: Mapping[tuple[str, tuple[int, .
 
 
 def _others(folder: Path) -> float | None:
-    """Return the median time of the steps that no rank recorded, in seconds; None: there were none."""
+    """Return the median time in seconds of the steps that no rank recorded, or None if there were none."""
     found = [read_json(file) for file in folder.glob(f"rank-*{OTHERS}")]
     times = [one["median"] for one in found if one["count"]]
     return median(times) if times else None

@@ -1,14 +1,14 @@
-"""Sets of points in time, as sorted intervals that do not overlap: every share of a step is the length of one."""
+"""Sets of points in time as sorted, disjoint intervals, from whose lengths the shares of a step are computed."""
 
 from collections.abc import Iterable
 from typing import TypeAlias
 
 Intervals: TypeAlias = tuple[tuple[float, float], ...]
-"""(begin, end) pairs, sorted, apart from each other."""
+"""(begin, end) pairs, sorted and disjoint."""
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Intervals:
-    """Return what at least one of the spans covers; spans may overlap, nest, and come in any order."""
+    """Return the union of spans, which may overlap, nest, and come in any order."""
     joined: list[tuple[float, float]] = []
     for begin, end in sorted(spans):
         if joined and begin <= joined[-1][1]:
@@ -19,7 +19,7 @@ def union(spans: Iterable[tuple[float, float]]) -> Intervals:
 
 
 def both(one: Intervals, other: Intervals) -> Intervals:
-    """Return what both cover."""
+    """Return the intersection of two sets."""
     found = []
     left = right = 0
     while left < len(one) and right < len(other):
@@ -34,7 +34,7 @@ def both(one: Intervals, other: Intervals) -> Intervals:
 
 
 def without(one: Intervals, other: Intervals) -> Intervals:
-    """Return what `one` covers and `other` does not."""
+    """Return the part of `one` that is not in `other`."""
     found = []
     at = 0
     for begin, end in one:
@@ -52,5 +52,5 @@ def without(one: Intervals, other: Intervals) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Return how long they are in all."""
+    """Return the total length."""
     return sum(end - begin for begin, end in intervals)

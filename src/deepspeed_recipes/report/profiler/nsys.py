@@ -1,4 +1,4 @@
-"""Nsight Systems: the command under which it watches the ranks of this machine."""
+"""The command that runs the ranks of this machine under Nsight Systems."""
 
 import shutil
 
@@ -9,34 +9,33 @@ WHERE = "https://developer.nvidia.com/nsight-systems"
 
 
 def check(gpus: int, here: bool) -> None:
-    """Refuse to start what could not be watched.
+    """Refuse a run that Nsight Systems cannot profile.
 
     Args:
-        gpus: of this machine.
+        gpus: number of GPUs of this machine.
         here: whether the ranks run on this machine.
 
     Raises:
         UserError: nsys is not installed, there is no GPU, or the ranks run elsewhere.
     """
     if not here:
-        raise UserError(
-            "--nsys: watches the ranks of this machine only; leave out --hostfile, --slurm or --kubernetes."
-        )
+        raise UserError("--nsys: profiles the ranks of this machine only; remove --hostfile, --slurm or --kubernetes.")
     if shutil.which("nsys") is None:
         raise UserError(
-            f"--nsys: there is no nsys on PATH; install Nsight Systems ({WHERE}), or use --profile without --nsys."
+            f"--nsys: nsys is not on PATH; install Nsight Systems ({WHERE}), or use --profile without --nsys."
         )
     if not gpus:
         raise UserError(
-            "--nsys: this machine has no GPU that Nsight Systems could watch; use --profile without --nsys."
+            "--nsys: this machine has no GPU that Nsight Systems could profile; use --profile without --nsys."
         )
 
 
 def command(run: RunFolder) -> list[str]:
-    """Return the words before the launcher's command.
+    """Return the words to put before the launcher's command.
 
-    nsys follows child processes. It records from the first rank's `cudaProfilerStart`, which is called before the first
-    step that `--profile` names, and `stop` lets the run continue after the last one; nsys by itself would end it.
+    nsys follows child processes. Recording begins with the first rank's `cudaProfilerStart`, which is called before the
+    first step of `--profile`. `--capture-range-end=stop` lets the run continue after the last recorded step; by default
+    nsys would end it.
     """
     return [
         *("nsys", "profile", "--trace=cuda,nvtx,osrt,cublas", "--sample=none", "--cpuctxsw=none"),

@@ -1,4 +1,4 @@
-"""The operators that took the most time, with the modules that they belong to, forward and backward."""
+"""Finds the operators that took the most time, with their modules, in forward and backward passes."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from .trace import MODULE, Event, RankTrace
 
 BACKWARD = "autograd::engine::evaluate_function"
 SEQUENCE = "Sequence number"
-"""PyTorch's number of an operator that autograd records; its backward pass has the same one."""
+"""PyTorch's number of an operator that autograd records; its backward pass has the same number."""
 
 
 @dataclass(frozen=True)
@@ -19,22 +19,22 @@ class Operator:
 
     name: str
     module: str
-    """`model.layers.*.mlp.down_proj`; empty outside of modules, as for the optimizer."""
+    """Such as `model.layers.*.mlp.down_proj`; empty outside of modules, as for the optimizer."""
     calls: int
     seconds: float
-    """Without the operators that it calls."""
+    """Time without that of the operators it calls."""
 
 
 @dataclass
 class _Open:
-    """An event that others may be part of."""
+    """An event that may contain others."""
 
     event: Event
     inner: float = 0.0
 
 
 def most_expensive(trace: RankTrace, count: int = 10) -> list[Operator]:
-    """Return the operators on which a rank spent the most time."""
+    """Return the operators in which a rank spent the most time."""
     calls: dict[tuple[str, str], list[float]] = defaultdict(list)
     kernels = _kernel_seconds(trace) if on_gpu(trace) else None
     for event, module, seconds in _operators(trace):
@@ -45,7 +45,7 @@ def most_expensive(trace: RankTrace, count: int = 10) -> list[Operator]:
 
 
 def _operators(trace: RankTrace) -> Iterator[tuple[Event, str, float]]:
-    """Yield the operators of the steps, each with its module and its seconds without those that it calls."""
+    """Yield each operator of the steps with its module and its seconds, without the operators that it calls."""
     main, modules = trace.main_thread, dict[int, str]()
     stack: list[_Open] = []
     closed: list[tuple[Event, str, float]] = []
@@ -74,7 +74,7 @@ def _operators(trace: RankTrace) -> Iterator[tuple[Event, str, float]]:
 
 
 def _module(stack: list[_Open], modules: dict[int, str]) -> str:
-    """Return the innermost module around an operator, or the one whose backward pass it is part of."""
+    """Return the innermost module around an operator, or the module whose backward pass contains it."""
     for one in reversed(stack):
         if one.event.name.startswith(MODULE):
             return one.event.name.removeprefix(MODULE)

@@ -1,4 +1,4 @@
-"""What `--profile` asks for, checked before the run starts."""
+"""Checks the steps and ranks of `--profile` before the run starts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,20 +8,20 @@ from ...recipe.recipe import Recipe
 from . import window
 
 LAYERS = 32
-"""Of a model whose dimensions only the ranks will know."""
+"""Assumed number of layers if the model's dimensions are unknown until the ranks load it."""
 
 
 def checked(recipe: Recipe, count: int, per_host: int, folder: Path) -> tuple[Recipe, str | None]:
-    """Return the recipe with the steps and the ranks that are recorded, and a line on that; None: nothing is recorded.
+    """Return the recipe with the steps and ranks to record, and a line that describes them, or None without --profile.
 
     Args:
-        recipe: as it will run, with its model's dimensions where they are known.
-        count: of the run's ranks.
-        per_host: ranks on each host.
-        folder: the run's.
+        recipe: the recipe to run, with its model's dimensions if they are known.
+        count: number of ranks.
+        per_host: number of ranks on each host.
+        folder: the run folder.
 
     Raises:
-        UserError: no such steps or ranks, or no room for their traces.
+        UserError: such steps or ranks do not exist, or the disk lacks space for their traces.
     """
     asked = recipe.profile
     if asked.steps is None:
@@ -35,6 +35,6 @@ def checked(recipe: Recipe, count: int, per_host: int, folder: Path) -> tuple[Re
         )
         micro_batches = gradient_accumulation_steps(recipe, count)
         line += f"; {window.room(folder, layers, micro_batches, last - first + 1, len(chosen))}"
-    # `auto` stays: where the number of steps is not known yet, the ranks decide.
+    # `auto` is kept: if the number of steps is not known yet, the ranks choose.
     steps = asked.steps if asked.steps == window.AUTO else f"{first}:{last}"
     return replace(recipe, profile=replace(asked, steps=steps, ranks=",".join(map(str, chosen)))), line

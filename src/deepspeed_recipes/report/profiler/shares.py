@@ -1,4 +1,4 @@
-"""Where the time of a rank's recorded steps went."""
+"""Divides the time of a rank's recorded steps into computation, communication, data, host and idle time."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from .trace import Event, RankTrace
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 NOT_OPERATORS = ("autograd", "c10d", "_c10d_functional", "torch", "gloo", "nccl")
-"""Namespaces of ranges around operators, within which Python and collectives may run, and of collectives."""
+"""Namespaces of events that are not operators: ranges that may contain Python and collectives, and collectives."""
 COLLECTIVES = ("c10d::", "gloo:", "_c10d_functional::", "nccl")
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Seconds of a rank's recorded steps. All but the hidden communication add up to the steps."""
+    """Seconds of a rank's recorded steps. All parts except hidden communication add up to the steps."""
 
     compute: float
-    """Operators: on a GPU its kernels and copies, without one what the main thread computes."""
+    """Operators: kernels and copies on a GPU, otherwise operators of the main thread."""
     communication_hidden: float
     """Collectives in flight while operators run; part of `compute`."""
     communication_waited: float
@@ -24,18 +24,18 @@ class Shares:
     data: float
     """Fetching the step's batches, while nothing else runs."""
     host: float
-    """Python between operators, and an optimizer that is offloaded to the host; on a GPU, while the GPU has no work."""
+    """Python between operators, and an optimizer offloaded to the host; with a GPU, while the GPU has no work."""
     idle: float
-    """None of these: the process slept, waited for a disk, or other processes had its cores."""
+    """All other time: the process slept, waited for a disk, or other processes used its cores."""
 
     @property
     def seconds(self) -> float:
-        """Of the steps."""
+        """Total duration of the steps."""
         return self.compute + self.communication_waited + self.data + self.host + self.idle
 
 
 def of_rank(trace: RankTrace) -> Shares:
-    """Return where the time of a rank's recorded steps went."""
+    """Return the shares of a rank's recorded steps."""
     steps = union(step.span for step in trace.steps)
     gpu = on_gpu(trace)
     busy, flying = _on_gpu(trace) if gpu else _on_host(trace)
@@ -59,12 +59,12 @@ def of_rank(trace: RankTrace) -> Shares:
 
 
 def computing(trace: RankTrace) -> Intervals:
-    """Return when operators ran: on a GPU its kernels and copies, without one those of the main thread."""
+    """Return when operators ran: kernels and copies on a GPU, otherwise operators of the main thread."""
     return _on_gpu(trace)[0] if on_gpu(trace) else _on_host(trace)[0]
 
 
 def is_collective(event: Event) -> bool:
-    """Return whether an event is a collective, or the call of one."""
+    """Return whether an event is a collective or the call that starts it."""
     return event.name.startswith(COLLECTIVES) or (event.kind == "kernel" and "nccl" in event.name.lower())
 
 
@@ -80,27 +80,27 @@ def _on_host(trace: RankTrace) -> tuple[Intervals, Intervals]:
 
 
 def is_operator(event: Event) -> bool:
-    """Return whether an event is an operator that computes: `aten::mm`, but no range around operators."""
+    """Return whether an event is a computing operator such as `aten::mm`, and not a range around operators."""
     space, found, _ = event.name.partition("::")
     return bool(found) and event.kind == "cpu_op" and space not in NOT_OPERATORS
 
 
 def _on_gpu(trace: RankTrace) -> tuple[Intervals, Intervals]:
-    """Return when kernels and copies ran, and when collectives' kernels did."""
+    """Return when kernels and copies ran, and when the kernels of collectives ran."""
     device = [event for event in trace.events if event.kind in ON_GPU]
     kernels = union(event.span for event in device if not is_collective(event))
     return kernels, union(event.span for event in device if is_collective(event))
 
 
 def _offloaded(trace: RankTrace, steps: Intervals) -> Intervals:
-    """Return when the optimizer ran on the host although the model is elsewhere."""
+    """Return when an offloaded optimizer ran on the host."""
     if trace.about.get("offload_optimizer", "none") == "none":
         return ()
     return both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
 
 
 def _idle_on_gpu(trace: RankTrace, rest: Intervals) -> float:
-    """Return for how long of the rest, in which the GPU had no work, the host did not prepare any either."""
+    """Return how long, of the rest in which the GPU had no work, the host did not prepare work either."""
     main = trace.main_thread
     working = union(
         event.span
@@ -111,9 +111,9 @@ def _idle_on_gpu(trace: RankTrace, rest: Intervals) -> float:
 
 
 def _idle_on_host(trace: RankTrace, waited: float, rest: float) -> float:
-    """Return for how much of the rest, in which no operator ran, the process did not run at all.
+    """Return how long, of the rest in which no operator ran, the process did not run at all.
 
-    The main thread's CPU time says for how long it did. It also does not run while it waits, for collectives or data.
+    This is derived from the main thread's CPU time, excluding the time that it waits for collectives or data.
     """
     off = 0.0
     for step in trace.about.get("steps", ()):

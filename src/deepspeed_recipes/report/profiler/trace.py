@@ -1,4 +1,4 @@
-"""A rank's trace, as torch.profiler and `training/callbacks/profiler.py` write it, read into frozen events."""
+"""Reads a rank's trace, written by torch.profiler and `training/callbacks/profiler.py`, into frozen events."""
 
 import gzip
 import json
@@ -11,19 +11,19 @@ from typing import Any
 from ...recipe.errors import UserError
 
 RECORD = "recorded_by_recipes"
-"""The key of a trace under which the run has written what torch.profiler does not know: `RankTrace.about`."""
+"""Key in a trace for the data that the run adds to torch.profiler's: `RankTrace.about`."""
 STEP = "step/"
-"""Begins the name of a step's range (`step/12`) and of its phases (`step/data`)."""
+"""Prefix of the names of steps (`step/12`) and of their phases (`step/data`)."""
 MODULE = "module/"
-"""Begins the name of the range of a module's forward pass."""
+"""Prefix of the names of ranges around the forward passes of modules."""
 SUFFIX = ".trace.json.gz"
 OTHERS = ".other-steps.json"
-"""Beside a trace: how many steps were not recorded, and their median time in seconds."""
+"""Suffix of the file next to a trace with the number and the median time in seconds of steps not recorded."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that ran from `begin` to `end`, in microseconds."""
+    """An event from `begin` to `end`, in microseconds."""
 
     name: str
     kind: str
@@ -35,23 +35,23 @@ class Event:
 
     @property
     def span(self) -> tuple[float, float]:
-        """Begin and end."""
+        """(begin, end)."""
         return self.begin, self.end
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     events: tuple[Event, ...]
-    """By begin, then the longer one first: an event comes after the one that it is part of."""
+    """Events by begin, and by length in descending order: an event comes after the event that contains it."""
     about: Mapping[str, Any]
-    """`rank`, `host`, `world_size`, `steps` (of each `step`, `seconds` and the main thread's `cpu_seconds` in it and in
-    its `data` phase), `offload_optimizer`, `collectives` (of gloo: `name`, `ns`, `group` and `dtype` of each call),
-    `total` and `trained` parameters of the model, `held`: the same of what this rank and those with the same part of it
-    have between them, and the layout's numbers."""
+    """`rank`, `host`, `world_size`, `steps` (for each: `step`, `seconds`, and the main thread's `cpu_seconds` in the
+    step and in its `data` phase), `offload_optimizer`, `collectives` (gloo only: `name`, `ns`, `group` and `dtype` of
+    each call), the `total` and `trained` parameters of the model, `held` (the same for the part of the model that this
+    rank shares with others), and the sizes of the layout."""
     groups: Mapping[str, tuple[int, ...]]
-    """The ranks of each process group, by its name."""
+    """The ranks of each process group, by the group's name."""
 
     @cached_property
     def steps(self) -> tuple[Event, ...]:
@@ -76,7 +76,7 @@ def read(path: Path) -> RankTrace:
     """Return the trace in a gzipped file.
 
     Raises:
-        UserError: it is damaged, or no run of this project has written it.
+        UserError: the file is damaged, or was not written by a run of this project.
     """
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
@@ -85,7 +85,7 @@ def read(path: Path) -> RankTrace:
         raise UserError(f"{path}: not a trace ({error}).") from None
     found = parse(content)
     if not found.steps:
-        raise UserError(f"{path}: no recorded step in this trace.")
+        raise UserError(f"{path}: the trace contains no recorded step.")
     return found
 
 
@@ -113,5 +113,5 @@ def parse(content: Mapping[str, Any]) -> RankTrace:
 
 
 def _copy(event: Mapping[str, Any]) -> bool:
-    """Return whether a GPU's timeline only repeats a range of the host's."""
+    """Return whether an event on a GPU's timeline only repeats a range on the host's."""
     return event.get("cat") == "gpu_user_annotation"

@@ -1,4 +1,4 @@
-"""The verdict on a run's recorded steps: what bounds them, and what to change."""
+"""The verdict on a run's recorded steps: their bottleneck, and a setting to change."""
 
 from dataclasses import asdict, dataclass
 from statistics import mean, median
@@ -13,43 +13,43 @@ from .shares import Shares
 from .trace import RankTrace
 
 MATTERS = 0.15
-"""A share of the step above which what is not computation is worth changing."""
+"""Share of a step above which time without computation is worth reducing."""
 KINDS = ("compute", "communication_hidden", "communication_waited", "data", "host", "idle")
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank recorded."""
+    """The analysed record of one rank."""
 
     number: int
     host: str
     steps: tuple[int, ...]
     measured: float
-    """Seconds of the recorded steps by the rank's clock."""
+    """Duration of the recorded steps in seconds, by the rank's clock."""
     shares: Shares
     operators: tuple[Operator, ...]
     collectives: tuple[Collective, ...]
     optimizer: float
-    """Seconds of the optimizer's own step."""
+    """Time in the optimizer's step, in seconds."""
 
     def share(self, kind: str) -> float:
-        """Return a kind's share of the rank's steps."""
+        """Return the share of a kind of time in the rank's steps."""
         return getattr(self.shares, kind) / self.shares.seconds if self.shares.seconds else 0.0
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What bounds the steps."""
+    """The bottleneck of the steps."""
 
     name: str
     """`compute`, `communication`, `pipeline`, `data`, `host`, `optimizer`, `idle`, `slow rank` or `slow stage`."""
     words: str
     change: str
-    """One line, with the key to change."""
+    """A line with the setting to change."""
 
 
 def of_trace(trace: RankTrace) -> Rank:
-    """Return what one rank's trace says."""
+    """Return the analysis of one rank's trace."""
     steps = trace.steps
     spans = [event for event in trace.events if event.name.startswith("Optimizer.step#")]
     return Rank(
@@ -65,7 +65,7 @@ def of_trace(trace: RankTrace) -> Rank:
 
 
 def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
-    """Return what bounds the steps; `about` is that of any rank's trace."""
+    """Return the bottleneck of the steps, given the `about` of any rank's trace."""
     stages = about.get("layout", {}).get("pipeline", 1)
     slow = slow_rank(ranks) if stages == 1 else None
     if slow is not None:
@@ -80,7 +80,7 @@ def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
         return Cause(
             "compute",
             f"computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
-            "it computes nearly all of the time; a larger micro_batch_size may use the hardware better",
+            "nothing; nearly all time is computation, though a larger micro_batch_size may use the hardware better",
         )
     if worst == "communication_waited":
         return _pipeline(waited, about) if stages > 1 else _network(waited, ranks, about)
@@ -88,7 +88,7 @@ def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
 
 
 def slow_rank(ranks: list[Rank]) -> Rank | None:
-    """Return the rank that the others wait for: it waits much less than they do; None: there is none."""
+    """Return the rank that all others wait for, which itself waits much less, or None."""
     if len(ranks) < 2:
         return None
     order = sorted(ranks, key=lambda rank: rank.share("communication_waited"))
@@ -98,9 +98,9 @@ def slow_rank(ranks: list[Rank]) -> Rank | None:
 
 
 def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
-    """Return the ranks of the pipeline stage that the others wait for, the busiest first; none: there is no such stage.
+    """Return the ranks of the pipeline stage that the others wait for, the busiest first, or an empty list.
 
-    Equal stages all wait for the pipeline to fill and to drain, as long as each other.
+    Equally fast stages all wait for the pipeline to fill and drain, for the same time.
     """
     layout, found = Layout(**about["layout"]), dict[int, list[Rank]]()
     for rank in sorted(ranks, key=lambda rank: rank.share("communication_waited")):
@@ -121,15 +121,15 @@ def _slow_stage(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> C
     micro_batches, who = about["micro_batches"], f"rank {slow[0].number} on {slow[0].host}"
     return Cause(
         "slow stage",
-        f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; of {stages} stages and "
-        f"{micro_batches} micro-batches {bubble(stages, micro_batches):.0%} has to be",
-        f"{who}: look at that host for other processes, or a slower or hotter GPU; if it is the model, whose last "
-        "stage has the head, another layout.pipeline divides its layers otherwise",
+        f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; "
+        f"{bubble(stages, micro_batches):.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches",
+        f"{who}: check that host for other processes, or a slower or hotter GPU; if the stage itself is larger (the "
+        "last one has the head), try another layout.pipeline",
     )
 
 
 def _more_of(slow: Rank, others: list[Rank]) -> str:
-    """Return on what a rank spends a larger share than the others."""
+    """Return the kind of time whose share exceeds that of the other ranks most."""
     more = {kind: slow.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
     return max(more, key=lambda kind: more[kind])
 
@@ -138,10 +138,10 @@ def _slow(slow: Rank, ranks: list[Rank]) -> Cause:
     others = [rank for rank in ranks if rank is not slow]
     what, waited = _more_of(slow, others), median(rank.share("communication_waited") for rank in others)
     fixes = {
-        "compute": "look at that host: other processes, a slower or hotter GPU, or more of the model on that rank",
-        "data": "data.workers=4 loads ahead in processes of their own; look at that host's disk",
-        "host": "look at that host: other processes, fewer cores or a slower CPU",
-        "idle": "look at that host: other processes, a slow disk, or something that sleeps",
+        "compute": "check that host for other processes, a slower or hotter GPU, or a larger part of the model",
+        "data": "set data.workers=4 to load ahead in separate processes, and check that host's disk",
+        "host": "check that host for other processes, fewer cores or a slower CPU",
+        "idle": "check that host for other processes, a slow disk, or code that sleeps",
     }
     return Cause(
         "slow rank",
@@ -154,7 +154,7 @@ def _data(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
     return Cause(
         "data",
         f"waits for data {share:.0%} of the time",
-        "data.workers=4 loads ahead in processes of their own; packing=true makes fewer, fuller sequences",
+        "set data.workers=4 to load ahead in separate processes, or packing=true for fewer, fuller sequences",
     )
 
 
@@ -164,13 +164,13 @@ def _host(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
         return Cause(
             "optimizer",
             f"the optimizer on the host takes {optimizer:.0%} of the time",
-            "deepspeed=zero2.json or zero3.json keeps it on the GPUs if it fits; else a larger global_batch_size "
-            "updates less often",
+            "set deepspeed=zero2.json or zero3.json to keep it on the GPUs, if it fits; otherwise a larger "
+            "global_batch_size updates less often",
         )
     return Cause(
         "host",
         f"Python between operators takes {share:.0%} of the time",
-        "a larger micro_batch_size gives each operator more to do; compile=regional or a lower ZeRO stage runs less "
+        "a larger micro_batch_size gives each operator more work; compile=regional or a lower ZeRO stage runs less "
         "Python",
     )
 
@@ -178,8 +178,8 @@ def _host(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
 def _idle(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
     return Cause(
         "idle",
-        f"does nothing {share:.0%} of the time",
-        "other processes may have its cores (fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)",
+        f"is idle {share:.0%} of the time",
+        "other processes may use its cores (run fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)",
     )
 
 
@@ -187,8 +187,8 @@ def _pipeline(share: float, about: dict[str, Any]) -> Cause:
     stages, micro_batches = about["layout"]["pipeline"], about["micro_batches"]
     return Cause(
         "pipeline",
-        f"stages wait for each other {share:.0%} of the time; of {stages} stages and {micro_batches} micro-batches "
-        f"{bubble(stages, micro_batches):.0%} has to be",
+        f"stages wait for each other {share:.0%} of the time; {bubble(stages, micro_batches):.0%} is unavoidable "
+        f"with {stages} stages and {micro_batches} micro-batches",
         "a larger global_batch_size or a smaller micro_batch_size gives more micro-batches, so stages wait less",
     )
 
@@ -208,10 +208,10 @@ def _network(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
 
 
 def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
-    """Return what to change so that less is sent per token."""
+    """Return settings that reduce communication per token."""
     layout, several = about.get("layout", {}), about.get("micro_batches", 1) > 1
     if layout.get("tensor", 1) > 1 or layout.get("sequence", 1) > 1:
-        return "a smaller layout.tensor or layout.sequence, within one host, exchanges less"
+        return "a smaller layout.tensor or layout.sequence, within one host, communicates less"
     if about.get("stage", 0) < 2:
         return "a larger global_batch_size with the same micro_batch_size communicates less often per token"
     # At stages 2 and 3 every micro-batch communicates, so more of them do not help.
@@ -219,26 +219,26 @@ def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
     if _gathers_again(rank, about):
         changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
     if several:
-        changes.append("deepspeed=zero1.json communicates once per step and not for each micro-batch, if it fits")
+        changes.append("deepspeed=zero1.json, if it fits, communicates once per step instead of per micro-batch")
     changes.append("a larger micro_batch_size communicates less often per token")
     return "; ".join(changes)
 
 
 def _gathers_again(rank: Rank, about: dict[str, Any]) -> bool:
-    """Return whether weights are gathered more than once per update, and not already within a host."""
+    """Return whether weights are gathered more than once per update, and not only within a host."""
     gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather") / len(rank.steps)
     whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
     return bool(whole) and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole
 
 
 def as_json(ranks: list[Rank], found: Cause, about: dict[str, Any], others: float | None) -> dict[str, Any]:
-    """Return the content of `verdict.json`; operators and, in `traffic`, collectives are those of one step.
+    """Return the content of `verdict.json`. Operators and, in `traffic`, collectives are per step.
 
     Args:
-        ranks: what each recorded.
-        found: what bounds their steps.
-        about: of any rank's trace.
-        others: median seconds of the steps that were not recorded, of all ranks; None: there were none.
+        ranks: the analysed records.
+        found: the bottleneck of their steps.
+        about: the `about` of any rank's trace.
+        others: median seconds of the steps that were not recorded, over all ranks, or None if there were none.
     """
     count = len(ranks[0].steps)
     recorded = mean(rank.measured for rank in ranks) / count

@@ -1,4 +1,4 @@
-"""Which steps and ranks a run records, and how much room their traces take."""
+"""Chooses the steps and ranks that a run records, and estimates the size of their traces."""
 
 import re
 import shutil
@@ -9,18 +9,18 @@ from ...recipe.errors import UserError
 
 AUTO = "auto"
 FIRST, LAST = 4, 6
-"""Recorded by default. ZeRO-3 finds the order of its fetches in step 1; step 2 still makes buffers; step 3 is there to
-be compared with."""
+"""Steps recorded by default. In step 1 ZeRO-3 determines the order of its fetches, step 2 still allocates buffers, and
+step 3 serves for comparison."""
 RAW_BYTES = 700_000
-"""Of a trace as torch writes it, per layer and micro-batch, forward and backward: 24 MB for 4 layers and 8
+"""Size of torch's uncompressed trace per layer and micro-batch, forward and backward: 24 MB for 4 layers and 8
 micro-batches of `tiny full` under ZeRO-3, 140 MB for twice as many with `layout.sequence=2` (torch 2.13.0, two CPU
 ranks)."""
 PACKED = 15
-"""How many times smaller it is compressed, of the same traces."""
+"""Compression ratio of the same traces."""
 
 
 def words(arguments: Sequence[str]) -> list[str]:
-    """Return the command line with a value for every `--profile`, which may stand before a recipe or a key=value."""
+    """Return the command line with a value after every `--profile`, which a recipe or a key=value may follow."""
     found = []
     for at, word in enumerate(arguments):
         following = arguments[at + 1] if at + 1 < len(arguments) else ""
@@ -30,14 +30,14 @@ def words(arguments: Sequence[str]) -> list[str]:
 
 
 def parse(steps: str, last_step: int | None) -> tuple[int, int]:
-    """Return the first and the last step of `FIRST:LAST`, of one step, or of `auto`.
+    """Return the first and the last step of `FIRST:LAST`, of a single step, or of `auto`.
 
     Args:
-        steps: as it was asked for.
-        last_step: of the run; None where only the ranks will know.
+        steps: the value of `--profile`.
+        last_step: the run's last step, or None if it is unknown until the ranks read the data.
 
     Raises:
-        UserError: not two steps in order, or not of this run.
+        UserError: the steps are not in order, or the run does not have them.
     """
     if steps == AUTO:
         return (FIRST, LAST) if last_step is None else (min(FIRST, last_step), min(LAST, last_step))
@@ -60,12 +60,12 @@ def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
     """Return the ranks that record.
 
     Args:
-        asked: `all`, numbers with commas, or `auto`: all ranks of one host, the first of each of several.
-        count: of the run's ranks.
-        per_host: ranks on each host.
+        asked: `all`, numbers with commas, or `auto` (all ranks on a single host, the first rank of each of several).
+        count: number of the run's ranks.
+        per_host: number of ranks on each host.
 
     Raises:
-        UserError: names a rank that does not exist.
+        UserError: a rank does not exist.
     """
     if asked == "all" or (asked == AUTO and per_host >= count):
         return tuple(range(count))
@@ -77,22 +77,22 @@ def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
             raise UserError(f"profile.ranks={asked}: `{word}` is not a rank; give numbers with commas (0,1), or all.")
         found.append(int(word))
         if found[-1] >= count:
-            raise UserError(f"profile.ranks={asked}: there is no rank {found[-1]}; the run has ranks 0 to {count - 1}.")
+            raise UserError(f"profile.ranks={asked}: rank {found[-1]} does not exist; ranks are 0 to {count - 1}.")
     return tuple(sorted(set(found)))
 
 
 def room(folder: Path, layers: int, micro_batches: int, steps: int, traces: int) -> str:
-    """Return a line that says what the traces will need.
+    """Return a line with the disk space that the traces will need.
 
     Args:
-        folder: the run's, which need not exist.
-        layers: of the model.
-        micro_batches: per step and rank.
-        steps: recorded.
-        traces: ranks that record.
+        folder: the run folder, which need not exist.
+        layers: number of the model's layers.
+        micro_batches: number of micro-batches per step and rank.
+        steps: number of recorded steps.
+        traces: number of ranks that record.
 
     Raises:
-        UserError: the disk has less.
+        UserError: the disk has less space.
     """
     raw = RAW_BYTES * (layers + 1) * micro_batches * steps * traces
     free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
@@ -101,7 +101,7 @@ def room(folder: Path, layers: int, micro_batches: int, steps: int, traces: int)
             f"--profile: the traces need about {size(raw)} while they are written, and {folder} has {size(free)} left; "
             "record fewer steps (--profile 4:4) or ranks (profile.ranks=0)."
         )
-    return f"the traces need about {size(raw)} while they are written and {size(raw / PACKED)} then"
+    return f"the traces need about {size(raw)} while they are written, {size(raw / PACKED)} afterwards"
 
 
 def described(first: int, last: int) -> str:
@@ -115,5 +115,5 @@ def count(number: int, what: str) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes in MB, or in GB where that is shorter."""
+    """Return a size in MB, or in GB from 1 GB on."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1, count / 1e6):.0f} MB"

@@ -1,12 +1,12 @@
-"""The verdict in words, with a stacked bar per rank."""
+"""Formats the verdict as text, with a stacked bar per rank."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 WIDTH = 50
-"""Of a bar, in characters."""
+"""Width of a bar, in characters."""
 SUMMED = {"compute": "#", "communication_waited": "~", "data": "d", "host": "h", "idle": "."}
-"""What adds up to a step, and how a bar shows it."""
+"""The parts that add up to a step, and their characters in a bar."""
 NAMES = {
     "compute": "compute",
     "communication_waited": "communication waited for",
@@ -18,7 +18,7 @@ NAMES = {
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
-    """Return what is printed of `verdict.json`."""
+    """Return the lines to print for `verdict.json`."""
     steps = found["steps"]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return [
@@ -32,7 +32,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 
 def slower(found: Mapping[str, Any]) -> str:
-    """Return by how much recording has slowed the steps down; empty where there is nothing to compare with."""
+    """Return by how much recording slowed the steps down, or an empty string if there are no other steps."""
     more = found["slower"]
     if more is None:
         return ""
@@ -71,9 +71,9 @@ def _traffic(found: Mapping[str, Any]) -> Iterator[str]:
     for one in found["traffic"]:
         group = f"ranks {','.join(map(str, one['ranks']))}" if one["ranks"] else ""
         planned = one["predicted_bytes"]
-        beside = f", planner {planned / 1e6:,.2f} MB" if planned else ""
+        predicted = f", planner {planned / 1e6:,.2f} MB" if planned else ""
         yield (
-            f"    {one['kind']:<15} {one['count']:>6,.0f}x  {one['bytes'] / 1e6:,.2f} MB{beside}  "
+            f"    {one['kind']:<15} {one['count']:>6,.0f}x  {one['bytes'] / 1e6:,.2f} MB{predicted}  "
             f"{1000 * one['seconds']:,.0f} ms, {1000 * one['waited']:,.0f} of them waited for  "
             f"{one['bytes_per_second'] / 1e9:.2f} GB/s  {group}"
         ).rstrip()
@@ -83,6 +83,6 @@ def _pipeline(found: Mapping[str, Any]) -> Iterator[str]:
     one = found["pipeline"]
     if one:
         yield (
-            f"  pipeline: stages wait {one['waited']:.0%} of the time; of {one['stages']} stages and "
-            f"{one['micro_batches']} micro-batches {one['bubble']:.0%} has to be"
+            f"  pipeline: stages wait {one['waited']:.0%} of the time; {one['bubble']:.0%} is unavoidable with "
+            f"{one['stages']} stages and {one['micro_batches']} micro-batches"
         )

@@ -1,1 +1,1 @@
-"""The sections of a report, each from what the run folder holds."""
+"""The sections of a report, made from the content of a run folder."""

@@ -1,4 +1,4 @@
-"""The curves of a run over its steps, and the numbers that they are drawn from."""
+"""The section with a run's curves over its steps, and the numbers behind them."""
 
 from collections.abc import Iterable, Iterator
 from math import isfinite
@@ -9,21 +9,21 @@ from ..document import Block, Cell, Chart, Curve, Note, Section, Table, number
 from ..run_data import Row, RunData
 
 SMOOTHING = 0.9
-"""Share of the average that remains at each logged step."""
+"""Weight of the previous average at each logged step."""
 SMOOTHED_FROM = 20
-"""Logged steps from which on a smoothed curve says more than the curve itself."""
+"""Minimum number of logged steps for a smoothed curve."""
 MOST_ROWS = 400
-"""Logged steps shown as numbers; of longer runs every n-th, and the last."""
+"""Maximum number of logged steps shown as numbers; longer runs show every n-th step, and the last."""
 FORMS = {"step": ",d", "tokens": ",d", "loss": ".4f", "learning_rate": ".3g", "seconds": ",.1f", "mfu": ".1%"}
-"""How the columns of metrics.jsonl are shown; all others with four digits."""
+"""Formats of the columns of metrics.jsonl; all others have four digits."""
 
 Points = tuple[tuple[float, float], ...]
 
 
 def section(run: RunData) -> Section:
-    """Return the charts, the numbers behind them, and what they were drawn from."""
+    """Return the charts and, folded, the numbers behind them."""
     charts = tuple(chart for chart in _charts(run) if any(curve.points for curve in chart.curves))
-    note = () if charts else (Note("Nothing was logged that could be drawn."),)
+    note = () if charts else (Note("No logged values to draw."),)
     return Section("Curves", (*note, *charts, *_tables(run)))
 
 
@@ -62,29 +62,29 @@ MORE = (
     *("reward", "kl", "nll_", "odds_", "divergence", "cross_entropy", "router_", "expert_load", "accuracy", "entropy"),
     "completions/mean_length",
 )
-"""Beginnings of the keys that some methods and models add."""
+"""Prefixes of the keys that some methods and models add."""
 
 
 def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:
-    """Return (x, value) of the rows that have a finite number under `key`."""
+    """Return (x, value) for the rows that have a finite number under `key`."""
     found = ((row.get(x), row.get(key)) for row in rows)
     return tuple((at, value) for at, value in found if finite(at) and finite(value))
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a number that can be drawn."""
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def with_smoothed(line: Points, label: str = "training") -> tuple[Curve, ...]:
-    """Return a curve, and for a long one also its average, in front of it."""
+    """Return a curve, and in front of a long curve its moving average."""
     if len(line) < SMOOTHED_FROM:
         return (Curve(label, line),)
     return Curve(f"{label}, each logged step", line, faint=True), Curve(f"{label}, smoothed", tuple(smoothed(line)))
 
 
 def smoothed(line: Points) -> Iterator[tuple[float, float]]:
-    """Yield the exponential moving average, without the bias towards its start (as Adam corrects it)."""
+    """Yield the exponential moving average, with Adam's correction of the bias towards its start."""
     average = 0.0
     for count, (at, value) in enumerate(line, 1):
         average = SMOOTHING * average + (1 - SMOOTHING) * value
@@ -92,7 +92,7 @@ def smoothed(line: Points) -> Iterator[tuple[float, float]]:
 
 
 def waits(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
-    """Yield (step, share of the time since the log before that ranks waited for data on average)."""
+    """Yield (step, average share of the time since the previous log that ranks waited for data)."""
     before = 0.0
     for row in rows:
         seconds, waited = row.get("seconds"), row.get("data_wait_seconds")
@@ -108,7 +108,7 @@ def _tables(run: RunData) -> Iterator[Block]:
             every = -(-len(rows) // MOST_ROWS)
             kept = [index for index in range(len(rows)) if index % every == 0 or index == len(rows) - 1]
             which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
-            # What is known by layer has a section of its own.
+            # Values by layer have their own section.
             columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
             yield Table(
                 columns,

@@ -1,4 +1,4 @@
-"""What `ds-recipes evaluate` has measured last: the run beside other models."""
+"""The section with the newest result of `ds-recipes evaluate`: the run compared with other models."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ FILE = "evaluation.json"
 
 
 def sections(run: RunData) -> Iterator[Section]:
-    """Yield the section, where there is something to show."""
+    """Yield the section if the run was evaluated."""
     tasks = run.evaluation.get("tasks") or ()
     blocks = [*_blocks(run.evaluation, f"{FILE}:")]
     for at, task in enumerate(tasks):
@@ -22,7 +22,7 @@ def sections(run: RunData) -> Iterator[Section]:
 
 
 def _blocks(found: Mapping[str, Any], place: str) -> Iterator[Any]:
-    """Yield one comparison; `place` is where its numbers are."""
+    """Yield the blocks of one comparison; `place` is the source of its numbers."""
     models = [one for one in found.get("models") or () if isinstance(one, dict)]
     if not models:
         return

@@ -1,4 +1,4 @@
-"""What a run has learned from and what it answers: the data, and sample answers before and after training."""
+"""The sections with the training data, and with sample answers before and after training."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,15 +10,15 @@ from ..document import Bars, Block, Marked, Note, Number, Section, Table, number
 from ..run_data import Row, RunData
 
 WORDS = re.compile(r"\w+|\s+|[^\w\s]")
-"""What an answer is compared by."""
+"""The units in which answers are compared."""
 
 Pieces = tuple[tuple[str, str], ...]
 
 
 def answer_section(run: RunData) -> Section:
-    """Return the sample answers: each question, what was expected, and the answers with what differs marked."""
+    """Return the sample answers: questions, expected answers, and the model's answers with the differences marked."""
     blocks = [block for at, rows in enumerate(_by_example(run.answers), 1) for block in _answers(at, rows)]
-    why = Note("This run stores none: answers are generated where data.metric=exact_match.")
+    why = Note("This run stored none: answers are generated with data.metric=exact_match.")
     return Section("Sample answers", tuple(blocks) or (why,))
 
 
@@ -41,12 +41,12 @@ def _answers(at: int, rows: Sequence[Row]) -> Iterator[Block]:
 
 
 def differences(expected: str, answer: str) -> Pieces:
-    """Return an answer in pieces: what is missing of the expected one is `removed`, what is too much `added`."""
+    """Return an answer in pieces: text that it lacks is marked `removed`, additional text `added`."""
     left, right = WORDS.findall(expected), WORDS.findall(answer)
     found: list[tuple[str, str]] = []
     for kind, first, last, start, end in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
-        missing, said = "".join(left[first:last]), "".join(right[start:end])
-        found += [(said, "")] if kind == "equal" else [(missing, "removed"), (said, "added")]
+        missing, given = "".join(left[first:last]), "".join(right[start:end])
+        found += [(given, "")] if kind == "equal" else [(missing, "removed"), (given, "added")]
     return tuple((text, mark) for text, mark in found if text)
 
 
@@ -59,11 +59,11 @@ COUNTS = {
     "tokens": "tokens",
     "loss_tokens": "tokens in the loss",
 }
-"""The keys of data.json, and what they count."""
+"""Keys of data.json with their descriptions."""
 
 
 def data_section(run: RunData) -> Section:
-    """Return the training data: sources, counts, lengths, and examples with the part that is in the loss."""
+    """Return the training data: sources, counts, lengths, and examples with the tokens in the loss marked."""
     training = run.data.get("training") or {}
     data = run.recipe.data
     sources = [("training data", data.path), ("held-out data", data.validation)]
@@ -78,7 +78,7 @@ def data_section(run: RunData) -> Section:
         blocks.append(Bars("Documents by their length in tokens", bars))
     for at, pieces in enumerate(run.data.get("shown") or ()):
         marked = tuple((str(text), "loss" if learned else "") for text, learned in pieces)
-        blocks.append(Marked("An example; what is marked is in the loss" if not at else "Another", marked))
+        blocks.append(Marked("Example; marked text is in the loss" if not at else "Another example", marked))
     return Section("Data", tuple(blocks))
 
 

@@ -1,4 +1,4 @@
-"""Gradients and weights by layer over the steps: what vanishes, explodes, or no longer learns."""
+"""The section with gradients and weights by layer, which shows layers that vanish, explode, or stop learning."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,21 +7,21 @@ from ..document import Block, Cell, HeatMap, Note, Section, Table, number
 from ..run_data import Row, RunData
 
 MOST_CELLS = 3000
-"""Per heat map, 130 bytes each; of longer runs every n-th log, and the last."""
+"""Maximum number of cells in a heat map, of 130 bytes each; longer runs show every n-th log, and the last."""
 MAPS = {
     "grad_norm": "Gradient norm of each layer, before clipping (logarithmic)",
     "update_ratio": "Update as a share of the weights (logarithmic)",
 }
 FORMS = {"grad_norm": ".4g", "update_ratio": ".3g", "dead": ".2%"}
-"""The numbers of a layer, and how they are shown."""
+"""The values of a layer with their formats."""
 MEANING = (
-    "Dead: the share of weights whose gradient is exactly zero, of units that are off or saturated for every token, or "
-    "of tokens that do not occur. An update is usually about a thousandth of the weights."
+    "Dead: the share of weights with a gradient of exactly zero, because a unit is off or saturated for every token or "
+    "because a token does not occur. An update is usually about a thousandth of the weights."
 )
 
 
 def sections(run: RunData) -> tuple[Section, ...]:
-    """Return the section; nothing for a run that has not measured its layers."""
+    """Return the section, or nothing if the run did not measure its layers."""
     logged = [(at, row) for at, row in enumerate(run.metrics, 1) if _layers(row)]
     return (Section("Layers", tuple(_blocks(logged))),) if logged else ()
 
@@ -42,7 +42,7 @@ def _blocks(logged: list[tuple[int, Row]]) -> Iterator[Block]:
 
 
 def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:
-    """Yield a sentence for each layer and what was wrong with its gradient: how often, and from which step on."""
+    """Yield a sentence for each problem with a layer's gradient: how often it occurred, and the first step."""
     still = [row["step"] for _, row in logged if all(one.get("grad_norm") == 0 for one in _layers(row).values())]
     if still:
         yield (

@@ -1,4 +1,4 @@
-"""What memory was predicted for and measured, and what each rank holds of the model."""
+"""The sections with predicted and measured memory, and with the parts of the model on each rank."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from ..run_data import RunData
 
 ON_GPU = {"gpu_peak_gib": "allocated at most, rank 0", "gpu_reserved_gib": "reserved at most, rank 0"}
 ON_HOST = {"host_peak_gib": "resident at most, rank 0"}
-"""The keys of metrics.jsonl and summary.json, and what they are."""
+"""Keys of metrics.jsonl and summary.json with their descriptions."""
 KINDS = ("parameters", "optimizer")
-"""What a rank holds of a layer, in bytes."""
+"""Kinds of tensors that a rank holds of a layer, in bytes."""
 MIB = 2**20
 
 
 def section(run: RunData) -> Section:
-    """Return the memory of the fullest GPU by what it is for, beside what was measured."""
+    """Return the predicted memory of the fullest GPU by purpose, and the measured memory."""
     return Section("Memory", tuple(_memory(run)))
 
 
@@ -27,10 +27,8 @@ def _memory(run: RunData) -> Iterator[Block]:
         if (one := number(size, ".2f", f"summary.json:predicted.components_gib.{name}", " GiB"))
     )
     if not parts:
-        yield Note(
-            "No prediction: the planner was asked for none, or this machine has no GPU; it predicts the memory of GPUs."
-        )
-    predicted = (("predicted, by what it is for", parts),) if parts else ()
+        yield Note("No prediction: the planner was not used, or this machine has no GPU; only GPU memory is predicted.")
+    predicted = (("predicted, by purpose", parts),) if parts else ()
     on_gpu = (*predicted, *_measured(run, ON_GPU))
     if on_gpu:
         yield Bars("The fullest GPU at its fullest moment", on_gpu)
@@ -49,9 +47,9 @@ def _peak(run: RunData, key: str) -> Number | None:
 
 
 def rank_section(run: RunData) -> Section:
-    """Return what each rank holds, in all and layer by layer."""
+    """Return the tensors that each rank holds, in total and layer by layer."""
     if not run.ranks:
-        return Section("What each rank holds", (Note("Not recorded by this run."),))
+        return Section("Tensors on each rank", (Note("Not recorded by this run."),))
     bars, rows = [], list[tuple[Cell, ...]]()
     for at, rank in enumerate(run.ranks):
         parts = [(kind, _held(rank, at, kind)) for kind in KINDS]
@@ -61,10 +59,10 @@ def rank_section(run: RunData) -> Section:
     layers = Table(("rank", "layer", *KINDS), tuple(rows), folded="Layer by layer")
     how = Note(
         "Tensors that stay on the rank between steps, on its GPU or on the host, measured after the last step. The "
-        "optimizer is Adam's moments and the fp32 weights that it updates. Gradients, activations "
-        "and buffers, which come and go, are not in it, nor is what is on NVMe."
+        "optimizer's part is Adam's moments and the fp32 weights that it updates. Temporary tensors (gradients, "
+        "activations, buffers) and tensors on NVMe are not included."
     )
-    return Section("What each rank holds", (how, Bars("Parameters and optimizer", tuple(bars)), layers))
+    return Section("Tensors on each rank", (how, Bars("Parameters and optimizer", tuple(bars)), layers))
 
 
 def _held(rank: Any, at: int, kind: str) -> Number | None:

@@ -1,4 +1,4 @@
-"""Where the time of the steps went that `--profile` recorded, from `profile/verdict.json`."""
+"""The section with the time of the steps recorded by `--profile`, from `profile/verdict.json`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,12 +13,12 @@ NAMES = {
     "host": "host",
     "idle": "idle",
 }
-"""What adds up to a step."""
+"""The parts that add up to a step, with their labels."""
 FILE = "profile/verdict.json"
 
 
 def section(run: RunData) -> Section:
-    """Return the verdict in words, a bar per rank, the most expensive operators, and what was sent."""
+    """Return the verdict in words, a bar per rank, the most expensive operators, and the communication."""
     return Section("Profile", tuple(_blocks(run.profile)))
 
 
@@ -54,8 +54,8 @@ def _blocks(found: Mapping[str, Any]) -> Iterator[Block]:
     pipeline = found.get("pipeline")
     if pipeline:
         yield Note(
-            f"Stages wait {pipeline['waited']:.0%} of the time; of {pipeline['stages']} stages and "
-            f"{pipeline['micro_batches']} micro-batches {pipeline['bubble']:.0%} has to be."
+            f"Stages wait {pipeline['waited']:.0%} of the time; {pipeline['bubble']:.0%} is unavoidable with "
+            f"{pipeline['stages']} stages and {pipeline['micro_batches']} micro-batches."
         )
 
 

@@ -1,4 +1,4 @@
-"""The training answers that scored best and worst, of a run that learns from its own answers."""
+"""The section with the best and worst training answers of a run that learns from its own answers."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,11 @@ from ..document import Block, Cell, Marked, Section, Table, number
 from ..run_data import Row, RunData
 
 SHOWN = 3
-"""Steps whose answers are shown: the first, one in the middle and the last of those that were logged."""
+"""Number of logged steps whose answers are shown: the first, one in the middle, and the last."""
 
 
 def sections(run: RunData) -> Iterator[Section]:
-    """Yield the section, where the run has such answers."""
+    """Yield the section if the run has such answers."""
     if run.rollouts:
         yield Section("Best and worst answers in training", tuple(_blocks(run.rollouts)))
 
@@ -25,7 +25,7 @@ def _blocks(rows: tuple[Row, ...]) -> Iterator[Block]:
     cells = tuple(
         (_cell(row, "step", ",d", at), row["which"], _cell(row, "reward", ".3f", at)) for at, row in enumerate(rows, 1)
     )
-    yield Table(("step", "which", "reward"), cells, folded="The rewards of the best and the worst: rollouts.jsonl")
+    yield Table(("step", "which", "reward"), cells, folded="Rewards of the best and worst answers: rollouts.jsonl")
 
 
 def _cell(row: Row, key: str, form: str, at: int) -> Cell:

@@ -1,4 +1,4 @@
-"""What a run was told: its recipe against its page, the DeepSpeed file, the versions, and what interrupted it."""
+"""The sections with the recipe compared with its page, the DeepSpeed file, versions, and restarts."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from .curves import finite, points
 
 
 def recipe_section(run: RunData) -> Section:
-    """Return the keys whose values differ from the recipe's page, and the whole recipe."""
+    """Return the keys whose values differ from those on the recipe's page, and the whole recipe."""
     whole = Code("recipe.json", redact(json.dumps(to_dict(run.recipe), indent=2)))
     command = (Code("command.txt", run.command),) if run.command else ()
     name, page = pages.typed(run.recipe), of_page(run.recipe)
@@ -25,18 +25,18 @@ def recipe_section(run: RunData) -> Section:
         return Section("Recipe", (Note(f"{name} {run.recipe.variant}: {WITHOUT_PAGE}"), *command, whole))
     changed = tuple(differences(page, run.recipe))
     if not changed:
-        return Section("Recipe", (Note(f"{name} {run.recipe.variant}, as its page says."), *command, whole))
+        return Section("Recipe", (Note(f"{name} {run.recipe.variant}, unchanged from its page."), *command, whole))
     table = Table(("key", "page", "this run"), changed)
     return Section("Recipe", (Note(f"{name} {run.recipe.variant}, with these changes:"), table, *command, whole))
 
 
-WITHOUT_PAGE = "not compared, since its page is outside the project or no longer has this recipe."
+WITHOUT_PAGE = "not compared with its page, which is outside the project or no longer has this recipe."
 
 
 def of_page(recipe: Recipe) -> Recipe | None:
-    """Return the recipe as its page has it now; None where it has not, or is not the project's own.
+    """Return the recipe as it is on its page now, or None if the page lacks it or is outside the project.
 
-    A page outside the project is Python code that a run folder names; it is not run in order to show the folder.
+    A page outside the project is Python code named by a run folder; showing the folder must not run it.
     """
     if recipe.page or recipe.family not in pages.families():
         return None
@@ -47,9 +47,9 @@ def of_page(recipe: Recipe) -> Recipe | None:
 
 
 def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Yield (key, value before, value after) of the override keys that differ.
+    """Yield (key, value before, value after) for the override keys that differ.
 
-    A path that the launcher made absolute is what the page names.
+    A path that the launcher made absolute counts as equal to the page's path.
     """
     left, right = values(before), values(after)
     for key in [*left, "draft.enabled"]:
@@ -59,7 +59,7 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
 
 
 def values(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's value of each override key; None for those of a section that it lacks."""
+    """Return a recipe's value for each override key; None for the keys of a section that it lacks."""
     found = {}
     for key in override_keys():
         value: Any = recipe
@@ -70,7 +70,7 @@ def values(recipe: Recipe) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as it is typed on the command line."""
+    """Return a value as written on the command line."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -85,15 +85,15 @@ def _same_path(page: Any, absolute: Any) -> bool:
 
 
 def deepspeed_section(run: RunData) -> Section:
-    """Return the file that the engine got."""
+    """Return the DeepSpeed configuration that was passed to the engine."""
     if not run.deepspeed:
-        return Section("DeepSpeed", (Note("The engine was not made, so there is no deepspeed.json."),))
-    about = Note(f"From {run.recipe.deepspeed}, with every value resolved, as the engine got it:")
+        return Section("DeepSpeed", (Note("No deepspeed.json: the run ended before it created the engine."),))
+    about = Note(f"From {run.recipe.deepspeed}, with every value resolved, as passed to the engine:")
     return Section("DeepSpeed", (about, Code("deepspeed.json", redact(json.dumps(run.deepspeed, indent=2)))))
 
 
 def version_section(run: RunData) -> Section:
-    """Return versions and hardware."""
+    """Return the versions of packages, and the hardware."""
     packages = run.environment.get("packages") or {}
     rows = [(name, shown(version)) for name, version in packages.items()]
     for name, value in run.environment.items():
@@ -105,9 +105,9 @@ def version_section(run: RunData) -> Section:
 
 
 def restart_section(run: RunData) -> Section:
-    """Return when the run was restarted, and why, with its steps over the time that they took."""
+    """Return the times and causes of restarts, with the steps over the training time."""
     if not run.restarts:
-        return Section("Restarts and failures", (Note("None: the run was started once, or resumed only by hand."),))
+        return Section("Restarts and failures", (Note("No automatic restarts."),))
     rows = []
     for index, row in enumerate(run.restarts, 1):
         step, ranks = (number(row.get(key), "d", f"restarts.jsonl:{index}:{key}") for key in ("from_step", "ranks"))
@@ -117,15 +117,15 @@ def restart_section(run: RunData) -> Section:
 
 
 def _over_time(run: RunData) -> Chart:
-    """Return the steps over the seconds of training, with a line where each restart resumed."""
+    """Return a chart of the steps over the seconds of training, with a line at each restart."""
     steps = points(run.metrics, "step", "seconds")
     resumed = (row.get("from_step") for row in run.restarts)
     marks = (max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
-    return Chart("Steps over the time of training", "second", (Curve("steps", steps),), marks=tuple(marks))
+    return Chart("Steps over training time", "second", (Curve("steps", steps),), marks=tuple(marks))
 
 
 def moment(seconds: Any) -> str | None:
-    """Return seconds since 1970 as a date and a time in UTC."""
+    """Return a Unix time as date and time in UTC."""
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (TypeError, ValueError, OverflowError, OSError):
@@ -133,6 +133,6 @@ def moment(seconds: Any) -> str | None:
 
 
 def change_line(recipe: Recipe) -> str:
-    """Return what differs from the recipe's page, as it is typed on the command line."""
+    """Return the differences from the recipe's page, as written on the command line."""
     page = of_page(recipe)
     return " ".join(f"{key}={new}" for key, _, new in differences(page, recipe)) if page else ""

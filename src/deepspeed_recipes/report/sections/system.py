@@ -1,4 +1,4 @@
-"""How busy GPUs and nodes were, from system.jsonl."""
+"""The section with the utilisation of GPUs and nodes, from system.jsonl."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -28,20 +28,20 @@ OF_NODES = {
     "network_received_bytes_per_second": ("Network, received (GB/s)", GIGA),
     "network_sent_bytes_per_second": ("Network, sent (GB/s)", GIGA),
 }
-"""The keys of a sample, what they are, and what they are divided by."""
+"""Keys of a sample, each with its title and divisor."""
 MOST_CURVES = 6
-"""Of more ranks a chart shows the lowest, the mean and the highest."""
+"""Maximum number of curves in a chart; with more ranks it shows the lowest, the mean and the highest value."""
 CHARTS = ("gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperature_celsius", "cpu_utilization")
-"""What is drawn over the time; everything is in the table."""
+"""Keys that are drawn over time; the table contains all keys."""
 MOST_ROWS = 40
-"""Of a table that is not folded."""
+"""Maximum number of rows of an unfolded table."""
 
 Lines = dict[str, list[tuple[float, float]]]
-"""(Minutes, value), by rank or node."""
+"""(Minutes, value) pairs by rank or node."""
 
 
 def sections(run: RunData) -> tuple[Section, ...]:
-    """Return the section; nothing for a run that has sampled nothing."""
+    """Return the section, or nothing if the run took no samples."""
     blocks = tuple(_blocks(run.system))
     return (Section("Hardware in use", blocks),) if blocks else ()
 

@@ -1,4 +1,4 @@
-"""What a run came to: the score before and after, time, speed and memory, each beside what the planner predicted."""
+"""The section with a run's results: the score before and after, time, speed and memory, next to the predictions."""
 
 from collections.abc import Iterator, Mapping
 from statistics import median
@@ -9,20 +9,20 @@ from ..document import Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 
 UNITS = {"loss": " nats"}
-"""What follows a metric's value, by its name."""
+"""Units of metrics, by name."""
 
 
 def section(run: RunData) -> Section:
     """Return the first section: one sentence, then the numbers."""
     found = tuple(rows(run))
-    shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # nothing is predicted for CPUs
+    shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # there are no predictions for CPUs
     table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
     warning = run.summary.get("warning")
     return Section("Verdict", (Note(sentence(run)), *((Note(str(warning)),) if warning else ()), table))
 
 
 def sentence(run: RunData) -> str:
-    """Return what the run came to, in one sentence."""
+    """Return the run's result as one sentence."""
     name, before, after = score(run)
     last = run.metrics[-1]
     spent = number(last.get("seconds"), "duration", "")
@@ -30,7 +30,7 @@ def sentence(run: RunData) -> str:
     if run.summary.get("stopped"):
         return f"Stopped after {how}; the same command with --resume continues it."
     if not run.summary:
-        return f"Not finished: {how} are logged, and there is no summary.json. It is still training, or it failed."
+        return f"Not finished: {how} logged, but summary.json is missing. The run is still training, or it failed."
     if before is None or after is None:
         first = number(run.metrics[0].get("loss"), ".4f", "")
         end = number(last.get("loss"), ".4f", "")
@@ -41,7 +41,7 @@ def sentence(run: RunData) -> str:
 
 
 def score(run: RunData) -> tuple[str, Number | None, Number | None]:
-    """Return the name of the metric that the run is judged by, and its value before and after."""
+    """Return the name of the run's main metric, and its values before and after training."""
     metric = str(run.summary.get("metric") or run.recipe.data.metric)
     form, unit = metrics.form(metric), UNITS.get(metric, "")
     before, after = (number(run.summary.get(key), form, f"summary.json:{key}", unit) for key in ("before", "after"))
@@ -49,7 +49,7 @@ def score(run: RunData) -> tuple[str, Number | None, Number | None]:
 
 
 def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
-    """Yield the rows of the table; what the run lacks is left out."""
+    """Yield the rows of the table that have a value."""
     for label, measured, predicted in _all_rows(run):
         if measured is not None or predicted is not None:
             yield label, measured, predicted
@@ -78,7 +78,7 @@ def _all_rows(run: RunData) -> Iterator[tuple[str, Cell, Cell]]:
     host = number(run.summary.get("host_peak_gib"), ".2f", "summary.json:host_peak_gib", " GiB")
     yield "Peak host memory, rank 0", host, None
     difference = number(run.summary.get("logit_difference"), ".1e", "summary.json:logit_difference")
-    yield "Largest difference of the reloaded export's logits", difference, None
+    yield "Largest logit difference of the reloaded export", difference, None
     if parts := run.summary.get("not_loaded"):
         yield "In the model's files, but not in the export", ", ".join(map(str, parts)), None
     yield "Restarts", number(len(run.restarts) or None, "d", "restarts.jsonl:count"), None
@@ -93,6 +93,6 @@ def _predicted(predicted: Mapping[str, Any], key: str, form: str, unit: str = ""
 
 
 def mfu(run: RunData) -> Number | None:
-    """Return the median of the logged model FLOPs utilisation; None where no peak is known."""
+    """Return the median of the logged model FLOPs utilisation, or None if the hardware's peak is unknown."""
     shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
     return number(median(shares), ".1%", "metrics.jsonl:median:mfu") if shares else None
