@@ -1,4 +1,4 @@
-"""What the scripts beside this file share: they run one command of this checkout's package."""
+"""Runs a command of this checkout's package; shared by the scripts in this folder."""
 
 import os
 import sys
@@ -7,11 +7,11 @@ ENVIRONMENT = "activate the project's environment (source .venv/bin/activate) or
 
 
 def run(command: str) -> None:
-    """Run a command of `src/deepspeed_recipes/commands/` and end with its exit status."""
-    if sys.version_info < (3, 11):  # noqa: UP036  # an older Python can read this file, and nothing else of the project
+    """Run a command of `src/deepspeed_recipes/commands/` and exit with its status."""
+    if sys.version_info < (3, 11):  # noqa: UP036  # only this file of the project must run under an older Python
         print(f"{sys.executable} is Python {sys.version.split()[0]}, not 3.11 or newer; {ENVIRONMENT}", file=sys.stderr)
         sys.exit(2)
-    # Without this folder: its evaluate.py, for one, has the name of a library.
+    # This folder must not be on the path: its evaluate.py, for example, has the name of a library.
     scripts = os.path.dirname(os.path.realpath(__file__))
     root = os.path.dirname(scripts)
     sys.path[:] = [os.path.join(root, "src"), *(path for path in sys.path if os.path.realpath(path) != scripts)]

@@ -1,1 +1,1 @@
-"""What only maintainers run: calibration, documents, the makers of the samples. Not in the wheel."""
+"""Programs for maintainers: calibration, documents, sample data and models. Not in the wheel."""

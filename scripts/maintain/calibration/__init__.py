@@ -1,6 +1,6 @@
-"""Published and own measurements, and the constants fitted to them."""
+"""Reads published and own measurements, and fits the planner's constants to them."""
 
 from pathlib import Path
 
 MEASUREMENTS = Path(__file__).parents[1] / "measurements"
-"""Published tables and own results."""
+"""Folder of published tables and own results."""

@@ -1,4 +1,4 @@
-"""How far off the planner is on published runs of what this project runs: what the documents say."""
+"""The planner's errors on published runs with the software of this project, as Markdown for the documents."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ from .ranges import share_inside
 
 
 def table(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
-    """Return the errors of each share of the rows, and in each layout of theirs.
+    """Return a table of the errors in each share of the rows, in total and by layout.
 
     Args:
-        rows: of which those with transformers' layers count, under DeepSpeed, by DDP or on one GPU.
+        rows: published rows; those with transformers' layers under DeepSpeed, with DDP or on one GPU count.
         data: the constants, with their ranges.
     """
     lines = [
@@ -30,19 +30,19 @@ def table(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
 
 
 def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
-    """Return the errors on all runs that nothing was fitted on.
+    """Return a sentence with the errors on all rows that nothing was fitted on.
 
     Args:
         rows: as in `table`.
         data: as in `table`.
     """
     others = [row for row in rows if row.share != "fitted" and row.runs_as_here]
-    memory, time = (_said(comparisons(others, measure), data["ranges"][measure]) for measure in get_args(Measure))
+    memory, time = (_summary(comparisons(others, measure), data["ranges"][measure]) for measure in get_args(Measure))
     return f"On published runs that nothing was fitted on, memory is off by {memory},\nand speed by {time}.\n"
 
 
-def _said(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
-    """Return the errors of some runs, how many they are, and the share of them inside the range that a plan states."""
+def _summary(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
+    """Return the mean and median error, the number of runs, and the share of them inside the predicted range."""
     sizes = [abs(one.error) for one in compared]
     return (
         f"{statistics.mean(sizes):.0%} on average and {statistics.median(sizes):.0%} in the median ({len(sizes)} runs, "

@@ -1,7 +1,7 @@
-"""Fit the constants of the time estimate on measured throughput, and report the error on held-out tables.
+"""Fits the constants of the time estimate to measured throughput, and reports the error on held-out tables.
 
-First those of the hardware and of other software on two tables, then our own software's on the fitted share of the
-published rows and on our own runs. Every share is reported with every calibration.
+The constants of the hardware and of other software are fitted on two tables first, then those of this project's
+software on the fitted share of the published rows and on the project's own runs. The report covers every share.
 
 python -m scripts.maintain.calibration.calibrate            # fit, write, report
 python -m scripts.maintain.calibration.calibrate --report   # report only
@@ -27,7 +27,7 @@ from .published_rows import PublishedRow, published_rows
 from .rank_correlation import rank_correlation
 
 ConstantPath = tuple[str, ...]
-"""The keys that lead to a constant in `constants.json`."""
+"""The keys of a constant in `constants.json`, from the top."""
 
 
 def _limits(*keys: str, **limits: tuple[float, float]) -> dict[ConstantPath, tuple[float, float]]:
@@ -42,7 +42,7 @@ PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "megatron-deepspeed", passes=(0.5, 8), gap=(1e-6, 1e-2), network=(0.05, 0.95)),
     **_limits("software", "megatron-deepspeed", scores=(4, 60), unaligned=(0.4, 1)),
 }
-"""Constants that are fitted on the published tables, and within which limits."""
+"""Constants that are fitted on the published tables, with their limits."""
 OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), overlap=(1e-3, 1)),
     **_limits("software", "deepspeed", dequantize=(0.1, 0.85), hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
@@ -51,18 +51,18 @@ OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("gpus", "RTX PRO", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "B300", matmul=(0.5, 0.95), waves=(0.1, 3)),
 }
-"""Constants that are fitted on published rows of the fitted share, and on this project's own measurements."""
+"""Constants that are fitted on the fitted share of the published rows and on the project's own measurements."""
 
 
 def predicted(run: MeasuredRun, data: Mapping[str, Any]) -> float:
-    """Return tokens per second and GPU."""
+    """Return the predicted tokens per second and GPU."""
     constants = resolve(data, run.cluster.gpu.name, run.software)
     return step_time(run.profile, run.setup, run.cluster, constants).tokens_per_second_per_gpu
 
 
 @dataclass(frozen=True)
 class Score:
-    """How predictions compare with measurements."""
+    """Errors of predictions compared with measurements."""
 
     count: int
     error: float
@@ -73,7 +73,7 @@ class Score:
 
 
 def score(pairs: Sequence[tuple[float, float]]) -> Score:
-    """Return how well predictions agree with measurements, pair by pair."""
+    """Return the errors of (prediction, measurement) pairs."""
     errors = [abs(guess / truth - 1) for guess, truth in pairs]
     guesses, truths = zip(*pairs, strict=True)
     return Score(len(pairs), sum(errors) / len(errors), max(errors), rank_correlation(guesses, truths))
@@ -89,10 +89,11 @@ def loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:
 
 
 def row_loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:
-    """Return the mean of |predicted / measured - 1| over all rows, which the report states: some tables have but two.
+    """Return the mean of |predicted / measured - 1| over all rows, as in the report.
 
-    With each publisher left out in turn, the others' constants predict its rows better than with logarithms, or with
-    equal weights for publishers (9.8 % instead of 10.4 to 11.2 %, 137 rows of the fitted share).
+    Rows count equally, because some tables have only two. In leave-one-publisher-out tests, this loss predicts the
+    publisher's rows better than logarithms or equal weights for publishers do (9.8 % instead of 10.4 to 11.2 %, 137
+    rows of the fitted share).
     """
     return score([(predicted(run, data), run.tokens_per_second_per_gpu) for run in measured]).error
 
@@ -100,8 +101,8 @@ def row_loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:
 def fit(data: dict, limits: Mapping[ConstantPath, tuple[float, float]], of: Callable[[dict], float]) -> float:
     """Minimise the loss by changing the constants in `data` that `limits` names, and return the minimum.
 
-    Each is tried a step up and down, then all move on together in the direction that helped (Hooke and Jeeves 1961,
-    doi:10.1145/321062.321069); where nothing helps, steps get smaller.
+    This is pattern search (Hooke and Jeeves 1961, doi:10.1145/321062.321069): each constant is tried one step up and
+    down, then all move together in the direction that helped. If nothing helps, the steps get smaller.
     """
 
     def at(point: Sequence[float]) -> float:
@@ -132,7 +133,7 @@ def _entry(data: dict, keys: Sequence[str]) -> dict:
 def _explore(
     point: Sequence[float], best: float, width: float, at: Callable[[Sequence[float]], float]
 ) -> tuple[list[float], float]:
-    """Return the point with each constant moved by a factor of 1 + `width` where that helps, and its loss."""
+    """Return the point with each constant multiplied or divided by 1 + `width` if that helps, and the point's loss."""
     point = list(point)
     for index, value in enumerate(point):
         for other in (value * (1 + width), value / (1 + width)):
@@ -145,7 +146,7 @@ def _explore(
 
 
 def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
-    """Return the rows that have a speed and a prediction, as runs of our own software: what a user is told."""
+    """Return the rows with a speed and a prediction, as runs of this project's software, as users' plans are."""
     return [
         MeasuredRun(
             one.row.table,
@@ -161,13 +162,13 @@ def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
 
 
 def _is_fitted(row: PublishedRow) -> bool:
-    """Return whether our software's constants are fitted on a row: not where the GPU's own are another's."""
+    """Return whether the software's constants are fitted on a row, which its GPU's constants must be measured for."""
     mine = row.share == "fitted" and row.is_same_stack and row.known_gpu is not None
     return mine and constants(row.cluster.gpu.name).measured
 
 
 def report(data: Mapping[str, Any]) -> str:
-    """Return a table of how well each measured table is predicted, and all held-out ones together."""
+    """Return the errors on each measured table, and on all held-out tables together, as a Markdown table."""
     pairs: dict[tuple[bool, str], list[tuple[float, float]]] = {}
     for run in runs():
         pairs.setdefault((run.fitted, run.table), []).append((predicted(run, data), run.tokens_per_second_per_gpu))
@@ -183,7 +184,7 @@ def report(data: Mapping[str, Any]) -> str:
 
 
 def _write(data: Mapping[str, Any]) -> None:
-    """Write the constants, and let predictions be made with them from now on."""
+    """Write the constants, and use them for all further predictions."""
     files.write_text(FILE, json.dumps(data, indent=2) + "\n")
     constants.cache_clear()
 
@@ -191,7 +192,7 @@ def _write(data: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """Fit the constants unless `--report` is given, and print the report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", action="store_true", help="change nothing: only say how far predictions are off")
+    parser.add_argument("--report", action="store_true", help="only report the errors; change nothing")
     report_only = parser.parse_args(arguments).report
     data = json.loads(FILE.read_text())
     if not report_only:

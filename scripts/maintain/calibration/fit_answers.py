@@ -1,7 +1,8 @@
-"""Does it fit? What the planner answers where others know: `python -m scripts.maintain.calibration.fit_answers`.
+"""Compares the planner's "fits" or "does not fit" with known outcomes.
 
-Public questions and published rows are planned with exactly their settings. A plan fits if the high value of its range
-does, is tight if its likely value does, and does not fit otherwise, as in `search.plans`.
+Run it with `python -m scripts.maintain.calibration.fit_answers`. Public questions and published rows are planned with
+exactly their settings. A plan fits if the high end of its range does, is tight if only its likely value does, and does
+not fit otherwise, as in `search.plans`.
 """
 
 import sys
@@ -21,25 +22,25 @@ Says = Literal["fits", "tight", "does not fit"]
 
 @dataclass(frozen=True)
 class FitAnswer:
-    """What the planner says of a run, and whether the run fitted."""
+    """The planner's answer for a run, and its outcome."""
 
     row: PublishedRow
     says: Says
     gib: float
-    """Predicted, of the GPU."""
+    """Predicted GPU memory."""
     memory_gib: float
-    """Of the GPU."""
+    """The GPU's memory."""
 
     @property
     def is_right(self) -> bool:
-        """Whether it says what was found; a tight plan may run or not, and is not recommended."""
+        """True if the answer matches the outcome; `tight` always does, because such plans are not recommended."""
         return self.says == "tight" or (self.says == "fits") == self.row.fits
 
 
 def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
-    """Return an answer for every row of which the planner knows the memory.
+    """Return an answer for every row whose memory the planner can predict.
 
-    Runs that FSDP itself offloads are left out: the planner never plans them.
+    Runs that FSDP offloads are omitted: the planner never plans them.
     """
     found = []
     for row in rows:
@@ -47,21 +48,21 @@ def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
         if row.why_memory_is_not_planned is None and not foreign:
             memory, cluster = planned_memory(row), row.cluster
             gib = memory.worst.total / 2**30
-            found.append(FitAnswer(row, _says(row, shortfalls(memory, cluster), gib), gib, cluster.gpu.memory_gib))
+            found.append(FitAnswer(row, _answer(row, shortfalls(memory, cluster), gib), gib, cluster.gpu.memory_gib))
     return found
 
 
-def _says(row: PublishedRow, lacking: Sequence[str], gib: float) -> Says:
+def _answer(row: PublishedRow, lacking: Sequence[str], gib: float) -> Says:
     if lacking:
         return "does not fit"
     return "tight" if memory_range(row.setup).high * gib > row.cluster.gpu.memory_gib else "fits"
 
 
 def summary(name: str, given: Sequence[FitAnswer]) -> str:
-    """Return the cells of a line: how many are right, how many of them tight, and in which way the others are wrong."""
+    """Return a row of the table: counts of answers, right answers, tight ones, and each kind of wrong ones."""
 
-    def count(says: Says, ran: bool) -> int:
-        return sum(one.says == says and one.row.fits == ran for one in given)
+    def count(answer: Says, ran: bool) -> int:
+        return sum(one.says == answer and one.row.fits == ran for one in given)
 
     tight = f"{count('tight', True)} ran, {count('tight', False)} did not"
     right = sum(one.is_right for one in given)
@@ -69,7 +70,7 @@ def summary(name: str, given: Sequence[FitAnswer]) -> str:
 
 
 def report() -> str:
-    """Return the answers to the public questions and to each share of the published rows, and the wrong ones."""
+    """Return the table of answers to public questions and by share of the published rows, and the wrong answers."""
     asked = answers(questions())
     lines = [
         "| runs | answered | right | of these tight | fits, but ran out of memory | does not fit, but ran |",

@@ -1,4 +1,4 @@
-"""Measured runs of published tables and of our own benchmarks: what was trained, how, where, and how fast."""
+"""Reads measured runs from published tables and the project's own benchmarks: setup, hardware and speed."""
 
 import json
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from . import MEASUREMENTS
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One row of a table, as `cost.time.step_time` takes it."""
+    """One row of a table, with the arguments of `cost.time.step_time`."""
 
     table: str
-    """Its name, and the part of it."""
+    """Name of the table and of its part."""
     fitted: bool
-    """Whether the constants are fitted on it; all others are held out to judge them by."""
+    """Whether the constants are fitted on this row; all other rows are held out."""
     software: str
     """A key of `constants.json`."""
     profile: ModelProfile
@@ -35,11 +35,11 @@ class MeasuredRun:
 
 
 def runs() -> list[MeasuredRun]:
-    """Return every row of every table, and this project's own measurements.
+    """Return every row of every table, and the project's own measurements.
 
-    Which rows the constants are fitted on was decided before the first fit, by whole parts of tables: the A100 40GB
-    and the smaller H100 runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. The
-    error on the held-out rows was looked at about seven times while the terms of `cost.time.step_time` were chosen.
+    The rows to fit on were chosen before the first fit, as whole parts of tables: the A100 40GB and the smaller H100
+    runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. The error on the held-out
+    rows was inspected about seven times while the terms of `cost.time.step_time` were chosen.
     """
     return [*_llm_foundry(), *_bigscience(), *_own_runs()]
 
@@ -48,11 +48,11 @@ def gpt_profile(hidden: int, layers: int, heads: int, vocabulary: int, ends: boo
     """Return the profile of a decoder of GPT's shape with tied embeddings, like the models of both tables.
 
     Args:
-        hidden: its width; the feed-forward layer is four times as wide.
-        layers: how many.
-        heads: of attention; queries, keys and values have as many.
-        vocabulary: entries.
-        ends: count the embedding and the output matrix when layers are distributed over pipeline stages.
+        hidden: hidden size; the feed-forward layer is four times as wide.
+        layers: number of layers.
+        heads: number of attention heads, the same for queries, keys and values.
+        vocabulary: number of entries.
+        ends: whether the embedding and the output matrix count when layers are distributed over pipeline stages.
     """
     linears = ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden))
     split = 12 * hidden**2
@@ -126,10 +126,10 @@ def _bigscience() -> Iterator[MeasuredRun]:
 
 
 def _own_runs() -> Iterator[MeasuredRun]:
-    """Yield what `scripts/benchmark.py` measured of this project's own training, one run per case of a benchmark.
+    """Yield the project's own training runs measured by `scripts/benchmark.py`, one per case of a benchmark.
 
-    Left out are peers, and what `cost.time.step_time` has no terms for: compiled layers, fused kernels and adapters,
-    selective checkpointing and padded sequences. Cases of `planner_error` are held out.
+    Other trainers are omitted, and so are runs for which `cost.time.step_time` has no terms: compiled layers, fused
+    kernels and adapters, selective checkpointing and padded sequences. Cases of `planner_error` are held out.
     """
     for name, result in benchmark_results.results(MEASUREMENTS).items():
         for case in result["cases"]:

@@ -1,7 +1,7 @@
-"""How wrong the planner is about published rows, in each share: `python -m ...calibration.published_errors`.
+"""Reports the planner's errors on published rows, by share: `python -m ...calibration.published_errors`.
 
-Each row is planned with the settings that its source gives and the constants of this project's own software: what a
-user would be told. Nothing is fitted here.
+Each row is planned with the settings from its source and the constants of this project's own software, as a user's plan
+would be. Nothing is fitted here.
 """
 
 import statistics
@@ -20,7 +20,7 @@ from .published_rows import SHARES, PublishedRow, published_rows
 from .rank_correlation import rank_correlation
 
 WITHIN = 0.15
-"""Of what was measured: the share of rows that are predicted this well is a column."""
+"""The report has a column with the share of rows whose error is at most this."""
 
 Measure = Literal["memory", "time"]
 KINDS: Mapping[str, Callable[[PublishedRow], str]] = {
@@ -31,12 +31,12 @@ KINDS: Mapping[str, Callable[[PublishedRow], str]] = {
     "constants": lambda row: f"{'of' if constants(row.cluster.gpu.name).measured else 'borrowed for'} the GPU",
     "table": lambda row: row.table,
 }
-"""By what the report divides the rows."""
+"""Criteria by which the report groups the rows."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What the planner says of a row and what was measured: GiB, or tokens per second and GPU."""
+    """The predicted and the measured value of a row, in GiB or in tokens per second and GPU."""
 
     row: PublishedRow
     predicted: float
@@ -44,19 +44,19 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Predicted over measured, less one: above 0 the planner said too much."""
+        """Predicted / measured - 1; positive if the prediction is too high."""
         return self.predicted / self.measured - 1
 
 
 def stack(row: PublishedRow) -> str:
-    """Return the software; with transformers' layers, whether DeepSpeed shards them, as here, or FSDP."""
+    """Return the software; for transformers' layers, also whether DeepSpeed, as here, or FSDP shards them."""
     if not row.is_same_stack:
         return row.stack
     return "Hugging Face with DeepSpeed, or on one GPU" if row.runs_as_here else "Hugging Face with FSDP"
 
 
 def layout(row: PublishedRow) -> str:
-    """Return what is split beside the data, and where the rest is."""
+    """Return the dimensions that are split in addition to data, or otherwise how the states are placed."""
     sizes = {"tensor": row.tensor, "pipeline": row.pipeline, "sequence": row.sequence, "expert": row.expert}
     split = "+".join(name for name, size in sizes.items() if size > 1)
     if split:
@@ -67,24 +67,24 @@ def layout(row: PublishedRow) -> str:
 
 @cache
 def planned_memory(row: PublishedRow) -> Memory:
-    """Return what the planner says that a row's run holds."""
+    """Return the predicted memory of a row's run."""
     return peak_memory(profile_of(row), row.setup, row.cluster)
 
 
 def predicted_gib(row: PublishedRow) -> float:
-    """Return the predicted counterpart of a row's memory: a number that is not said to be less is the device's."""
+    """Return the prediction to compare with a row's memory, which is the whole device's unless stated otherwise."""
     worst = planned_memory(row).worst
     left = {"allocated": ("runtime", "fragmentation"), "reserved": ("runtime",)}.get(row.memory_is, ())
     return (worst.total - sum(worst.components[name] for name in left)) / 2**30
 
 
 def predicted_speed(row: PublishedRow) -> float:
-    """Return tokens per second and GPU."""
+    """Return the predicted tokens per second and GPU."""
     return step_time(profile_of(row), row.setup, row.cluster).tokens_per_second_per_gpu
 
 
 def comparisons(rows: Iterable[PublishedRow], measure: Measure) -> list[Comparison]:
-    """Return every row that has a measurement of memory or time, and that the planner has a prediction for."""
+    """Return a comparison for every row with a measurement of memory or time and a prediction."""
     found = []
     for row in rows:
         why = row.why_memory_is_not_planned if measure == "memory" else row.why_time_is_not_planned
@@ -96,7 +96,7 @@ def comparisons(rows: Iterable[PublishedRow], measure: Measure) -> list[Comparis
 
 
 def errors(compared: Sequence[Comparison]) -> str:
-    """Return the cells of a line of the report."""
+    """Return the error columns of a row of the report."""
     sizes = [abs(one.error) for one in compared]
     within = sum(size <= WITHIN for size in sizes) / len(sizes)
     cells = (
@@ -111,14 +111,14 @@ def errors(compared: Sequence[Comparison]) -> str:
 
 
 def order(compared: Sequence[Comparison]) -> str:
-    """Return the rank correlation of predictions and measurements, and `-` where either are all the same."""
+    """Return the rank correlation of predictions and measurements, or `-` if either are all equal."""
     predicted, measured = [one.predicted for one in compared], [one.measured for one in compared]
     constant = len(set(predicted)) < 2 or len(set(measured)) < 2
     return "-" if constant else f"{rank_correlation(predicted, measured):.2f}"
 
 
 def report(rows: Sequence[PublishedRow]) -> str:
-    """Return a table of the errors in memory and time, by share and by what the rows have in common."""
+    """Return a table of the errors in memory and time, by share and by the criteria in `KINDS`."""
     lines = [
         f"| share | measure | by | rows | median error | mean | median sign | within {WITHIN:.0%} | rank correlation |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -135,7 +135,7 @@ def report(rows: Sequence[PublishedRow]) -> str:
 
 
 def unplanned(rows: Sequence[PublishedRow]) -> str:
-    """Return how many measurements say nothing about the planner, by reason."""
+    """Return the numbers of measurements that cannot be compared with predictions, by reason."""
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         for measure, has, why in (

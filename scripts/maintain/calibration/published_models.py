@@ -1,8 +1,8 @@
-"""Models of the published tables: their dimensions and profiles; `python -m ...published_models` profiles new ones.
+"""Dimensions and profiles of the models in published tables; `python -m ...published_models` profiles new models.
 
-Models of the catalogue are named by recipe and size. The dimensions of the others are in `published_models.json`, and
-their profiles, as well as those for adapters that no page has, in `published_profiles.json`, so that a report takes
-seconds and needs neither torch nor a network.
+Models of the catalogue are named by recipe and size. The dimensions of others are in `published_models.json`. Their
+profiles, and those for adapters that no page has, are in `published_profiles.json`, so that a report takes seconds and
+needs neither torch nor a network.
 """
 
 import json
@@ -25,10 +25,10 @@ PROFILES = MEASUREMENTS / "published_profiles.json"
 
 @cache
 def config_of(model: str) -> Mapping[str, Any]:
-    """Return a model's configuration by its Hub id or as `recipe-size`.
+    """Return the configuration of a model given as a Hub id or as `recipe-size`.
 
     Raises:
-        KeyError: it is in neither.
+        KeyError: the model is unknown.
     """
     others: dict[str, dict[str, Any]] = json.loads(MODELS.read_text(encoding="utf-8"))
     if model in others:
@@ -43,12 +43,12 @@ def _stored() -> Mapping[str, ModelProfile]:
 
 
 def is_stored(row: PublishedRow) -> bool:
-    """Return whether a row's profile is at hand."""
+    """Return whether a row's profile is stored."""
     return any(training_mode(row.lora) in profile.saved_outside_layers for profile in _profiles(row.model))
 
 
 def profile_of(row: PublishedRow) -> ModelProfile:
-    """Return the profile of a row's model with the row's adapters; computed where it is not stored."""
+    """Return the profile of a row's model with the row's adapters, computed if it is not stored."""
     for profile in _profiles(row.model):
         if training_mode(row.lora) in profile.saved_outside_layers:
             return profile
@@ -63,7 +63,7 @@ def _profiles(model: str) -> list[ModelProfile]:
 
 
 def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
-    """Return the adapters that are not profiled yet, by model; an empty list: only all weights are."""
+    """Return the adapters without a profile by model; an empty list if only full training lacks one."""
     found: dict[str, dict[str, Lora]] = {}
     for row in rows:
         if (row.why_memory_is_not_planned and row.why_time_is_not_planned) or is_stored(row):
@@ -75,7 +75,7 @@ def missing(rows: Iterable[PublishedRow]) -> dict[str, list[Lora]]:
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Profile what is not stored, which takes seconds per model; with `--again` everything."""
+    """Profile the missing models, or with `--again` all of them, which takes seconds per model."""
     if "--again" in arguments:
         files.write_text(PROFILES, "{}\n")
     profiles = dict(_stored())

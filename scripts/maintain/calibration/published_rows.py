@@ -1,6 +1,6 @@
-"""Rows of tables that others have published: what they trained, how, on which GPUs, and what they measured.
+"""Reads the rows of published tables: models, settings, GPUs and measurements.
 
-`measurements/published/` holds a file per table; `measurements/README.md` says how rows are collected and divided.
+`measurements/published/` has a file per table; `measurements/README.md` describes how rows are collected and divided.
 """
 
 import hashlib
@@ -21,18 +21,18 @@ from . import MEASUREMENTS
 
 PUBLISHED = MEASUREMENTS / "published"
 QUESTIONS = MEASUREMENTS / "questions" / "fit_or_not.json"
-"""Public questions of the form "does X fit on Y", with what the thread found."""
+"""Public questions of the form "does X fit on Y", with the outcome in the thread."""
 GIB_PER_GB = 1e9 / 2**30
 
 HEAD = ("publisher", "source", "stack", "memory_is", "memory_unit", "unseen")
-"""Of a table's own keys, those that hold for each of its rows."""
+"""Keys of a table that apply to all of its rows."""
 SPLIT_ALL = ("Megatron", "torchtitan")
 """Software whose tensor parallelism divides all activations and the vocabulary."""
 SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
-"""How the stacks begin that compute with transformers' layers."""
+"""Prefixes of the names of stacks that compute with transformers' layers."""
 
 PRECISIONS: dict[str, Precision] = {name: name for name in get_args(Precision)}
-"""What a row's precision is to the planner; others are not planned."""
+"""Precisions that the planner supports; rows with others are not planned."""
 
 Share = Literal["fitted", "held out", "unseen"]
 SHARES: tuple[Share, ...] = get_args(Share)
@@ -40,44 +40,45 @@ SHARES: tuple[Share, ...] = get_args(Share)
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One run as its source describes it; a field that the source leaves open has the value of what it ran."""
+    """One run as described in its source. A field that the source omits has the default of the source's software."""
 
     table: str
     """File name without `.json`."""
     publisher: str
-    """The repository or site, which decides the share."""
+    """The repository or site, which determines the share."""
     source: str
     stack: str
-    """The software that trained."""
+    """The training software."""
     model: str
     """`recipe-size`, or a Hub id in `published_models.json`."""
     method: Literal["full", "lora", "qlora"]
     gpus: int
     sequence_length: int | None
-    """In tokens; None: not stated."""
+    """In tokens; None if not stated."""
     micro_batch_size: int
     states: str
-    """Of what is trained: `fp32` with bf16 weights, `bf16` alone, or what else the optimizer holds, in words."""
+    """States of trained weights: `fp32` next to bf16 weights, only `bf16`, or a description of other states."""
     sharding: Literal["none", "zero1", "zero2", "zero3", "fsdp"]
     attention: str
     checkpointing: bool | Literal["selective", "offloaded"] | None
-    """None: not stated."""
+    """None if not stated."""
     packing: bool
-    """Several documents per sequence, which do not attend to each other or whose mask costs nothing."""
+    """Sequences hold several documents, which do not attend to each other or whose mask costs nothing."""
     unseen: bool = False
-    """Its publisher was collected after the last look at the held-out rows, and judges only what was done by then."""
+    """The publisher was added after the last look at the held-out rows; the row only judges earlier changes."""
     gpu: str | None = None
-    """As the source names it; None: only its memory is stated."""
+    """Name in the source; None if only the memory is stated."""
     gpu_memory_gib: float | None = None
-    """As the source names it, where the planner does not know the GPU or knows it with another one."""
+    """Memory in the source, if the planner lacks the GPU or has it with another memory."""
     gpus_per_node: int | None = None
-    """None: one node."""
+    """None for one node."""
     network_gbs: float = 0.0
-    """Of a node; 0: the GPU's usual network."""
+    """Bandwidth of a node; 0 stands for the GPU's usual network."""
     network_stated: bool = True
-    """Or implied, by the name of the machine; it decides how fast nodes exchange weights, and GPUs without NVLink."""
+    """Whether the source states the network, or implies it by the machine's name. The network determines the speed of
+    exchanges between nodes and between GPUs without NVLink."""
     offload: Literal["none", "optimizer", "parameters", "all"] = "none"
-    """`parameters`: as FSDP does it, with gradients and optimizer; `all`: ZeRO-3's parameters and optimizer."""
+    """`parameters` as in FSDP, including gradients and optimizer; `all` is ZeRO-3's parameters and optimizer."""
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
@@ -97,42 +98,43 @@ class PublishedRow:
     quantized_experts: bool = False
     """Both as in `TrainingSetup`."""
     grouped_experts: bool = False
-    """Experts are one tensor, and multiplied together, as in transformers from 5 on; other software always does so."""
+    """Experts are one tensor and multiplied together, as in transformers 5; assumed for all other software."""
     liger: bool = False
     """Liger's kernels, with its fused loss unless `whole_logits`."""
     whole_logits: bool = False
-    """Liger's kernels with the loss of all logits at once."""
+    """Liger's kernels without its fused loss: all logits exist at once."""
     chunked_loss: bool = False
     logit_bytes: float | None = None
-    """Per token and vocabulary entry in bf16, in fp32 twice as many, without a cap, as the row's software takes them;
-    None: as transformers today."""
+    """Bytes per token and vocabulary entry of uncapped bf16 logits in the row's software, twice as many in fp32. None
+    stands for the current transformers."""
     reduce_bucket_size: int | None = None
-    """Elements; None: what the Trainer fills in."""
+    """In elements; None stands for the Trainer's value."""
     tiled_mlp: bool = False
     foreach_adam: bool = False
-    """As in `TrainingSetup`: torch's AdamW without `fused`, and the Trainer's up to transformers 4.56 or torch 2.7."""
+    """As in `TrainingSetup`: torch's AdamW without `fused`, the Trainer's default up to transformers 4.56 or torch
+    2.7."""
     compile: bool = False
     preferences: bool = False
     """DPO."""
     fits: bool = True
-    """False: it ran out of memory."""
+    """False if the run went out of memory."""
     memory: float | None = None
-    """Per GPU, in `memory_unit`."""
+    """Memory per GPU, in `memory_unit`."""
     memory_is: Literal["allocated", "reserved", "device", "not stated"] = "not stated"
     memory_unit: str = "GiB"
     tokens_per_second_per_gpu: float | None = None
     step_seconds: float | None = None
     seconds: float | None = None
-    """Of the whole run, where `tokens_per_second_per_gpu` was made out from it."""
+    """Duration of the whole run, if `tokens_per_second_per_gpu` was derived from it."""
     address: str | None = None
-    """Of the thread, for a question."""
+    """The thread's address, for a question."""
     note: str | None = None
     not_planned: str | None = None
-    """Why this row says nothing about the planner, where no rule below finds it."""
+    """Why the row cannot be compared with the planner, if no rule below covers the reason."""
     time_not_planned: str | None = None
 
     def __str__(self) -> str:
-        """Return the run in a line."""
+        """Return a one-line description."""
         gpu = self.gpu or f"{self.gpu_memory_gib:g} GiB"
         place = f"{self.sharding}, offload {self.offload}" if self.offload != "none" else self.sharding
         return (
@@ -142,14 +144,14 @@ class PublishedRow:
 
     @property
     def share(self) -> Share:
-        """Which share the row belongs to: whole publishers, by the hash of their names, so that no one chooses."""
+        """The row's share. The hash of a publisher's name assigns all of its rows, so that nobody chooses."""
         if self.unseen:
             return "unseen"
         return "held out" if hashlib.sha256(self.publisher.encode()).digest()[0] % 2 else "fitted"
 
     @property
     def memory_gib(self) -> float | None:
-        """The measured memory; `GB` of 10^9 bytes is converted, a unit that is not stated is read as GiB."""
+        """The measured memory. `GB` of 10^9 bytes is converted; an unstated unit is read as GiB."""
         if self.memory is None:
             return None
         return self.memory * (GIB_PER_GB if self.memory_unit.startswith("GB of 10^9") else 1.0)
@@ -163,7 +165,7 @@ class PublishedRow:
 
     @property
     def known_gpu(self) -> Gpu | None:
-        """The GPU, if the planner knows it by this name."""
+        """The GPU, or None if the planner has none of this name."""
         try:
             return find(self.gpu) if self.gpu else None
         except UserError:
@@ -171,7 +173,7 @@ class PublishedRow:
 
     @property
     def cluster(self) -> Cluster:
-        """The machines; a GPU that the planner does not know is one with its memory."""
+        """The machines. An unknown GPU is replaced by one with the same memory."""
         per_node = min(self.gpus_per_node or self.gpus, self.gpus)
         known, gib = self.known_gpu, self.gpu_memory_gib
         if known:
@@ -193,17 +195,17 @@ class PublishedRow:
 
     @property
     def is_same_stack(self) -> bool:
-        """Whether it computed with transformers' layers, as this project does."""
+        """True if the run used transformers' layers, as this project does."""
         return self.stack.startswith(SAME_STACK)
 
     @property
     def runs_as_here(self) -> bool:
-        """Whether it also ran under DeepSpeed or on one GPU; this project never runs FSDP."""
+        """True if the run also used DeepSpeed, DDP or one GPU; this project never uses FSDP."""
         return self.is_same_stack and self.sharding != "fsdp"
 
     @property
     def setup(self) -> TrainingSetup:
-        """The run as the planner takes it."""
+        """The run's training setup for the planner."""
         assert self.sequence_length is not None, self
         zero_three = self.sharding in ("zero3", "fsdp")
         return TrainingSetup(
@@ -213,7 +215,7 @@ class PublishedRow:
             micro_batch_size=self.micro_batch_size,
             gradient_accumulation_steps=self.accumulation,
             sequence_length=self.sequence_length,
-            gradient_checkpointing=self.checkpointing is True,  # others' `selective` keeps other results
+            gradient_checkpointing=self.checkpointing is True,  # `selective` keeps other results in other software
             packing=self.packing,
             sequences_per_example=2 if self.preferences else 1,
             reference=self.preferences,
@@ -243,12 +245,12 @@ class PublishedRow:
 
     @property
     def why_memory_is_not_planned(self) -> str | None:
-        """Why the planner has no memory for this row; None: it has."""
+        """The reason why the planner cannot predict the row's memory, or None if it can."""
         rules = {
             "the length of its sequences is not stated": self.sequence_length is None,
             "whether it checkpoints is not stated": self.checkpointing is None,
             "the planner does not offload activations": self.checkpointing == "offloaded",
-            f"the planner does not know {self.precision}": self.precision not in PRECISIONS,
+            f"the planner does not support {self.precision}": self.precision not in PRECISIONS,
             "all of DeepSpeed's optimizers hold master weights": self.method == "full" and self.states != "fp32",
             "the GPU and its memory are not stated": not (self.known_gpu or self.gpu_memory_gib),
             "DeepSpeed divides experts among data-parallel ranks only": self.expert * self.tensor * self.pipeline
@@ -258,21 +260,21 @@ class PublishedRow:
 
     @property
     def why_time_is_not_planned(self) -> str | None:
-        """Why the planner has no time for this row; None: it has."""
+        """The reason why the planner cannot predict the row's time, or None if it can."""
         if self.time_not_planned:
             return self.time_not_planned
         if self.known_gpu is None:
-            return f"the planner does not know the GPU {self.gpu or 'that is not named'}"
+            return f"the planner has no GPU {self.gpu}" if self.gpu else "the GPU is not named"
         if not self.network_stated and self.cluster.nodes > 1:
             return "the network between its nodes is not stated"
         if not self.network_stated and self.gpus > 1 and not self.cluster.gpu.link_gbs:
             return "how its GPUs without NVLink are connected is not stated"
         if self.liger and not self.whole_logits and self.method == "full":
-            return "Liger's fused loss, which is not used here, adds up the head's gradient in many small pieces"
+            return "Liger's fused loss, which this project does not use, sums the head's gradient in many small pieces"
         if self.quantization != "none" and (
             self.precision == "fp32" or (self.fp32_activations and self.attention == "sdpa")
         ):
-            return "without autocast attention and head of a 4-bit model are in fp32, which they are not here"
+            return "attention and head of a 4-bit model are in fp32 without autocast, which this project never does"
         if "autocast" in self.states:
             return "autocast converts fp32 weights at each use"
         why = self.why_memory_is_not_planned
@@ -290,7 +292,7 @@ def questions(file: Path = QUESTIONS) -> list[PublishedRow]:
 
 
 def read(file: Path) -> Iterator[PublishedRow]:
-    """Yield a table's rows: `common` holds for all, `columns` names each row's own values.
+    """Yield a table's rows: `common` applies to all of them, `columns` names the values of each row.
 
     Raises:
         TypeError: a column is unknown, or a field without a default is missing.

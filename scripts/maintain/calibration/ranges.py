@@ -1,12 +1,11 @@
-"""How far measurements lie from predictions, by the kind of run: the low and the high value of every prediction.
+"""Fits the low and the high value of predictions, by the kind of run.
 
-The quantiles are of measured over predicted in the published rows that may be fitted on and that computed with
-transformers' layers under DeepSpeed or on one GPU: what other software needs says little about ours. Rows of one
-publisher err alike, so that quantiles over all rows are too narrow for the next publisher. Each publisher is therefore
-left out in turn, and all ranges are widened by what the one lacked that lay furthest outside (conformalised quantile
-regression, arXiv:1905.03222, with publishers as groups, arXiv:1809.07441, too few of them for a quantile over
-publishers).
-`coverage` is the share of the other rows inside them, which nothing here was taken from.
+They are quantiles of measured / predicted over the published rows of the fitted share with transformers' layers under
+DeepSpeed or on one GPU; runs of other software are not representative. Rows of one publisher have similar errors, so
+quantiles over all rows would be too narrow for the next publisher. Therefore each publisher is left out in turn, and
+all ranges are widened by the largest excess of any left-out publisher (conformalised quantile regression,
+arXiv:1905.03222, with publishers as groups, arXiv:1809.07441, but the maximum because there are too few publishers for
+a quantile). `coverage` is the share of the remaining rows, which were not used here, inside their ranges.
 """
 
 import math
@@ -23,30 +22,30 @@ from .published_rows import SHARES, PublishedRow
 LOW, HIGH = 0.05, 0.95
 """The quantiles."""
 ENOUGH = 8
-"""Rows of a kind below which it has the range of a wider one."""
+"""Minimum number of rows for a kind; kinds with fewer use the range of a wider kind."""
 FULL = 0.8
-"""Share of a GPU that is reserved above which PyTorch gives back what it only kept: below it, that is no need."""
+"""Reserved share of a GPU above which PyTorch releases cached blocks; below it, reserved memory overstates the need."""
 PUBLISHERS = 2
-"""Publishers of a kind below which it has: one of them does not show how they differ."""
+"""Minimum number of publishers for a kind, since one publisher does not show how publishers differ."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """How far a measurement lies from its prediction."""
+    """The deviation of a measurement from its prediction."""
 
     publisher: str
     kinds: tuple[str, ...]
-    """Of the run, the narrowest first."""
+    """Kinds of the run, the narrowest first."""
     log: float
-    """Logarithm of measured over predicted."""
+    """Logarithm of measured / predicted."""
 
 
 Quantiles = Mapping[str, tuple[float, float, int]]
-"""By kind: low, high and the number of rows."""
+"""Low, high and the number of rows, by kind."""
 
 
 def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
-    """Return low, high and the number of rows by measure and kind, out of the fitted share of the rows."""
+    """Return low, high and the number of rows by measure and kind, from the fitted share of the rows."""
     fitted = [row for row in rows if row.share == "fitted" and row.runs_as_here]
     found: dict[str, dict[str, list[float]]] = {}
     for measure in get_args(Measure):
@@ -65,16 +64,16 @@ def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
 
 
 def is_needed(one: Comparison) -> bool:
-    """Return whether a measurement of memory is what a run needs: not what PyTorch keeps on a GPU with much room.
+    """Return whether a memory measurement is what the run needs, and not what PyTorch keeps on a GPU with much room.
 
-    A step's copies do not fit into the many smaller pieces that the backward pass has freed, and both stay reserved
+    The copies of a step do not fit into the many smaller blocks that the backward pass freed, and both stay reserved
     until the GPU is full.
     """
     return one.row.memory_is != "reserved" or one.measured > FULL * one.row.cluster.gpu.memory_gib
 
 
 def quantiles(residuals: Sequence[Residual]) -> Quantiles:
-    """Return the quantiles of each kind that has enough rows and publishers, and of all."""
+    """Return the quantiles of all rows and of each kind with enough rows and publishers."""
     found: dict[str, tuple[float, float, int]] = {}
     for kind in sorted({kind for one in residuals for kind in one.kinds}):
         mine = [one for one in residuals if kind in one.kinds]
@@ -86,11 +85,12 @@ def quantiles(residuals: Sequence[Residual]) -> Quantiles:
 
 
 def margin(residuals: Sequence[Residual], excess: Callable[[float, float, float], float]) -> float:
-    """Return how much wider, in logarithms, the quantiles of other publishers would have to be on one side.
+    """Return the width, in logarithms, by which ranges on one side miss left-out publishers at most.
 
     Args:
-        residuals: of all publishers.
-        excess: of low, high and a residual: how far it lies outside on this side; negative inside.
+        residuals: residuals of all publishers.
+        excess: returns how far a residual lies outside on this side, negative if inside, given low, high and the
+            residual.
     """
     lacked = [0.0]
     for publisher in sorted({one.publisher for one in residuals}):
@@ -103,7 +103,7 @@ def margin(residuals: Sequence[Residual], excess: Callable[[float, float, float]
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """Return the value below which a share of some values lie, between two of them in proportion."""
+    """Return a quantile, linearly interpolated between values."""
     ordered = sorted(values)
     if len(ordered) == 1:
         return ordered[0]
@@ -111,21 +111,21 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def inside(one: Comparison, ranges: Mapping[str, Any]) -> bool:
-    """Return whether a measurement lies in the range of its prediction."""
+    """Return whether a measurement lies inside the range of its prediction."""
     low, high = next(ranges[kind][:2] for kind in kinds_of(one.row.setup) if kind in ranges)
     return min(low, 1.0) <= one.measured / one.predicted <= max(high, 1.0)
 
 
 def share_inside(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
-    """Return the share of measurements that lie in their ranges, in per cent."""
+    """Return the share of measurements inside their ranges, in percent."""
     return f"{statistics.mean(inside(one, ranges) for one in compared):.0%}"
 
 
 def coverage(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
-    """Return a table of the share of rows of the same stack inside their ranges, in each share of the rows.
+    """Return a table with the coverage of the ranges in each share, for rows with transformers' layers.
 
-    FSDP, which this project never runs, holds more than DeepSpeed does in the same layout, so its rows are counted
-    apart.
+    FSDP, which this project never runs, needs more memory than DeepSpeed in the same layout, so its rows are counted
+    separately.
     """
     lines = ["| share | measure | sharded by | rows | inside their range |", "|---|---|---|---|---|"]
     for share in SHARES:

@@ -1,16 +1,16 @@
-"""Spearman's rank correlation: whether predictions are in the order of what was measured."""
+"""Spearman's rank correlation, which compares the order of predictions with that of measurements."""
 
 import math
 from collections.abc import Sequence
 
 
 def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
-    """Return Spearman's correlation of two equally long sequences, neither of which is constant."""
+    """Return Spearman's correlation of two sequences of equal length, neither of them constant."""
     return _correlation(_ranks(left), _ranks(right))
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
-    """Return each value's rank, the mean one where several are equal."""
+    """Return each value's rank; equal values get their mean rank."""
     return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 

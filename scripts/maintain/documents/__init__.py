@@ -1,1 +1,1 @@
-"""The generated parts of the documents; `python -m scripts.maintain.documents` writes them all."""
+"""Generates parts of the documents; `python -m scripts.maintain.documents` writes them all."""

@@ -1,4 +1,4 @@
-"""Write the generated parts of all documents: `make docs`, or `python -m scripts.maintain.documents`."""
+"""Writes the generated parts of all documents: `make docs`, or `python -m scripts.maintain.documents`."""
 
 from .documents import write
 

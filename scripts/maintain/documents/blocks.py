@@ -1,4 +1,4 @@
-"""Generated blocks: parts of a document that code writes, between two comments."""
+"""Generated blocks: parts of a document between two comments, written by code."""
 
 
 def begin(name: str) -> str:

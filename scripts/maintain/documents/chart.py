@@ -19,7 +19,7 @@ MODELS = {
 GPUS = (1, 8, 64)
 GPU = "H100"
 HOST_GIB, NVME_GIB = 200, 3000
-"""Per GPU."""
+"""Host memory and NVMe per GPU."""
 SEQUENCE_LENGTH, BATCH = 2048, 64
 """Sequence length in tokens, and sequences per step."""
 
@@ -36,7 +36,7 @@ def render() -> str:
 
 
 def best(recipe: str, method: str, gpus: int) -> Plan | None:
-    """Return the planner's choice for a recipe on `gpus` GPUs, 8 to a node; None if nothing fits."""
+    """Return the planner's choice for a recipe on `gpus` GPUs, 8 per node, or None if nothing fits."""
     found = model_recipe.find(recipe, method)
     nodes = max(1, gpus // 8)
     each = gpus // nodes

@@ -1,4 +1,4 @@
-"""The table in configs/README.md of which layouts, methods and ZeRO stages can be combined."""
+"""The table of possible combinations of layouts, methods and ZeRO stages in configs/README.md."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,7 +41,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "distillation": {"method": "distill"},
     "GRPO": {"method": "grpo", "reward": "rewards.py:right", "grpo": Grpo(max_new_tokens=64)},
 }
-"""What each column is, besides all weights by supervised fine-tuning."""
+"""Changes of the recipe for each column after the columns with full supervised fine-tuning."""
 
 
 def render() -> str:
@@ -75,7 +75,7 @@ def _recipe(layout: Layout, method: Mapping[str, Any]) -> Recipe:
 
 
 def _cell(whys: list[str | None], reasons: list[str]) -> str:
-    """Return "yes" if one of several combinations is possible, else the number of the last one's reason."""
+    """Return "yes" if any of several combinations is possible, otherwise the number of the last reason."""
     against = [why for why in whys if why is not None]
     if len(against) < len(whys):
         return "yes"

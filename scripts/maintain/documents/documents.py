@@ -1,4 +1,4 @@
-"""The current text of every document that is generated in whole or in part."""
+"""Generates the current text of every document that is generated in whole or in part."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def measurements() -> dict[str, str]:
 
 
 def scaled(folder: Path) -> str:
-    """Return what `benchmark.py scaling` has measured, on GPUs and on a CPU, with its figures."""
+    """Return the results of `benchmark.py scaling` on GPUs and on a CPU, with their figures."""
     files = [folder / f"scaling_{where}.json" for where in ("gpu", "cpu")]
     parts = [
         f"{scaling.section(read_json(file))}\n![Efficiency of the ranks]({file.with_suffix('.png').name})\n"

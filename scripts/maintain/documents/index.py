@@ -42,15 +42,15 @@ def _families() -> Iterator[str]:
 
 
 def _meaning() -> str:
-    """Return what stands above the table of hardware."""
+    """Return the explanation above the table of hardware."""
     least, *_, most = highest_memory()
     more = f"{least:.1f} to {most:.1f}"
-    return f"""Predicted, not measured: the smallest hardware on which the recipe fits **as it is written**, with its
-page's DeepSpeed file, micro-batch, sequence length and checkpointing. A single GPU comes first ({", ".join(SINGLE)}),
-then 2, 4, 8 and more {GPU}, eight to a node; where GPUs outnumber the sequences of the batch, each gets a micro-batch.
-In brackets: GiB on the fullest GPU; what published runs of its kind took at most, {more} times as much, fits too;
-with offloading also GiB of host memory per node. A dash: the page has no such variant, or it does not fit on
-{MOST:,} GPUs.
+    return f"""Predicted, not measured: the smallest hardware on which the recipe fits **unchanged**, with its page's
+DeepSpeed file, micro-batch, sequence length and checkpointing. Single GPUs are tried first ({", ".join(SINGLE)}), then
+2, 4, 8 and more {GPU}, eight per node; if there are more GPUs than sequences in the batch, each GPU gets a micro-batch.
+In brackets: GiB on the fullest GPU, and with offloading also GiB of host memory per node. The memory leaves room for
+{more} times as much, the most that published runs of the same kind took. A dash: the page has no such variant, or it
+does not fit on {MOST:,} GPUs.
 
 """
 

@@ -1,4 +1,4 @@
-"""configs/TROUBLESHOOTING.md, written from the linter's rules."""
+"""Generates configs/TROUBLESHOOTING.md from the linter's rules."""
 
 from deepspeed_recipes.config.rule import COSTS, FAILS_LATER, REJECTED, WRONG, Rule
 from deepspeed_recipes.config.rules import RULES
@@ -12,8 +12,8 @@ my_config.json` (`--fix` applies the safe fixes and shows the diff). This page i
 CHAPTERS = (
     (REJECTED, "DeepSpeed refuses the config"),
     (FAILS_LATER, "The config loads, and the run stops"),
-    (WRONG, "The run continues, but does not do what the config says"),
-    (COSTS, "The run does what the config says, but wastes time or memory"),
+    (WRONG, "The run continues, but not as configured"),
+    (COSTS, "The run works as configured, but wastes time or memory"),
 )
 
 
