@@ -1,4 +1,4 @@
-"""What each named benchmark compares. Standard library only."""
+"""The benchmarks and the contenders that each one compares. Standard library only."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,11 +13,11 @@ STEPS = 20
 FEW = (3, 5)
 """(warm-up, timed) steps where memory matters and the last percent of speed does not."""
 LIMIT = 460
-"""Seconds, below 8 minutes, after which a benchmark starts no more runs and ends the current one; `--quick`: half."""
+"""Seconds, below 8 minutes, after which a benchmark stops its current run and starts no more; half with `--quick`."""
 CASE = 180
-"""Seconds after which one run of a contender is ended: one that hangs does not cost the others their turn."""
+"""Seconds after which one run of a contender is stopped, so that a hanging run does not take the others' time."""
 ALL = 28
-"""Minutes of the whole list: what half an hour on a rented GPU leaves after the installation."""
+"""Minutes for all benchmarks: the rest of half an hour on a rented GPU after the installation."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Case:
     changes: tuple[str, ...] = ()
     """Overrides, as on the command line."""
     states: Literal["fp32", "bf16"] = "fp32"
-    """For the plain loop: whether Adam keeps master weights and states in fp32."""
+    """For the plain loop: the precision of Adam's master weights and states."""
     compiled: bool = False
-    """For the plain loop: whether to compile the model."""
+    """For the plain loop: compile the model."""
     on_cpu: bool = True
-    """Whether a draft on a CPU can run it."""
+    """True if the draft of this case can run on a CPU."""
 
 
 @dataclass(frozen=True)

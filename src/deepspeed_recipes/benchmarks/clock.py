@@ -1,4 +1,4 @@
-"""Times the single steps of a benchmark's run without making the device wait."""
+"""Times the individual steps of a benchmark run without synchronising the device."""
 
 import json
 import os
@@ -71,4 +71,4 @@ class Clock:
             "loss": loss,
         }
         self.result.write_text(json.dumps({**self.facts, **numbers, **memory}))
-        os._exit(0)  # skip what would follow, such as the export
+        os._exit(0)  # skip the rest of the run, such as the export

@@ -1,4 +1,4 @@
-"""Device reads: where Python waits for a tensor's values, which drains a GPU's queue of work."""
+"""Counts device reads: places where Python waits for a tensor's values, which drains a GPU's queue of work."""
 
 import traceback
 from collections import Counter
@@ -8,13 +8,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 OF_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
-"""Operations whose answer or output shape depends on the values: `item()`, `bool()`, `x[mask]`."""
+"""Operations whose result or output shape depends on the values: `item()`, `bool()`, `x[mask]`."""
 
 
 class Reads(TorchDispatchMode):
     """Counts reads of tensors' values by Python, and blocking copies from a GPU, backward passes included.
 
-    Counts on this thread only, so on a GPU not on the threads that PyTorch starts for the backward pass.
+    Only this thread is counted: on a GPU, not the threads that PyTorch starts for the backward pass.
     """
 
     def __init__(self, places: bool = False) -> None:
@@ -39,7 +39,7 @@ class Reads(TorchDispatchMode):
 
 
 def _selects(name: str, arguments: Any) -> bool:
-    """Return whether a mask determines the number of elements; one value for all of them only fills."""
+    """Return whether a mask determines the number of elements; assigning a single value does not depend on it."""
     if name == "index" or (name in ("index_put", "index_put_", "_index_put_impl_") and arguments[2].numel() != 1):
         masks = arguments[1]
     else:

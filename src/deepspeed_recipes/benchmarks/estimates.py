@@ -16,7 +16,7 @@ from .tables import markdown
 GPU = "H200"
 """The GPU to predict for where nothing has been measured yet."""
 MOMENTS = ("loss", "backward", "gradients", "step")
-"""The phases in which a benchmark measures its peak: neither loading nor saving."""
+"""The phases in which a benchmark measures its peak, without loading and saving."""
 HEAD = (
     "case", "DeepSpeed", "accelerate", "planner", "allocates", "measured", "error", "tokens/s", "measured", "error",
 )  # fmt: skip
@@ -34,7 +34,7 @@ class Row:
     """GiB by `accelerate estimate-memory`, in bf16."""
     plan: Plan
     run: Mapping[str, Any] | None
-    """What the benchmark wrote; None: not run."""
+    """The benchmark's result, or None if the case has not run."""
 
     @property
     def allocates(self) -> float:
@@ -49,17 +49,17 @@ class Row:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the predicted memory; positive: too high."""
+        """Relative error of the predicted memory, positive if the prediction is too high."""
         return self.allocates / self.measured["peak_allocated_gib"] - 1 if self.measured else None
 
     @property
     def speed_error(self) -> float | None:
-        """Relative error of the predicted speed; positive: too high."""
+        """Relative error of the predicted speed, positive if the prediction is too high."""
         return self.plan.speed / self.measured["tokens_per_second"] - 1 if self.measured else None
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether it ran out of memory although it was predicted to fit."""
+        """True if the case ran out of memory although it was predicted to fit."""
         return not self.plan.shortfalls and (self.run or {}).get("error") == "out of memory"
 
 
@@ -78,8 +78,8 @@ def _rows(benchmark: Benchmark, result: Mapping[str, Any] | None) -> Iterator[Ro
 
 
 def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> Row:
-    """Return a case on one GPU of a cluster, as `ds-recipes plan` and the two estimators see it."""
-    # Imported here: it takes half a minute, and listing the benchmarks does not need it.
+    """Return the estimates of `ds-recipes plan` and of the two estimators for a case on one GPU of a cluster."""
+    # Imported here, since the import takes half a minute and listing the benchmarks does not need it.
     from accelerate.commands.estimate import estimate_training_usage
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
@@ -99,7 +99,7 @@ def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> R
 
 
 def render(found: list[Row]) -> str:
-    """Return a Markdown table, without columns of which nothing was measured, and the planner's error in a sentence."""
+    """Return a Markdown table without the columns that were not measured, and the planner's error in a sentence."""
     return f"{markdown(HEAD, [_cells(one) for one in found])}\n\n{summary(found)}\n"
 
 

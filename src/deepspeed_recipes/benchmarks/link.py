@@ -1,4 +1,4 @@
-"""The time of an all-reduce between a machine's ranks, per byte of the message; started by DeepSpeed's launcher.
+"""Measures the time per byte of an all-reduce between a machine's ranks, started by DeepSpeed's launcher.
 
     deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.link
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..training import distributed
 
 SIZE = 16 * 2**20
-"""Bytes of a message: as large as ZeRO's buckets, so that latency does not show."""
+"""Bytes of a message: as large as ZeRO's buckets, so that latency is negligible."""
 WARM_UP, REPEATS = 3, 10
 
 

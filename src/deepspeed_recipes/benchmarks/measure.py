@@ -35,7 +35,7 @@ from .clock import Clock
 
 
 def main(order: str, result: str) -> None:
-    """Measure what the order names, `limits` or a case, and write the numbers."""
+    """Measure the machine's `limits` or the case that the order names, and write the result."""
     asked = json.loads(Path(order).read_text())
     if asked["case"] == "limits":
         Path(result).write_text(json.dumps({"limits": limits(), "environment": describe()}))
@@ -46,7 +46,7 @@ def main(order: str, result: str) -> None:
 
 
 def limits() -> dict[str, float]:
-    """Return the best rates of this machine: matrix products in bf16, and memory copies (reads and writes counted)."""
+    """Return this machine's best rates: bf16 matrix products, and memory copies (counting reads and writes)."""
     on_gpu = torch.cuda.is_available()
     device, size, times = ("cuda", 8192, 30) if on_gpu else ("cpu", 512, 5)
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -61,7 +61,7 @@ def limits() -> dict[str, float]:
 
 
 def _seconds(work: Any, times: int) -> float:
-    """Return the median time of a call, after three that are not counted."""
+    """Return the median time of a call, after three warm-up calls."""
     taken = []
     for _ in range(times + 3):
         if torch.cuda.is_available():
@@ -75,7 +75,7 @@ def _seconds(work: Any, times: int) -> float:
 
 
 def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Any, attention: str) -> dict[str, Any]:
-    """Return what is trained, and the size of a step: tokens without padding, and the operations that they need."""
+    """Return the model, the recipe and the size of a step: tokens without padding, and their operations."""
     tokens, squares = synthetic.mean_lengths(sequences)
     total, trainable = load.parameter_counts(trained)
     return {
@@ -104,12 +104,12 @@ def clock(result: Path, asked: dict[str, Any], described: dict[str, Any]) -> Clo
 
 
 def vocabulary_of(recipe: Recipe, asked: dict[str, Any]) -> int:
-    """Return how many different tokens the documents may have."""
+    """Return the size of the vocabulary that documents are drawn from."""
     return synthetic.config_of(recipe, asked["draft"]).get_text_config().vocab_size
 
 
 def sequences_for(recipe: Recipe, asked: dict[str, Any]) -> Any:
-    """Return the sequences of some steps, which then repeat."""
+    """Return the sequences of eight steps; training repeats them."""
     return synthetic.sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
 
 
@@ -125,7 +125,7 @@ class Ticks(TrainerCallback):
 
 
 def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
-    """Train the recipe by the steps of the project's own run, `run.execute`, on synthetic weights and sequences."""
+    """Train the recipe through the steps of `run.execute`, on synthetic weights and sequences."""
     sequences, tokenizer = sequences_for(recipe, asked), synthetic.tokenizer()
     folder = RunFolder(result.with_suffix(".run"))
     synthetic.config_of(recipe, asked["draft"]).save_pretrained(folder.draft_model)
@@ -152,9 +152,9 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
 
 
 def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
-    """Train with a loop as people write it for speed: no DeepSpeed, a causal mask over whole sequences, fused AdamW.
+    """Train with a typical fast loop: no DeepSpeed, a causal mask over whole sequences, fused AdamW.
 
-    Packed documents attend to each other here, so that no mask is needed.
+    Packed documents attend to each other here, since the loop has no mask between them.
     """
     sequences = sequences_for(recipe, asked)
     trained = synthetic.random_model(recipe, asked["draft"]).train()

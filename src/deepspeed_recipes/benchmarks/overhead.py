@@ -1,10 +1,10 @@
-"""`overhead`: compares a small recipe, as the command runs it, with the same training without this project.
+"""`overhead`: compares a small recipe, run by the command, with the same training without this project.
 
 Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
 (`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. On CPU
-ranks the three take turns of LOG_EVERY steps (`turns.py`); on GPUs they follow each other. The first steps of each run
-are warm-up. The launcher's setting of the allocator is part of what is measured: the peers run without it, as a plain
-`deepspeed` command does.
+ranks the three take turns of LOG_EVERY steps (`turns.py`); on GPUs they run one after the other. The first steps of
+each run are warm-up. The measurement includes the launcher's allocator setting: the peers run without it, like a plain
+`deepspeed` command.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WARM_UP = 20
 """Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
 LOG_EVERY = 5
 FEWEST = 40
-"""Steps of a run from which its rate is a median of several turns."""
+"""The fewest steps of a run whose rate is a median of several turns."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Bench:
 
 
 def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
-    """Return the settings that the command line asks for."""
+    """Return the settings from the command line."""
     gpus = visible_gpus()
     return Bench(
         options.zero_stage,
@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> dict[str, Any]:
-    """Return every peer's throughput and memory in each run; no round starts that would take longer than `seconds`."""
+    """Return every peer's throughput and memory in each run; a round that would exceed `seconds` is not started."""
     began = time.monotonic()
     save_sequences(bench)
     peers = {"recipe": recipe_run, "plain_loop": plain_loop_run, "trainer": trainer_run}
@@ -113,12 +113,12 @@ def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> dict[s
 
 
 def summarise(runs: list[dict[str, float]], key: str) -> float:
-    """Return the median over a peer's runs."""
+    """Return the median of a measurement over a peer's runs."""
     return statistics.median(run[key] for run in runs)
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return the result as a Markdown table with the ratio to the fastest and leanest peer."""
+    """Return the result as a Markdown table with the ratios to the fastest and to the leanest peer."""
     runs = result["runs"]
     speed = {name: summarise(measured, "tokens_per_second") for name, measured in runs.items()}
     memory = {name: summarise(measured, "peak_gib") for name, measured in runs.items()}
@@ -134,7 +134,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def section(result: dict[str, Any]) -> str:
-    """Return the table of a stored result, under a line that says what was measured, where and when."""
+    """Return a stored result's table under a line with the measured setting, the hardware and the date."""
     settings, rounds = result["settings"], len(result["runs"]["recipe"])
     where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
     about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"
@@ -223,7 +223,7 @@ def environment_of(bench: Bench) -> dict[str, str]:
 def steady(turns: list[Turn]) -> dict[str, float]:
     """Return tokens per second after the warm-up, and the peak memory of rank 0 in GiB (GPU where there is one).
 
-    The rate is the median over turns, so that a moment in which the machine did something else counts once.
+    The rate is the median over turns, so that a disturbance of the machine affects only its own turn.
     """
     last = turns[-1].record
     return {

@@ -1,7 +1,7 @@
-"""Contenders in processes of their own, forked from one that has imported the libraries.
+"""Runs each contender in its own process, forked from a process that has imported the libraries.
 
-One contender's memory must not be another's. Importing PyTorch, DeepSpeed and transformers takes 6 to 20 s, as long as
-many a contender's training, so it is done once.
+Contenders must not share memory. Importing PyTorch, DeepSpeed and transformers takes 6 to 20 s, as long as some
+contenders train, so it is done once.
 """
 
 import json
@@ -29,12 +29,12 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
-    """Return what a contender measures, or its `error`, in a few words, with its whole `output`.
+    """Run a contender and return its measurements, or a short `error` and its whole `output`.
 
     Args:
-        order: what `measure` is to do.
-        folder: for the order, the result and what is printed.
-        seconds: after which it is ended.
+        order: the instructions for `measure`.
+        folder: holds the order, the result and the printed output.
+        seconds: the time after which the contender is killed.
     """
     asked, result, printed = folder / "order.json", folder / "result.json", folder / "output.txt"
     asked.write_text(json.dumps(order))
@@ -48,9 +48,9 @@ def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]
             process.join(max(1, seconds))
             late = process.is_alive()
         finally:
-            with suppress(ProcessLookupError):  # it has ended, and started nothing that has not
+            with suppress(ProcessLookupError):  # it and everything it started have ended
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # it may not have got as far as to be a group
+            process.kill()  # it may have been too early to have its own group
             process.join()
     if late:
         return {"error": f"not finished in {seconds:.0f} s", "output": _text(printed)}
@@ -61,7 +61,7 @@ def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]
 
 @cache
 def _forks() -> ForkServerContext:
-    """Return what forks processes from one with the libraries, which begins to import them now."""
+    """Start a process that imports the libraries, and return the context that forks processes from it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([MEASURE])
     with _environment(_of_the_libraries()):
@@ -77,7 +77,7 @@ def cause(output: str) -> str:
 
 
 def _measure(words: tuple[str, str], printed: Path, variables: Mapping[str, str]) -> None:
-    """Do what an order says, in a process that was just forked."""
+    """Run an order in a freshly forked process."""
     os.setsid()
     with printed.open("wb") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
@@ -86,13 +86,13 @@ def _measure(words: tuple[str, str], printed: Path, variables: Mapping[str, str]
     os.chdir(IMPORT_ROOT)
     import torch
 
-    if torch.cuda._is_in_bad_fork():  # an import has asked for devices, after which a fork cannot use CUDA
+    if torch.cuda._is_in_bad_fork():  # an import has initialised CUDA, which a fork cannot use
         sys.exit(subprocess.run([sys.executable, "-m", MEASURE, *words]).returncode)
     from tqdm import tqdm
 
     from .measure import main
 
-    tqdm.set_lock(threading.RLock())  # its own, between processes, would be left behind by `os._exit`
+    tqdm.set_lock(threading.RLock())  # its default lock, between processes, would outlive `os._exit`
     main(*words)
 
 
@@ -103,7 +103,7 @@ def _text(printed: Path) -> str:
 def _of_the_libraries() -> dict[str, str]:
     """Return the variables that libraries read while they are imported."""
     offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    # Whether there are GPUs is asked of the driver's management library, which leaves CUDA to the forks.
+    # torch counts GPUs through the driver's management library, which leaves CUDA uninitialised for the forks.
     return rank_environment(1, visible_gpus()) | offline | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 

@@ -1,9 +1,9 @@
-"""A bare `transformers.Trainer` under DeepSpeed, as people write it: a peer in `ds-recipes benchmark overhead`.
+"""A typical bare `transformers.Trainer` under DeepSpeed: a peer in `ds-recipes benchmark overhead`.
 
     deepspeed --no_local_rank --num_gpus 2 peer_trainer.py MODEL SEQUENCES CONFIG MICRO_BATCH STEPS LOG_EVERY DTYPE
 
 SEQUENCES is a dataset saved by `save_to_disk` with input_ids, labels and position_ids of one length, and `tokens`,
-the number of those that are not padding. Prints what metrics.jsonl holds: step, tokens, seconds, host_peak_gib.
+the number of tokens without padding. Prints the fields of metrics.jsonl: step, tokens, seconds, host_peak_gib.
 """
 
 import json
@@ -68,7 +68,7 @@ def main(model, sequences, config, micro_batch, steps, log_every, dtype):
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    dist.destroy_process_group()  # or gloo's threads may be running when the interpreter ends, which aborts it
+    dist.destroy_process_group()  # otherwise the interpreter aborts if gloo's threads still run at its end
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`planner`: the seconds and the peak memory that ds-recipes plan itself takes.
+"""`planner`: measures the time and the peak memory of ds-recipes plan itself.
 
-For a recipe, for 1,024 GPUs, and for a config.json, the first and the second time.
+Cases: a recipe, 1,024 GPUs, and a config.json for the first and the second time.
 """
 
 import os
@@ -40,7 +40,7 @@ def answered(words: list[str], cache: Path) -> dict[str, float]:
     """Return the seconds, the CPU seconds and the peak memory of one run of ds-recipes plan.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     command = [sys.executable, "-m", "deepspeed_recipes.commands", "plan", *words]
     environment = os.environ | {"XDG_CACHE_HOME": str(cache), "HF_HUB_OFFLINE": "1"}

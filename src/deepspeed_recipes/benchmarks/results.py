@@ -1,4 +1,4 @@
-"""Results of `ds-recipes benchmark` on GPUs, read from `measurements/`, and each recipe's fastest run among them."""
+"""Reads the results of `ds-recipes benchmark` on GPUs from `measurements/`, and finds each recipe's fastest run."""
 
 import json
 import statistics
@@ -13,9 +13,9 @@ class MeasuredRecipe:
     """A recipe's fastest run on a GPU."""
 
     tokens_per_second: float
-    """Without padding, per GPU."""
+    """Tokens without padding, per GPU."""
     peak_gib: float
-    """Allocated, of the GPU's memory."""
+    """Peak of the allocated GPU memory."""
     hardware: str
     date: str
 
@@ -30,12 +30,12 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def completed_runs(result: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
-    """Return the runs of a benchmark's contender that ended without an error."""
+    """Return a contender's runs that ended without an error."""
     return [run for run in result["runs"].get(label, []) if "error" not in run]
 
 
 def tokens_per_second(runs: Sequence[Mapping[str, Any]]) -> float:
-    """Return tokens per second and GPU of a contender's runs, by the median of all their steps."""
+    """Return a contender's tokens per second and GPU, from the median of all steps of its runs."""
     return runs[0]["tokens_per_step"] / statistics.median(second for run in runs for second in run["step_seconds"])
 
 

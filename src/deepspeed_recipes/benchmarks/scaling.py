@@ -1,9 +1,10 @@
-"""`scaling`: 1, 2, 4 and 8 ranks with the same work per rank (weak) and with the same work in all (strong).
+"""`scaling`: 1, 2, 4 and 8 ranks with the same work per rank (weak) and with the same total work (strong).
 
-Efficiency is the throughput of n ranks divided by n times that of one. Beside it is the planner's: on GPUs from its
-step times; on a CPU, whose speed it does not know, from the measured step of one rank, the bytes that it counts for
-ZeRO, and a measured all-reduce. CPU ranks compute with one thread each, so that one rank uses one core; where there are
-more ranks than cores, they share them, which both numbers include and the table says.
+Efficiency is the throughput of n ranks divided by n times the throughput of one rank. The table compares it with the
+planner's prediction. On GPUs the prediction comes from the planner's step times. On a CPU, for which the planner has no
+speed, it comes from the measured step of one rank, the planner's count of ZeRO's bytes, and a measured all-reduce. Each
+CPU rank computes with one thread, and so uses one core. If there are more ranks than cores, they share cores: both
+numbers include that, and the table marks it.
 """
 
 import io
@@ -30,19 +31,19 @@ from . import overhead
 from .overhead import Bench
 
 MOST, MOST_ON_CPU = 8, 4
-"""Ranks, where `--gpus` does not say."""
+"""The default number of ranks, with and without GPUs."""
 KINDS = {"weak": "the same work per rank", "strong": "the same work in all"}
 OF_AN_ALL_REDUCE = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5}
-"""The time of a collective of as many bytes, in a ring."""
+"""The time of each collective in a ring, relative to an all-reduce of as many bytes."""
 COLOURS = 64
-"""Of the figure."""
+"""The size of the figure's palette."""
 
 
 def counts(asked: int | None, gpus: int) -> list[int]:
-    """Return how many ranks to run: 1, 2, 4, ... up to `asked`.
+    """Return the numbers of ranks to run: 1, 2, 4, ... up to `asked`.
 
     Raises:
-        UserError: there are no two ranks to compare.
+        UserError: fewer than two ranks, or fewer GPUs than ranks.
     """
     most = asked or min(MOST, gpus) or MOST_ON_CPU
     found = [2**power for power in range(most.bit_length())]
@@ -81,7 +82,7 @@ def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> dict[str, Any]:
 
 
 def recipe_of(bench: Bench, ranks: Sequence[int], kind: str, count: int) -> Recipe:
-    """Return what `count` of the `ranks` train: on a CPU `tiny full`, on GPUs random weights of Llama 3.2 1B's size."""
+    """Return the recipe for `count` ranks: `tiny full` on a CPU, random weights of Llama 3.2 1B's size on GPUs."""
     recipe = overhead.recipe_of(bench)
     if bench.gpus:
         page = pages.find("llama3-1b", "full")
@@ -118,7 +119,7 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
     """Run a command and return what it printed.
 
     Raises:
-        RuntimeError: it failed; with the end of its output.
+        RuntimeError: the command failed; the message ends with its last output.
     """
     pipe = subprocess.PIPE
     done = children.run(command, env=environment, stdout=pipe, stderr=pipe, text=True)
@@ -128,16 +129,16 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
 
 
 def environment(bench: Bench, count: int) -> dict[str, str]:
-    """Return the environment of the ranks: on a CPU each computes with one thread."""
+    """Return the environment of the ranks. CPU ranks compute with one thread each."""
     found = rank_environment(count, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     return found if bench.gpus else found | {"OMP_NUM_THREADS": "1"}
 
 
 def predicted_on_cpu(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the efficiency of each number of ranks if a step is one rank's computation and ZeRO's communication."""
+    """Return each number of ranks' efficiency if a step is one rank's computation plus ZeRO's communication."""
     settings, cores, page = result["settings"], result["cores"], pages.find("tiny", "full")
     size, weight_bytes = page.model.parameters, {"fp32": 4}.get(settings["dtype"], 2)
-    assert size is not None, "tiny's page says it"
+    assert size is not None, "tiny's page gives its size"
     found: dict[str, dict[str, float]] = {}
     for kind, runs in result["runs"].items():
         alone = statistics.median(one["step_seconds"] for one in runs["1"])
@@ -165,7 +166,7 @@ def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str,
             model = replace(recipe.model, config=config_of(recipe, recipe.draft).to_dict())
             recipe = replace(recipe, model=model, draft=Draft(), deepspeed=f"zero{bench.zero_stage}.json")
             cluster = forecast.machines(count)
-            assert cluster, "there are GPUs"
+            assert cluster, "only called on a machine with GPUs"
             speeds[count] = strategies.evaluate(strategies.plan_request(recipe, cluster), recipe).speed
         found[kind] = {str(count): speed / speeds[ranks[0]] for count, speed in speeds.items()}
     return found
@@ -189,12 +190,12 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def crowded(result: Mapping[str, Any], count: int) -> bool:
-    """Return whether so many ranks share cores."""
+    """Return whether `count` CPU ranks share cores."""
     return not result["environment"]["gpus"] and count > result["cores"]
 
 
 def section(result: Mapping[str, Any]) -> str:
-    """Return the table of a result, under a line that says what was measured, where and when."""
+    """Return a result's table under a line with the measured setting, the hardware and the date."""
     settings, gpus = result["settings"], result["environment"]["gpus"]
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{result['cores']} CPU cores, one thread per rank"
     rounds = len(result["runs"]["weak"]["1"])
@@ -228,6 +229,6 @@ def png(result: Mapping[str, Any]) -> bytes:
     figure.axes[0].legend(frameon=False)
     drawn, image = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, format="png", dpi=110)
-    # It is part of the package: with a palette it takes a quarter.
+    # The figure is committed; a palette reduces its size to a quarter.
     Image.open(drawn).convert("RGB").quantize(COLOURS).save(image, format="png", optimize=True)
     return image.getvalue()

@@ -33,7 +33,7 @@ def config_of(recipe: Recipe, draft: bool | Draft) -> PreTrainedConfig:
 
 
 def random_model(recipe: Recipe, draft: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return the model with random weights, on the device where it will train; in 4 bits if the recipe says so."""
+    """Return the model with random weights, on the device where it will train, in 4 bits if the recipe sets that."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(recipe.seed)
     with torch.device(device):
@@ -78,7 +78,7 @@ def documents(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
 
 
 def sequences_of(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
-    """Return at least `count` sequences as training sees them: packed, or of one document each."""
+    """Return at least `count` sequences in the form that training reads: packed, or one document each."""
     if not recipe.packing:
         alone = documents(recipe, vocabulary, count)
         return alone.add_column("seq_lengths", [[len(tokens)] for tokens in alone["input_ids"]])
@@ -88,7 +88,7 @@ def sequences_of(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
 
 
 def mean_lengths(sequences: Dataset) -> tuple[float, float]:
-    """Return the means over sequences of their tokens, and of the sum of their documents' squared lengths."""
+    """Return two means over the sequences: of tokens, and of the sum of the documents' squared lengths."""
     lengths = sequences["seq_lengths"]
     return (
         float(np.mean([sum(documents) for documents in lengths])),

@@ -14,10 +14,10 @@ COLUMNS = (
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return a benchmark's results as Markdown: medians over all timed steps of all runs, or why there are none.
+    """Return a benchmark's results as Markdown: medians over all timed steps of all runs, or the error.
 
-    `spread`: half of the range from the 10th to the 90th percentile of the steps, as a share of the median. Columns of
-    which nothing was measured are left out.
+    `spread` is half of the range from the 10th to the 90th percentile of the steps, as a share of the median. Columns
+    without measurements are left out.
     """
     if result.get("longest"):
         lines = ["| | longest sequence that trained, tokens | next length |", "|---|---|---|"]
@@ -31,14 +31,14 @@ def table(result: dict[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table without the columns in which every row is empty."""
+    """Return a Markdown table without its empty columns."""
     filled = [number for number in range(len(head)) if any(row[number] for row in rows)]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line[number] for number in filled) + " |" for line in lines)
 
 
 def _rows(result: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the cells of each contender with completed runs, in the order of `COLUMNS`; empty: not measured."""
+    """Return the cells of each contender with completed runs, in the order of `COLUMNS`; unmeasured cells are empty."""
     rows: dict[str, list[str]] = {}
     first = None
     for name in result["runs"]:
@@ -78,7 +78,7 @@ def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
 
 
 def heading(result: dict[str, Any]) -> str:
-    """Return a line that says what was measured, on which hardware and when."""
+    """Return a line with the benchmark, the hardware, the date and the versions."""
     where = ", ".join(result["environment"]["gpus"]) or f"{result['environment']['cpu_count']} CPU cores"
     packages = result["environment"]["packages"]
     kind = "DRAFT on shrunken models, no measure of speed: " if result["draft"] else ""

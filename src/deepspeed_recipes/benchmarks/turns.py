@@ -1,8 +1,8 @@
-"""Runs that take turns on the same cores: one computes up to its next record, while the others stand still.
+"""Runs that take turns on the same cores: one computes up to its next record while the others are stopped.
 
-The speed of a shared machine changes by a third within minutes, so that runs measured one after the other differ by
-that alone. Here every cycle of turns takes seconds, and a change affects all runs alike. CPU ranks only: stopping a
-process does not stop the kernels that it has queued on a GPU, and one of those may be waiting for another rank's.
+The speed of a shared machine changes by a third within minutes, which alone makes consecutive runs differ. Here a cycle
+of turns takes seconds, so that such a change affects all runs alike. This works for CPU ranks only: stopping a process
+does not stop the kernels that it has queued on a GPU, and such a kernel may be waiting for another rank's.
 """
 
 import contextlib
@@ -19,35 +19,35 @@ from typing import Any
 from ..machine.children import killed_with_this_process
 
 POLL = 0.005
-"""Seconds between two looks for a record; a turn is a thousand times as long."""
+"""Seconds between two checks for a new record; a turn is a thousand times as long."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What a run did while the others stood still."""
+    """One turn of a run: the work up to its next record."""
 
     record: dict[str, Any]
-    """The record that ended it."""
+    """The record that ended the turn."""
     tokens: int
-    """Since the record before it."""
+    """Tokens since the previous record."""
     seconds: float
 
 
 @dataclass
 class Contender:
-    """A command under way that appends JSON records, one per line, to a file."""
+    """A running command that appends JSON records, one per line, to a file."""
 
     command: list[str]
     environment: Mapping[str, str]
     records: Path
-    """Where its records are: its own file, or what it prints."""
+    """The file with the records: one that the command writes, or its output."""
     output: Path
-    """What it prints."""
+    """The file with the command's output."""
     turns: list[Turn] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, computing, in a session of its own."""
+        """Start the command in its own session."""
         with self.output.open("wb") as out:
             self.process = subprocess.Popen(
                 self.command, env=dict(self.environment), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
@@ -57,13 +57,13 @@ class Contender:
         """Compute up to the next record, for `most` seconds.
 
         Raises:
-            RuntimeError: the run has ended without another one, or takes longer.
+            RuntimeError: the run has ended without another record, or takes longer.
         """
         self.signal(signal.SIGCONT)
         began = time.perf_counter()
         ended = False
         while (record := self._next_record()) is None:
-            if ended:  # before that look: what it wrote last has been seen
+            if ended:  # it had ended before the last check, so there are no more records
                 self.finish()
                 raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
             if time.perf_counter() - began > most:
@@ -76,26 +76,26 @@ class Contender:
         self.turns.append(Turn(record, record["tokens"] - before, seconds))
 
     def finish(self) -> None:
-        """Let it end.
+        """Let the command run to its end.
 
         Raises:
-            RuntimeError: it failed; with the end of its output.
+            RuntimeError: the command failed; the message ends with its last output.
         """
         self.signal(signal.SIGCONT)
         if self.running.wait():
             raise RuntimeError(f"{' '.join(self.command)}\n{self.tail()}")
 
     def tail(self) -> str:
-        """Return the end of what it has printed."""
+        """Return the end of the command's output."""
         return self.output.read_text(errors="replace")[-6000:]
 
     def signal(self, number: int) -> None:
-        """Send a signal to all its processes."""
+        """Send a signal to all processes of the command."""
         with contextlib.suppress(ProcessLookupError):  # it has ended
             os.killpg(self.running.pid, number)
 
     def end(self) -> None:
-        """Leave no process behind, whatever has happened."""
+        """Kill all processes of the command."""
         self.signal(signal.SIGKILL)
         self.running.wait()
 
@@ -112,10 +112,10 @@ class Contender:
 
 
 def take_turns(contenders: list[Contender], last_step: int, most: float = float("inf")) -> None:
-    """Run all of them to their ends, with a turn for each record; in every other cycle in the opposite order.
+    """Run all contenders to the end, one record per turn, reversing the order after every cycle.
 
     Raises:
-        RuntimeError: one failed, or took longer than `most` seconds for a turn.
+        RuntimeError: a contender failed, or took longer than `most` seconds for a turn.
     """
     with contextlib.ExitStack() as stack:
         for one in contenders:

@@ -1,1 +1,1 @@
-"""Whether this machine is ready for a run: the checks of `ds-recipes doctor`, DeepSpeed's ops, free space."""
+"""Checks that this machine is ready for a run: `ds-recipes doctor`'s checks, DeepSpeed's ops, free space."""

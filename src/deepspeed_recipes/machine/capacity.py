@@ -10,10 +10,10 @@ GIB = 2**30
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:
-    """Refuse to write `needed` bytes that the disk has no space for.
+    """Check that the disk has space for `needed` bytes.
 
     Raises:
-        UserError: names the folder, what is free and what is needed.
+        UserError: it has not; the message gives the folder, the free and the needed space.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
@@ -34,7 +34,7 @@ def free_memory() -> int:
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
     group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup of version 2, or one without a limit ("max")
+    with contextlib.suppress(OSError, ValueError, KeyError):  # no cgroup of version 2, or no limit ("max")
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         free = min(free, limit - used + int(cached["inactive_file"]))
@@ -42,10 +42,10 @@ def free_memory() -> int:
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Refuse to gather `needed` bytes that host memory cannot hold.
+    """Check that host memory has room for `needed` bytes.
 
     Raises:
-        UserError: names what is free and what is needed.
+        UserError: it has not; the message gives the free and the needed memory.
     """
     free = free_memory() if needed else 0
     if free < needed:

@@ -1,4 +1,4 @@
-"""The result of one check of the doctor, and the output of a command that a check runs."""
+"""The result of a check of `ds-recipes doctor`, and a runner for the commands that checks use."""
 
 import subprocess
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ class Check:
 
 
 def output(*command: str, timeout: float = 20) -> str | None:
-    """Return what a command prints, or None if it is missing, fails, or takes too long."""
+    """Return a command's output, or None if the command is missing, fails, or takes too long."""
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Child processes and scratch folders that end with this process, whatever ends it: SIGKILL too."""
+"""Child processes and scratch folders that end with this process, even if SIGKILL ends it."""
 
 import contextlib
 import os
@@ -14,8 +14,8 @@ from typing import Any
 def _at_death(script: str, *words: str) -> Iterator[None]:
     """Run a shell script as soon as this process dies, during a `with` block.
 
-    A shell in a session of its own waits for the end of a pipe, of which only this process has the other side. Nothing
-    else would do it: a child that hangs in a library does not notice the death of its parent, and most do not look.
+    A shell in its own session waits until a pipe closes whose other end only this process holds. The children cannot do
+    this themselves: most do not watch their parent, and a child that hangs in a library cannot.
     """
     shell = subprocess.Popen(
         ["/bin/sh", "-c", f"read -r _; {script}", "sh", *words],
@@ -39,14 +39,14 @@ def killed_with_this_process(group: int) -> contextlib.AbstractContextManager[No
 
 @contextlib.contextmanager
 def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Popen[Any]"]:
-    """Start a command in a session of its own, and kill that session when the block ends or this process dies.
+    """Start a command in its own session, and kill that session when the block ends or this process dies.
 
-    The child waits for a line from this process before it becomes the command, so that it never runs without anything
-    to end it. A command that does not exist ends with status 127.
+    The child waits for a line from this process before it becomes the command, so that the command never runs before
+    the shell that would kill it. A command that does not exist ends with status 127.
 
     Args:
         command: the program and its arguments.
-        options: of `subprocess.Popen`.
+        options: options of `subprocess.Popen`.
     """
     gate, opened = os.pipe()
     waiting = ["/bin/sh", "-c", f'read -r _ </dev/fd/{gate} && exec "$@"', "sh", *command]
@@ -66,7 +66,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
 
 
 def run(command: Sequence[str], timeout: float | None = None, **options: Any) -> "subprocess.CompletedProcess[Any]":
-    """Run a command as `subprocess.run` does; neither it nor what it has started outlives this call or this process."""
+    """Run a command like `subprocess.run`; it and all that it starts end with this call or with this process."""
     with running(command, **options) as process:
         out, error = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(command, process.returncode, out, error)
@@ -77,8 +77,8 @@ def scratch(prefix: str = "ds-recipes-", inside: Path | None = None) -> Iterator
     """Yield a new folder that is removed when the block ends or this process dies.
 
     Args:
-        prefix: of its name.
-        inside: the folder that it is made in; by default the system's for temporary files.
+        prefix: the start of the folder's name.
+        inside: the parent folder; by default the system's folder for temporary files.
     """
     with (
         tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as place,

@@ -1,6 +1,7 @@
-"""What NVML says of one GPU: load, memory, power, temperature, traffic. `nvidia-ml-py`, its Python module, is optional.
+"""Reads one GPU's load, memory, power, temperature and traffic from NVML; needs the optional package `nvidia-ml-py`.
 
-Slow next to a kernel launch, and shared with every process of the machine: not to be called from a training step.
+A reading is slow compared with a kernel launch and covers all processes of the machine: do not call it in a training
+step.
 """
 
 import time
@@ -13,10 +14,10 @@ ALL_LINKS = 0xFFFFFFFF
 
 
 class Gpu:
-    """A GPU, read again and again."""
+    """A GPU that is read repeatedly."""
 
     def __init__(self, uuid: str) -> None:
-        """Find the GPU by its UUID, `GPU-...`: NVML's numbers are not those of CUDA_VISIBLE_DEVICES.
+        """Find the GPU by its UUID, `GPU-...`, since NVML and CUDA_VISIBLE_DEVICES number GPUs differently.
 
         Raises:
             Exception: the module is missing (ImportError), or NVML's own error: no driver, no permission, a lost GPU.
@@ -29,10 +30,10 @@ class Gpu:
         self.before: dict[str, tuple[float, float]] = {}
         self.unsupported: set[Callable[[], Any]] = set()
         self.errors: list[Exception] = []
-        """What could not be read at the last `read`, though this GPU has it."""
+        """Errors of the last `read`, without those for values that this GPU does not support."""
 
     def read(self) -> dict[str, float]:
-        """Return what can be read now; one value that fails leaves the others."""
+        """Return the current values; a value that cannot be read is left out."""
         found: dict[str, float] = {}
         self.errors = []
         for reading in (self._load, self._memory, self._power, self._temperature, self._pcie, self._nvlink):
@@ -48,12 +49,12 @@ class Gpu:
         return found
 
     def _load(self) -> dict[str, float]:
-        """Percent of the last second or less in which a kernel ran, and in which memory was read or written."""
+        """Return the percent of the last second or less in which a kernel ran, and in which memory was accessed."""
         rates = self.nvml.nvmlDeviceGetUtilizationRates(self.handle)
         return {"gpu_utilization": rates.gpu, "gpu_memory_utilization": rates.memory}
 
     def _memory(self) -> dict[str, float]:
-        """Of all processes."""
+        """Return the memory used by all processes."""
         return {"gpu_memory_gib": round(self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used / GIB, 3)}
 
     def _power(self) -> dict[str, float]:
@@ -64,7 +65,7 @@ class Gpu:
         return {"gpu_temperature_celsius": self.nvml.nvmlDeviceGetTemperature(self.handle, kind)}
 
     def _pcie(self) -> dict[str, float]:
-        """Of the last 20 ms; NVML counts in KB/s."""
+        """Return the traffic of the last 20 ms, which NVML reports in KB/s."""
         ask, nvml = self.nvml.nvmlDeviceGetPcieThroughput, self.nvml
         return {
             "pcie_received_bytes_per_second": ask(self.handle, nvml.NVML_PCIE_UTIL_RX_BYTES) * 1e3,
@@ -72,7 +73,7 @@ class Gpu:
         }
 
     def _nvlink(self) -> dict[str, float]:
-        """Of all links, since the last reading; NVML counts in KiB since the driver was loaded."""
+        """Return the traffic of all links since the last reading; NVML counts KiB since the driver was loaded."""
         return dict(self._link_rates())
 
     def _link_rates(self) -> Iterator[tuple[str, float]]:

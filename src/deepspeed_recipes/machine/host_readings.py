@@ -1,4 +1,4 @@
-"""How busy this machine is: processor, memory, disks and network, of all processes."""
+"""Reads the load of this machine by all processes: processor, memory, disks and network."""
 
 import time
 
@@ -9,15 +9,15 @@ LOOPBACK = "lo"
 
 
 class Host:
-    """The machine, read again and again; rates are means since the last reading."""
+    """The machine, read repeatedly; rates are means since the last reading."""
 
     def __init__(self) -> None:
         self.since = time.monotonic()
         self.before = _counters()
-        psutil.cpu_percent()  # its first answer means nothing
+        psutil.cpu_percent()  # its first value is meaningless
 
     def read(self) -> dict[str, float]:
-        """Return percentages, GiB and bytes per second; what the system does not count is left out."""
+        """Return percentages, GiB and bytes per second, without values that the system does not count."""
         now, counted, memory = time.monotonic(), _counters(), psutil.virtual_memory()
         seconds = max(now - self.since, 1e-3)
         rates = {

@@ -1,8 +1,8 @@
-"""Which cores are near a GPU: those of the NUMA node to which it is attached.
+"""Finds the cores near a GPU, those of the NUMA node that the GPU is attached to, and binds processes to them.
 
 A rank on cores of the other socket launches its kernels, and copies to and from host memory, over the link between the
-sockets. PyTorch's launcher can keep ranks near their GPUs, for 1 to 10 % (torch 2.13, torch/numa/binding.py);
-DeepSpeed's divides the cores in the order of the ranks, wherever their GPUs are, and needs numactl.
+sockets. PyTorch's launcher can keep ranks near their GPUs, which gains 1 to 10 % (torch 2.13, torch/numa/binding.py).
+DeepSpeed's launcher divides the cores in the order of the ranks, regardless of their GPUs, and needs numactl.
 """
 
 import os
@@ -13,7 +13,7 @@ SYSTEM = Path("/sys")
 
 
 def nodes(system: Path = SYSTEM) -> dict[int, frozenset[int]]:
-    """Return the cores of each NUMA node that this process may use; nodes without any are left out."""
+    """Return the cores that this process may use, by NUMA node; nodes without such cores are left out."""
     allowed = os.sched_getaffinity(0)
     found = {
         int(folder.name.removeprefix("node")): _numbers((folder / "cpulist").read_text()) & allowed
@@ -23,11 +23,11 @@ def nodes(system: Path = SYSTEM) -> dict[int, frozenset[int]]:
 
 
 def node_of(address: str, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of a PCI device; None where the system does not say.
+    """Return the NUMA node of a PCI device, or None if the system does not report it.
 
     Args:
         address: domain, bus, device and function in hexadecimal, `0000:17:00.0`.
-        system: where the kernel's view of the hardware is.
+        system: the folder where sysfs is mounted.
     """
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
@@ -37,13 +37,13 @@ def node_of(address: str, system: Path = SYSTEM) -> int | None:
 
 
 def cores_near(gpu: int, gpus: Sequence[str], threads: int, system: Path = SYSTEM) -> frozenset[int]:
-    """Return the cores to which a rank should keep; empty: those it has.
+    """Return the cores that a rank should be bound to, or an empty set if it should not be bound.
 
     Args:
-        gpu: of the rank, among `gpus`.
+        gpu: index of the rank's GPU in `gpus`.
         gpus: PCI addresses of the GPUs of all ranks on this machine.
-        threads: that each rank computes with. Where more GPUs are attached to a node than its cores can serve, ranks
-            are better spread over all cores.
+        threads: threads per rank. If the GPUs of a node need more threads than the node has cores, it is better to
+            spread the ranks over all cores.
         system: see `node_of`.
     """
     cores, own = nodes(system), node_of(gpus[gpu], system)
@@ -54,7 +54,7 @@ def cores_near(gpu: int, gpus: Sequence[str], threads: int, system: Path = SYSTE
 
 
 def bind(cores: frozenset[int]) -> None:
-    """Keep this process to these cores: its threads, and those that they start."""
+    """Bind this process to these cores: its threads, and the threads that they start."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
 

@@ -1,8 +1,8 @@
-"""DeepSpeed's C++ ops: which ones a run needs, where they are kept, and how they are compiled, once and in one process.
+"""Finds the C++ ops of DeepSpeed that a run needs, and compiles the missing ones once, in a single process.
 
-    python -m deepspeed_recipes.machine.ops NAME ...  compiles these; an op that is compiled already takes no time
+    python -m deepspeed_recipes.machine.ops NAME ...  compiles these ops, unless they are compiled already
 
-Otherwise all ranks would compile a missing op at their first step, at once and silently.
+Without this, all ranks would compile a missing op at their first step, at the same time and silently.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ class Op:
     """A C++ op of DeepSpeed, which is compiled on the machine that uses it."""
 
     name: str
-    """The name of its folder and file in the extensions folder."""
+    """The name of the op's folder and file in the extensions folder."""
     builder: str
     """DeepSpeed's builder class."""
     seconds: int
     """Seconds to compile it for CPU ranks, measured on two cores."""
     purpose: str
-    """What needs it."""
+    """The feature that needs the op, for messages."""
 
 
 SHARED_MEMORY = Op("deepspeed_shm_comm", "ShareMemCommBuilder", 20, "DeepSpeed by itself on a CPU")
@@ -47,19 +47,19 @@ OPS = {
 }
 """The ops that runs may need, by DeepSpeed's name of the accelerator."""
 STAMP = "compiled.json"
-"""In an op's folder: what it was compiled by and for."""
+"""The file in an op's folder with the versions and the processor that it was compiled for."""
 LONGEST = 30 * 60
-"""Seconds after which a build is given up."""
+"""Seconds after which a build is stopped."""
 
 
 def needed(file: DeepSpeedFile) -> tuple[Op, ...]:
     """Return the ops that a run with this DeepSpeed file loads.
 
-    torch's own AdamW, which the Trainer uses if the file names no optimizer, needs none. On a CPU DeepSpeed by itself
-    loads SHARED_MEMORY too, which runs do without (`upstream.leave_out_shared_memory`).
+    torch's own AdamW, which the Trainer uses if the file names no optimizer, needs no op. On a CPU DeepSpeed by default
+    also loads SHARED_MEMORY, which runs leave out (`upstream.leave_out_shared_memory`).
     """
     found: tuple[Op, ...] = ()
-    # Under offload the Trainer's AdamW becomes CPUAdam; Muon uses Adam for what is not a matrix.
+    # Under offload the Trainer's AdamW becomes CPUAdam; Muon uses Adam for weights that are not matrices.
     parameters = file.content["optimizer"].get("params") if file.optimizer else None
     of_torch = isinstance(parameters, Mapping) and parameters.get("torch_adam")
     adam = not of_torch and (file.optimizer or "adamw").lower() in ("adam", "adamw", "muon")
@@ -71,7 +71,7 @@ def needed(file: DeepSpeedFile) -> tuple[Op, ...]:
 
 
 def extensions_dir() -> Path:
-    """Return the folder that ops are compiled to: inside the environment, so that two environments never share one."""
+    """Return the folder for compiled ops. It is inside the environment, so that environments do not share it."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     inside = Path(sys.prefix) / "torch_extensions"
     if chosen or not os.access(sys.prefix, os.W_OK):
@@ -80,23 +80,24 @@ def extensions_dir() -> Path:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables with which ops are compiled and found, for this process and for the ranks."""
+    """Return the environment variables for compiling and finding ops, in this process and in the ranks."""
     return {
         "TORCH_EXTENSIONS_DIR": str(extensions_dir()),
-        # ninja is a Python package here, and is looked up on the PATH.
+        # torch looks for ninja, here a Python package, on the PATH.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }
 
 
 def missing(ops: Iterable[Op]) -> tuple[Op, ...]:
-    """Return the ops that are not compiled yet; quick, since it only looks at the file system."""
+    """Return the ops that are not compiled yet. Fast: only the file system is read."""
     return tuple(op for op in ops if not is_compiled(op.name) and not shipped(op))
 
 
 def is_compiled(name: str) -> bool:
-    """Return whether an op was compiled to its end, by this environment's versions and for this processor.
+    """Return whether an op was compiled completely, with this environment's versions and for this processor.
 
-    Neither paths nor times count, by which ninja would compile again wherever an environment is mounted or copied to.
+    Paths and times are ignored: ninja, which compares them, would compile again when an environment is copied or
+    mounted elsewhere.
     """
     folder = extensions_dir() / name
     try:
@@ -106,7 +107,7 @@ def is_compiled(name: str) -> bool:
 
 
 def stamp(name: str) -> None:
-    """Record that an op was compiled to its end: a build that is killed may leave any file behind but this one."""
+    """Record that an op was compiled completely. A killed build may leave any other file, but not this stamp."""
     part = extensions_dir() / name / f"{STAMP}.{os.getpid()}"
     part.write_text(_key(), encoding="utf-8")
     part.replace(part.with_name(STAMP))
@@ -137,10 +138,10 @@ def shipped(op: Op) -> bool:
 
 
 def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
-    """Compile what ranks need and this machine lacks, before they start.
+    """Compile the ops that ranks need and this machine lacks, before the ranks start.
 
     Args:
-        wanted: what they need.
+        wanted: the ops that the ranks need.
         variables: the ranks' environment.
 
     Raises:
@@ -155,14 +156,14 @@ def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
     except subprocess.TimeoutExpired:
         raise UserError(f"DeepSpeed's {', '.join(names)}: still compiling after {LONGEST // 60} minutes.") from None
     if done.returncode or missing(wanted):
-        raise UserError(f"DeepSpeed's {', '.join(names)}: does not compile; ds-recipes doctor says what is missing.")
+        raise UserError(f"DeepSpeed's {', '.join(names)}: does not compile; ds-recipes doctor lists what is missing.")
 
 
 def build(ops: Iterable[Op]) -> None:
-    """Compile ops, printing for each what it is for and how long it takes.
+    """Compile ops, and print the purpose and the duration of each.
 
     Raises:
-        Exception: whatever a compiler says.
+        Exception: an op does not compile.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -188,7 +189,7 @@ def load(op: Op) -> None:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().create_op_builder(op.builder).load(verbose=False)
-    if (extensions_dir() / op.name).is_dir():  # unless it was shipped
+    if (extensions_dir() / op.name).is_dir():  # unless DeepSpeed was installed with it
         stamp(op.name)
 
 
@@ -199,11 +200,11 @@ def has_libaio() -> bool:
 
 @contextlib.contextmanager
 def lock(names: Iterable[str]) -> Iterator[None]:
-    """Wait until no other process of this project compiles, and keep others waiting during a `with` block.
+    """Wait until no other process of this project compiles, and make others wait during a `with` block.
 
-    The operating system releases this lock when its holder dies. torch has a lock of its own, a file in the folder of
-    each op: it outlives a build that was killed, and everybody would wait for it for ever. It is taken only under ours,
-    so one that is there now, and that no process has open, is left over.
+    The operating system releases this lock when its holder dies. torch has its own lock, a file in the folder of each
+    op, which survives a killed build, so that later builds would wait forever. This project takes torch's lock only
+    inside its own. An existing lock file that no process has open is therefore stale, and is removed.
     """
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
@@ -225,7 +226,7 @@ def _is_open(file: Path) -> bool:
     """Return whether a process of this machine has a file open; torch keeps its lock open while it compiles."""
     wanted = file.stat()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
-        with contextlib.suppress(OSError):  # another user's, or it has just ended
+        with contextlib.suppress(OSError):  # another user's process, or a process that has just ended
             found = descriptor.stat()
             if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
                 return True
@@ -233,7 +234,7 @@ def _is_open(file: Path) -> bool:
 
 
 def kind() -> str:
-    """Return DeepSpeed's name of this machine's accelerator. Imports torch."""
+    """Return DeepSpeed's name for this machine's accelerator. Imports torch."""
     import torch
 
     wanted = os.environ.get("DS_ACCELERATOR")
@@ -257,7 +258,7 @@ def main(names: list[str]) -> int:
 
 
 def why(error: Exception) -> str:
-    """Return the line of a failed build that names the reason."""
+    """Return the line of a failed build's output that gives the reason."""
     lines = [line for line in str(error).splitlines() if "error" in line.lower()] or [str(error)]
     return lines[0][:200]
 

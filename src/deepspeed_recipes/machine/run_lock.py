@@ -1,9 +1,9 @@
-"""One writer per run folder: a lock that names its holder and that a dead process cannot hold.
+"""One writer per run folder: a lock that names its holder and that is free once its holder is dead.
 
-The run folder may be on a shared file system, where locks of the operating system are unreliable: NFS takes them from a
-host that is silent without telling it, and `filelock` builds on them. The lock is a file, made with a hard link, which
-is atomic there too. Its holder touches it every few seconds. A holder whose host was suspended for longer may have lost
-it: it looks before it writes, and ends.
+The run folder may be on a shared file system, where the operating system's locks, on which `filelock` builds, are
+unreliable: NFS silently takes them away from a host that does not respond. This lock is a file that is created as a
+hard link, which is atomic on such file systems too. Its holder touches the file every few seconds. A holder whose host
+was suspended for longer may have lost the lock, so it checks before it writes, and exits if it has.
 """
 
 import contextlib
@@ -25,26 +25,26 @@ NAME = "writer.json"
 BEAT = 5
 """Seconds between two heartbeats."""
 SILENT = 60
-"""Seconds without a heartbeat after which a process on another host is dead; network file systems cache times."""
+"""Seconds without a heartbeat after which another host's process counts as dead; network file systems cache times."""
 LISTENED = 3 * BEAT
-"""Seconds for which a silent process is watched before its lock is taken: the clocks of two hosts may differ."""
+"""Seconds for which a silent process is watched before its lock is taken, since clocks of hosts may differ."""
 
 _ENDING = threading.Lock()
 
 
 class Lock:
-    """A run folder's lock, as it was when this process began to write."""
+    """A run folder's lock, with its holder at the time when this process began to write."""
 
     def __init__(self, folder: Path, holder: dict[str, Any] | None) -> None:
-        """`holder`: the process that holds it, or None if the folder has no lock, as in tests that start ranks."""
+        """`holder`: the process that holds the lock, or None without a lock, as in tests that start ranks."""
         self.folder = folder
         self.holder = holder
 
     def check(self) -> None:
-        """End this process at once, and with it the ranks that it watches, if another writer holds the lock now."""
+        """End this process at once, and with it the ranks that it watches, if another writer now holds the lock."""
         try:
             now = _read(self.folder / NAME)
-        except OSError:  # where nothing can be read, nothing can be written either
+        except OSError:  # a folder that cannot be read cannot be written either
             return
         if self.holder and now and now != self.holder:
             _ENDING.acquire()  # the heartbeat and the main thread may both get here
@@ -58,7 +58,7 @@ class Lock:
 
 
 def found(folder: Path) -> Lock:
-    """Return the lock of whoever holds it, for ranks to watch that their launcher still does."""
+    """Return the lock with its current holder, so that ranks can check that their launcher still holds it."""
     return Lock(folder, _read(folder / NAME))
 
 
@@ -66,7 +66,7 @@ def check(folder: Path) -> None:
     """Refuse a run folder that a living process writes to.
 
     Raises:
-        UserError: names the process and its host.
+        UserError: a process does; the message names it and its host.
     """
     holder = _read(folder / NAME)
     if holder is not None and _lives(folder / NAME, holder):
@@ -83,8 +83,8 @@ def hold(folder: Path, wait: float = 0.0) -> Iterator[Lock]:
     """Be the folder's only writer during a `with` block.
 
     Args:
-        folder: the run's; made if it does not exist.
-        wait: seconds that the last writer gets to end or to be found dead.
+        folder: the run folder; created if it does not exist.
+        wait: seconds to wait until the previous writer ends or counts as dead.
 
     Raises:
         UserError: another process writes to it.
@@ -108,11 +108,11 @@ def hold(folder: Path, wait: float = 0.0) -> Iterator[Lock]:
         with contextlib.suppress(OSError):
             if _read(folder / NAME) == lock.holder:
                 (folder / NAME).unlink(missing_ok=True)
-            folder.rmdir()  # where nothing has been written
+            folder.rmdir()  # fails unless the folder is empty
 
 
 def _taken(folder: Path) -> bool:
-    """Try to take the lock once; a dead holder's is removed."""
+    """Try once to take the lock; a dead holder's lock is removed."""
     lock, own = folder / NAME, folder / f".{NAME}.{socket.gethostname()}.{os.getpid()}"
     try:
         own.write_text(json.dumps(_self()), encoding="utf-8")
@@ -122,7 +122,7 @@ def _taken(folder: Path) -> bool:
         holder = _read(lock)
         if holder is None or _lives(lock, holder):
             return False
-        # Two processes may have found it dead: what each moves away may be the other's new lock, and is put back.
+        # Two processes may have found the holder dead: a moved file may be the other's new lock, which is put back.
         moved = own.with_suffix(".dead")
         with contextlib.suppress(FileNotFoundError):
             lock.rename(moved)
@@ -135,13 +135,13 @@ def _taken(folder: Path) -> bool:
 
 
 def _link(file: Path, lock: Path) -> None:
-    """Give a file the lock's name too, unless there is one."""
+    """Link a file to the lock's name, unless the lock exists."""
     try:
         os.link(file, lock)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK):
             raise
-        # No hard links here, as in a mounted bucket: the lock is empty for a moment, and an empty lock counts as alive.
+        # No hard links, as in a mounted bucket: the lock is empty for a moment, and an empty lock counts as held.
         with lock.open("x", encoding="utf-8") as opened:
             opened.write(file.read_text(encoding="utf-8"))
 
@@ -157,7 +157,7 @@ def _self() -> dict[str, Any]:
 
 
 def _started(pid: int) -> int | None:
-    """Return when a process started, in clock ticks after the boot; None: it has ended."""
+    """Return the time when a process started, in clock ticks after the boot, or None if the process has ended."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -166,7 +166,7 @@ def _started(pid: int) -> int | None:
 
 
 def _read(lock: Path) -> dict[str, Any] | None:
-    """Return the record of a lock's holder, empty if the lock is empty or cut off, or None if there is no lock."""
+    """Return the record of a lock's holder, an empty one if the file is incomplete, or None without a lock."""
     try:
         held = json.loads(lock.read_bytes())
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _read(lock: Path) -> dict[str, Any] | None:
 
 
 def _lives(lock: Path, holder: dict[str, Any]) -> bool:
-    """Return whether a lock's holder is alive; on another host, whether it has touched the lock lately, or does now."""
+    """Return whether a lock's holder is alive; on another host, whether it touched the lock recently or does now."""
     own = _self()
     if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and "pid" in holder:
         return _started(holder["pid"]) == holder.get("started")
@@ -185,7 +185,7 @@ def _lives(lock: Path, holder: dict[str, Any]) -> bool:
         beaten = _beaten(lock)
         if holder and 0 <= _now(lock) - beaten < SILENT:
             return True
-        # Silent, from the future, or not a lock that this project writes. Look whether it is touched.
+        # Silent, dated in the future, or not written by this project: watch for a heartbeat.
         until = time.monotonic() + LISTENED
         while time.monotonic() < until:
             time.sleep(0.1)
@@ -197,12 +197,12 @@ def _lives(lock: Path, holder: dict[str, Any]) -> bool:
 
 
 def _beaten(lock: Path) -> float:
-    with lock.open("rb") as opened:  # opened, because a network file system may report an old time until then
+    with lock.open("rb") as opened:  # a network file system may report an old time until the file is opened
         return os.fstat(opened.fileno()).st_mtime
 
 
 def _now(lock: Path) -> float:
-    """Return the time by the file system's clock, not ours."""
+    """Return the time by the file system's clock, which may differ from this host's."""
     file = lock.with_name(f".{NAME}.clock.{socket.gethostname()}.{os.getpid()}")
     try:
         file.touch()

@@ -35,7 +35,7 @@ def _version(name: str, pinned: str | None, fix: str) -> Check:
 
 
 def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:
-    """Judge a version: the pinned one is `ok`, and so is one of the tested range that has everything."""
+    """Judge a version: `ok` is the pinned version, and any version of the tested range that lacks nothing."""
     if pinned is not None and found.split("+")[0] == pinned.split("+")[0]:
         return Check(name, "ok", found)
     oldest, newest = supported.RANGES[name]
@@ -47,7 +47,7 @@ def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:
 
 
 def accelerator() -> list[Check]:
-    """Report the accelerator that torch sees, and whether driver, CUDA and NCCL match. Imports torch."""
+    """Report the accelerator that torch finds, and whether driver, CUDA and NCCL match. Imports torch."""
     import torch
 
     driver = output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -56,7 +56,7 @@ def accelerator() -> list[Check]:
             return [Check("GPU", "ok", "none; runs use CPU ranks over gloo")]
         built = torch.version.cuda or "no CUDA"
         fix = f"install a torch built for CUDA that driver {driver.splitlines()[0]} supports"
-        return [Check("GPU", "error", f"nvidia-smi sees a GPU, torch ({built}) does not", fix)]
+        return [Check("GPU", "error", f"nvidia-smi lists a GPU, torch ({built}) does not", fix)]
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return [
@@ -81,7 +81,7 @@ def _nvcc(wanted: str) -> Check:
 
 
 def compilers() -> list[Check]:
-    """Look for the tools that build DeepSpeed's ops."""
+    """Check for the tools that build DeepSpeed's ops."""
     checks = []
     for name, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
         found = shutil.which(name) or (name == "ninja" and _beside_python("ninja"))

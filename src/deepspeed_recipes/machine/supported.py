@@ -1,6 +1,7 @@
-"""The versions that this project works with, and what a run does without in the older ones.
+"""The versions that this project works with, and the features that older versions lack.
 
-tests/stacks has an environment at either end of the ranges and one between; `.github/workflows/nightly.yml` tests them.
+tests/stacks has the environments at both ends of the ranges and one in between; `.github/workflows/nightly.yml` tests
+them.
 """
 
 import re
@@ -17,15 +18,14 @@ RANGES = {
     "trl": ("1.16", "1.16"),
     "datasets": ("5.2", "5.2"),
 }
-"""The oldest and the newest release of each that is tested; a later patch of the newest counts as tested."""
-
+"""The oldest and the newest tested release of each package; a later patch of the newest counts as tested."""
 
 LAYOUTS = {
     "pipeline": ("0.19.3", "divides gradients by the accumulation once per stage"),
     "tensor": ("0.19.6", "exports other weights than it trains"),
-    "expert": ("0.19.7", "does not start with a mixture's parameter groups, if it has AutoEP at all"),
+    "expert": ("0.19.7", "does not start with the parameter groups of experts, if it has AutoEP at all"),
 }
-"""The first DeepSpeed with which a layout trains and exports what plain PyTorch does, and what an older one does.
+"""The first DeepSpeed that trains and exports a layout like plain PyTorch, and the defect of older versions.
 
 Measured by `doctor --prove` with 0.19.0, 0.19.3, 0.19.6, 0.19.7 and 0.19.8, and read in the sources of the others.
 """
@@ -33,13 +33,13 @@ Measured by `doctor --prove` with 0.19.0, 0.19.3, 0.19.6, 0.19.7 and 0.19.8, and
 
 @dataclass(frozen=True)
 class Lack:
-    """What a package does not have before a version."""
+    """A feature that a package lacks before a version."""
 
     package: str
     before: str
     what: str
     since: str = "0"
-    """The version from which on this is all that it lacks."""
+    """The first version to which this entry applies; older versions have an entry of their own."""
 
 
 LACKS = (
@@ -52,7 +52,7 @@ LACKS = (
         "2.11",
     ),
     *(Lack("deepspeed", first, f"layout.{key} is refused, since it {why}") for key, (first, why) in LAYOUTS.items()),
-    Lack("deepspeed", "0.19.4", "the linter does not know which keys DeepSpeed has removed"),
+    Lack("deepspeed", "0.19.4", "the linter does not report keys that DeepSpeed has removed"),
     Lack("deepspeed", "0.19.8", "tensor parallelism is refused for models whose plan splits whole inputs"),
     Lack("transformers", "5.14", "nemotron_h's configurations cannot be read"),
     Lack(
@@ -77,7 +77,7 @@ def within(package: str, version: str) -> bool:
 
 
 def lacking(package: str, version: str) -> list[str]:
-    """Return what a version of a package does not have."""
+    """Return the features that a version of a package lacks."""
     known = _numbers(version)
     return [
         lack.what for lack in LACKS if lack.package == package and _numbers(lack.since) <= known < _numbers(lack.before)
@@ -90,5 +90,5 @@ def is_before(version: str, other: str) -> bool:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return a version's numbers: 2.9.1+cpu is (2, 9, 1)."""
+    """Return a version's numbers: (2, 9, 1) for 2.9.1+cpu."""
     return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split("."))

@@ -11,7 +11,7 @@ from pathlib import Path
 from .checks import Check, output
 
 GIB = 2**30
-_BLOCK = 8 * 2**20  # bytes per request; drives reach their speed from about 1 MiB on
+_BLOCK = 8 * 2**20  # bytes per request; drives reach full speed from about 1 MiB
 
 
 def memory() -> list[Check]:
@@ -55,7 +55,7 @@ def disk(folder: Path, checkpoint_gib: float | None) -> Check:
 
 
 def nvme(folder: Path, megabytes: int = 256) -> list[Check]:
-    """Measure how fast a file is written and read with direct I/O, which DeepSpeed's aio op uses."""
+    """Measure the speed of writing and reading a file with direct I/O, which DeepSpeed's aio op uses."""
     file = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _login(name: str) -> Check:
 
 
 def tracking() -> Check:
-    """Report how W&B would log; the key itself is never read."""
+    """Report whether W&B would log online or offline. The key itself is never read."""
     mode = os.environ.get("WANDB_MODE", "")
     if mode in ("offline", "disabled"):
         return Check("W&B", "ok", f"{mode} (WANDB_MODE)")
