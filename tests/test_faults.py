@@ -280,7 +280,7 @@ def test_a_disk_that_is_not_mounted_is_not_a_run_without_checkpoints(original, t
     by_torchrun(run)
     (tmp_path / "disk").rename(tmp_path / "unmounted")
     for resume in (launched, by_torchrun):
-        with pytest.raises(FileUnusable, match=f"{place}: a link to {tmp_path}/disk, which is not there"):
+        with pytest.raises(FileUnusable, match=f"{place}: a link to {tmp_path}/disk, which does not exist"):
             resume(run)
     assert len(read_jsonl(run.metrics)) == 6
 

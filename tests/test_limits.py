@@ -117,7 +117,7 @@ def test_a_file_and_a_layout_that_disagree_are_told_what_runs():
     for recipe, file, said in (
         (llama, tensor, "splits layers over 2 ranks; add layout.tensor=2."),
         (quantised, tensor, "packed 4-bit weights cannot be split by rows or columns; use deepspeed=zero1.json."),
-        (mixture, tensor, "its experts, most of its weights, are not split; use deepspeed=zero1.json."),
+        (mixture, tensor, "its experts, which hold most of its weights, are not split; use deepspeed=zero1.json."),
         (mixture, expert, "splits experts over 2 ranks; add layout.expert=2."),
         (llama, expert, "llama has no experts; use deepspeed=zero1.json."),
         (replace(mixture, layout=Layout(expert=2)), zero(1), "use deepspeed=expert_parallel.json."),

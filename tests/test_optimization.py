@@ -40,7 +40,7 @@ def changed(*words, variant="full"):
         (["layer_decay=0"], "must be above 0"),
         (["neftune_alpha=-1"], "must be at least 0"),
         (["lora.plus_ratio=0"], "must be above 0, for instance 16"),
-        (["lora.init=pissa", "model.quantization=nf4"], "4-bit weights cannot give up a part; use lora.init=zero"),
+        (["lora.init=pissa", "model.quantization=nf4"], "which 4-bit weights do not allow; use lora.init=zero"),
         (["lora.init=pissa", "lora.dora=true"], "DoRA's magnitudes"),
         (["lora.init=olora"], "must be one of zero, pissa"),
         (["lora.fused=true", "lora.dora=true"], "DoRA rescales the sum of both outputs.*; use lora.fused=false"),

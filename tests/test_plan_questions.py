@@ -422,7 +422,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--price", "2,50", "--tokens", "1B"): "--price 2,50: use a decimal point: 2.50.",
     ("llama3-8b", "--gpu", "8xH100"): "--gpu H100 --gpus 8.",
     ("llama3-8b", *EIGHT, "--tokens", "2B", "--deadline", "1m"): "nodes of H100 finishes within 1 min.",
-    ("qwen3-30b-a3b", *EIGHT): "There is nemotron_h-30b-a3b and qwen3_moe-30b-a3b.",
+    ("qwen3-30b-a3b", *EIGHT): "Recipes with this size: nemotron_h-30b-a3b, qwen3_moe-30b-a3b.",
     ("llama3-8b", "three_d", *EIGHT): "use layout.tensor=2 or --gpus 8 --nodes 4.",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "--price", "30", "--price", "40"): "two prices for a node, 30 and 40",
     (

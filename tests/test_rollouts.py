@@ -113,10 +113,10 @@ def test_a_function_that_never_gives_a_number_is_refused_before_anything_is_load
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("mine.py:missing", "no function of that name in the file; it has good, text"),
-        ("mine.py:one", r"is called with two arguments, so write `def one\(answer, example\)`"),
-        ("mine.py:three", "is called with two arguments"),
-        ("mine.py:later", "an async function"),
+        ("mine.py:missing", "no function of that name in the file; it defines good, text"),
+        ("mine.py:one", r"must take two arguments, .*; write `def one\(answer, example\)`"),
+        ("mine.py:three", "must take two arguments"),
+        ("mine.py:later", "must not be async"),
         ("gone.py:good", "no such file"),
         ("broken.py:good", "not Python at line 2"),
     ],

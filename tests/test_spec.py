@@ -185,12 +185,12 @@ def test_a_teacher_makes_distillation_of_supervised_fine_tuning():
         (
             "full",
             "dpo.beta=0.2",
-            "dpo.beta: a setting of the method dpo, and this recipe's method is sft; ds-recipes",
+            "dpo.beta: a setting of the method dpo, but this recipe's method is sft; ds-recipes",
         ),
-        ("full", "reward=mine.py:right", "reward: a setting of the method grpo, and this recipe's method is sft"),
+        ("full", "reward=mine.py:right", "reward: a setting of the method grpo, but this recipe's method is sft"),
         ("full", "distill.alpha=0.5", "method distill, .* is sft; add distill.teacher=MODEL"),
-        ("dpo_lora", "distill.teacher=teacher", "method distill, and this recipe's method is dpo"),
-        ("simpo_lora", "dpo.beta=0.2", "method dpo, and this recipe's method is simpo"),
+        ("dpo_lora", "distill.teacher=teacher", "method distill, but this recipe's method is dpo"),
+        ("simpo_lora", "dpo.beta=0.2", "method dpo, but this recipe's method is simpo"),
     ],
 )
 def test_a_setting_of_another_method_is_refused(variant, assignment, message):

@@ -105,7 +105,10 @@ def test_a_file_that_splits_a_model_needs_the_layout_too(field):
     said = rf"deepspeed=mine\.json splits {what} over 2 ranks; add layout\.{field}=2\.$"
     with pytest.raises(UserError, match=said):
         deepspeed_config(small("", ""), file)
-    for size, expected in ((2, []), (4, [f"layout.{field}=4: the run uses this, and not {key}=2 of mine.json."])):
+    for size, expected in (
+        (2, []),
+        (4, [f"layout.{field}=4: the run uses this size instead of {key}=2 in mine.json."]),
+    ):
         recipe = small("", "", layout=Layout(**{field: size}))
         limits.check_blocks(recipe, file)
         assert list(limits.other_sizes(recipe, file)) == expected

@@ -1,4 +1,4 @@
-"""Check that a field's value has its type and, if it is a number, lies within the bounds declared with the field."""
+"""Checks that a field's value has its type and, if it is a number, lies within the bounds declared with the field."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ class Bounds:
     """The value that a message suggests."""
 
     def broken_by(self, value: float) -> bool:
-        """Return whether a number is outside."""
+        """Return True if a number is out of bounds."""
         return (
             (self.least is not None and value < self.least)
             or (self.above is not None and value <= self.above)
@@ -36,16 +36,16 @@ class Bounds:
     def __str__(self) -> str:
         """Return the bounds in words."""
         words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
-        said = " and ".join(f"{word} {_number(bound)}" for word, bound in words if bound is not None)
-        return said if self.usual is None else f"{said}, for instance {_number(self.usual)}"
+        bounds = " and ".join(f"{word} {_number(bound)}" for word, bound in words if bound is not None)
+        return bounds if self.usual is None else f"{bounds}, for instance {_number(self.usual)}"
 
 
 _LARGEST = {int: 2**31 - 1, float: 3e38}
-"""Upper bounds of numbers that declare none: what 32 bits hold, in which torch and DeepSpeed compute."""
+"""Upper bounds of numbers that declare none: the largest 32-bit values, with which torch and DeepSpeed compute."""
 
 
 def check(section: object, prefix: str = "") -> None:
-    """Refuse values of a dataclass, and of those inside it, that are of another type or out of bounds.
+    """Refuse values of a dataclass and its nested dataclasses that have the wrong type or are out of bounds.
 
     Raises:
         UserError: names the key, the value and what is allowed.
@@ -57,7 +57,7 @@ def check(section: object, prefix: str = "") -> None:
             continue
         if nested:
             if not isinstance(value, nested):
-                raise UserError(f"{key}={shown(value)}: must be a section with keys of its own.")
+                raise UserError(f"{key}={shown(value)}: must be a section with its own keys.")
             check(value, f"{key}.")
         elif isinstance(value, str) and value in words:
             continue
@@ -84,21 +84,21 @@ def check(section: object, prefix: str = "") -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message, in the words of a command line, without secrets and cut to 80 characters."""
+    """Return a value for a message: as typed on a command line, without secrets and cut to 80 characters."""
     text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
     text = redact(text if text.isprintable() else ascii(text)[1:-1])
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def expected(kinds: tuple[type, ...], words: tuple[str, ...] = ()) -> str:
-    """Return a description of the allowed values: those of these types, and these words."""
+    """Return a description of the allowed values: those of the types `kinds`, and the words in `words`."""
     names = {int: "a whole number, e.g. 8", float: "a number, e.g. 5e-5", bool: "true or false", str: "text"}
     if kinds and all(kind is type(None) for kind in kinds):
         kinds = ()
-    said = [names.get(kind, kind.__name__) for kind in kinds if kind is not type(None)]
-    if words and not said:
+    allowed = [names.get(kind, kind.__name__) for kind in kinds if kind is not type(None)]
+    if words and not allowed:
         return f"one of {', '.join(words)}"
-    return " or ".join([*said, *words])
+    return " or ".join([*allowed, *words])
 
 
 def _refuse(key: str, value: object, kinds: tuple[type, ...], words: tuple[str, ...]) -> None:
@@ -110,7 +110,7 @@ def _number(bound: float) -> str:
 
 
 class _Field(NamedTuple):
-    """A field's name and, of its declaration, the dataclass if it is one, the types, the words and the bounds."""
+    """A field's name, and its declared dataclass (or None), types, literal words and bounds."""
 
     name: str
     nested: type | None

@@ -1,4 +1,4 @@
-"""A recipe in other forms: as the plain types of `recipe.json` and back, and its adapters in PEFT's words."""
+"""Converts a recipe to the plain types of `recipe.json` and back, and its adapters to PEFT's arguments."""
 
 import dataclasses
 import types
@@ -12,19 +12,19 @@ from .errors import UserError
 from .recipe import Lora, Recipe, names
 
 hints_of = cache(typing.get_type_hints)
-"""Returns a dataclass's types by field; without the cache that is most of what an override costs."""
+"""Returns a dataclass's types by field. Without the cache this call takes most of the time of an override."""
 
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as plain JSON types, the form of a run folder's `recipe.json`."""
+    """Return the recipe as plain JSON types, as in a run folder's `recipe.json`."""
     return dataclasses.asdict(recipe)
 
 
 def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
-    """Rebuild a recipe from `to_dict`'s form.
+    """Rebuild a recipe from the result of `to_dict`.
 
     Raises:
-        UserError: a field is unknown to this version, or missing.
+        UserError: this version does not have one of the fields, or a field is missing.
     """
     if not isinstance(values, Mapping):
         raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
@@ -50,20 +50,20 @@ def dataclass_in(hint: Any) -> type | None:
 
 
 MAMBA = ("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "mamba", "mamba2", "nemotron_h", "zamba2")
-"""Model types whose fused kernels read the weights of the modules below by themselves: adapters there would not be
-trained on a GPU, and a weight in 4 bits is not a matrix. PEFT refuses some of them (tuners_utils.py,
+"""Model types whose fused kernels read the weights of the `NOT_IN_MAMBA` modules directly: adapters on these would not
+be trained on a GPU, and a 4-bit weight is not a matrix. PEFT refuses some of these types (tuners_utils.py,
 `_check_lora_target_modules_mamba`)."""
 NOT_IN_MAMBA = ("out_proj", "conv1d")
 
 
 def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> dict[str, Any]:
-    """Return the arguments of `peft.LoraConfig`; where sequences are scored PEFT also trains and saves the head.
+    """Return the arguments of `peft.LoraConfig`; if the model scores sequences, PEFT also trains and saves the head.
 
     Args:
         lora: the adapters.
         scores: the model scores sequences.
         embeds: the model has no head.
-        kind: the model's `model_type`; of some, all linear layers are those that can be adapted.
+        kind: the model's `model_type`; for `MAMBA`, `all-linear` leaves out the modules that cannot be adapted.
 
     Raises:
         UserError: a target that the model's kernels would read without its adapter.

@@ -1,7 +1,7 @@
-"""A DeepSpeed JSON as one frozen value: read once, and passed on to everything that depends on it.
+"""A DeepSpeed JSON as one frozen value, read once and passed to every function that depends on it.
 
-The linter (`config`) judges files key by key; this is what the rest of the project wants to know of a file that
-the linter has passed.
+The linter (`config`) checks a file key by key; a `DeepSpeedFile` holds what the rest of the project reads from a file
+that has passed the linter.
 """
 
 from collections.abc import Mapping
@@ -15,25 +15,26 @@ Device = Literal["none", "cpu", "nvme"]
 
 
 KEPT_WEIGHTS = 1_000_000_000
-"""What `DeepSpeedFile.kept_weights` is by DeepSpeed's defaults."""
+"""The value of `DeepSpeedFile.kept_weights` with DeepSpeed's defaults."""
 PREFETCHED = 50_000_000
-"""DeepSpeed's default of `stage3_prefetch_bucket_size`: 100 MB in bf16, of which links no longer feel the latency."""
+"""DeepSpeed's default `stage3_prefetch_bucket_size`: 100 MB in bf16, large enough that latency no longer matters."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """What a DeepSpeed configuration says, with DeepSpeed's defaults where it says nothing or `auto`."""
+    """The values of a DeepSpeed configuration, with DeepSpeed's defaults for missing keys and `auto`."""
 
     name: str = ""
     """The file's name, for messages."""
     content: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The whole JSON; not to be changed."""
+    """The whole JSON; do not modify it."""
     stage: int = 0
-    """Of ZeRO."""
+    """ZeRO stage."""
     partition_size: int = 1
-    """`zero_hpz_partition_size`: ranks that hold a second copy of the parameters between them (stage 3)."""
+    """`zero_hpz_partition_size`: number of ranks that together hold a second copy of the parameters (stage 3)."""
     kept_weights: int = KEPT_WEIGHTS
-    """Weights that ZeRO-3 has whole at most when the forward pass ends, and need not gather for the backward pass."""
+    """Largest number of weights that ZeRO-3 still holds whole at the end of the forward pass, and does not gather again
+    for the backward pass."""
     offload_optimizer: Device = "none"
     """Stages 2 and 3."""
     offload_parameters: Device = "none"
@@ -46,19 +47,19 @@ class DeepSpeedFile:
     """`expert_parallel.autoep_size`, where the block is enabled."""
     has_tensor_block: bool = False
     has_expert_block: bool = False
-    """It has an `expert_parallel` block, in which the layout's size is filled."""
+    """True if there is an `expert_parallel` block, which then receives the layout's size."""
     optimizer: str | None = None
-    """The type of its `optimizer` block; None: the Trainer makes the optimizer."""
+    """The type in the `optimizer` block, or None if the Trainer creates the optimizer."""
     has_zenflow: bool = False
     super_offload: bool = False
     """`offload_optimizer.super_offload`, which DeepSpeed reads at stage 3."""
     deepcompile: bool = False
     """`compile.deepcompile`, which does nothing until the engine compiles the model (the Trainer's `torch_compile`)."""
     compiled_passes: tuple[str, ...] = ()
-    """`compile.passes`: what DeepCompile does to the graph, by name; empty: what the ZeRO stage asks for."""
+    """`compile.passes`: names of DeepCompile's passes over the graph; empty for the default of the ZeRO stage."""
     gathers_weights: bool = True
-    """Whether checkpoints hold Hugging Face weights: under ZeRO-3, `stage3_gather_16bit_weights_on_model_save` is not
-    false."""
+    """True if checkpoints hold Hugging Face weights: under ZeRO-3, if `stage3_gather_16bit_weights_on_model_save` is
+    not false."""
 
     @property
     def zero(self) -> Mapping[str, Any]:
@@ -67,7 +68,7 @@ class DeepSpeedFile:
 
 
 def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
-    """Return what a DeepSpeed configuration says."""
+    """Return the values of a DeepSpeed configuration."""
     zero, tensor = _block(content, "zero_optimization"), _block(content, "tensor_parallel")
     expert = _block(content, "expert_parallel")
     switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
@@ -99,36 +100,37 @@ def _list(value: Any) -> list[Any]:
 
 
 def prefetch_size(hidden: int, layer: int) -> int:
-    """Return how many elements ZeRO-3 gathers ahead in one message, where the file leaves it to "auto".
+    """Return the number of elements that ZeRO-3 prefetches in one message if the file has "auto".
 
-    A decoder layer's, up to `PREFETCHED`: transformers' 0.9 of the hidden size squared is less than most matrices have,
-    which are then gathered one by one (8 layers 512 wide: 113 instead of 74 all-gathers per step, of the same bytes;
-    measured on two CPU ranks). How far ahead ZeRO-3 gathers depends on `stage3_max_live_parameters` instead.
+    It is one decoder layer, up to `PREFETCHED`. transformers' value, 0.9 of the hidden size squared, is smaller than
+    most matrices, so that these are gathered one by one (8 layers of width 512: 113 instead of 74 all-gathers per step,
+    with the same bytes; measured on two CPU ranks). How far ahead ZeRO-3 gathers depends on
+    `stage3_max_live_parameters` instead.
 
     Args:
-        hidden: the model's width.
-        layer: weights of its largest decoder layer.
+        hidden: the model's hidden size.
+        layer: weights of the model's largest decoder layer.
     """
     return max(int(0.9 * hidden**2), min(layer, PREFETCHED))
 
 
 def fill_prefetch(content: dict[str, Any], hidden: int, layer: int) -> None:
-    """Put `prefetch_size` into a configuration in the place of "auto", if that is there."""
+    """Replace an "auto" prefetch size in a configuration with `prefetch_size`."""
     zero = content.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage3_prefetch_bucket_size") == "auto":
         zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, layer)
 
 
 def with_zero(file: DeepSpeedFile, **changes: Any) -> DeepSpeedFile:
-    """Return the file with other values in its `zero_optimization` block."""
+    """Return a copy of the file with changed values in its `zero_optimization` block."""
     return parse({**file.content, "zero_optimization": {**file.zero, **changes}}, file.name)
 
 
 def read(path: Path | str) -> DeepSpeedFile:
-    """Return what the JSON file at `path` says.
+    """Return the values of the DeepSpeed JSON file at `path`.
 
     Raises:
-        UserError: missing, or not JSON (with the line).
+        UserError: the file is missing or not JSON (names the line).
     """
     return parse(read_json(Path(path)), Path(path).name)
 
@@ -139,7 +141,7 @@ def _block(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _number(value: Any, default: int) -> int:
-    """Return a whole number, which typed sections also take as text; the default for `auto` and anything else."""
+    """Return a whole number, which typed sections also accept as text, or `default` for `auto` and other values."""
     try:
         return int(value)
     except (TypeError, ValueError):
@@ -147,13 +149,13 @@ def _number(value: Any, default: int) -> int:
 
 
 def _kept_weights(zero: Mapping[str, Any]) -> int:
-    """Return how many weights are whole between the two passes, of which the second meets the last weights first.
+    """Return the number of weights that stay whole between the forward pass and the backward pass.
 
-    A weight is kept that is used again within `stage3_max_reuse_distance` elements, half of which are passed on the way
-    to the model's end. Besides, DeepSpeed gathers ahead, at least one matrix at each module, up to
-    `stage3_max_live_parameters`; a layer has more modules than matrices, so it gets that far, and what is still whole
-    when it meets it again, it keeps (deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py; measured in
-    tests/test_profile.py).
+    DeepSpeed keeps a weight that it uses again within `stage3_max_reuse_distance` elements, and half of this distance
+    lies before the end of the model, since the backward pass starts with the last weights. DeepSpeed also gathers
+    ahead, at least one matrix at each module, up to `stage3_max_live_parameters`. A layer has more modules than
+    matrices, so the prefetch reaches this limit, and weights that are still whole when the backward pass reaches them
+    are kept (deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py; measured in tests/test_profile.py).
     """
     reuse = _number(zero.get("stage3_max_reuse_distance"), KEPT_WEIGHTS)
     live = _number(zero.get("stage3_max_live_parameters"), KEPT_WEIGHTS)

@@ -1,4 +1,4 @@
-"""UserError, the base class of every error that the user can fix, and the rule that credentials are never written."""
+"""`UserError`, the base class of every error that the user can fix, and the redaction of credentials."""
 
 import contextlib
 import errno
@@ -40,13 +40,13 @@ _SECRET_PART = re.compile(
     rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*",
     re.IGNORECASE,
 )
-"""What follows a name that marks it as a secret: in a signed URL, the header of a request, JSON, YAML or an option."""
+"""Values after a name that marks a secret: in a signed URL, a request header, JSON, YAML or an option."""
 _SECRET_KEY = re.compile(
     r"(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|cookie|(?:api|access|private|secret|account)_?key)"
     r"|key|token|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
     re.IGNORECASE,
 )
-"""Keys whose values are credentials; a `pad_token` is none."""
+"""Keys whose values are credentials; `pad_token` does not match."""
 _ASSIGNMENT = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^\s'\"]+)")
 
 
@@ -63,7 +63,7 @@ class FileUnusable(UserError):
 
 @contextlib.contextmanager
 def errors_only(library: str) -> Iterator[None]:
-    """Leave out a library's warnings for a while: they are refused elsewhere, or the user can do nothing about them."""
+    """Silence a library's warnings about settings that are refused elsewhere, or that the user cannot change."""
     logger = logging.getLogger(library)
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -98,7 +98,7 @@ _PASSING = {
     errno.EIO: _AGAIN,
     errno.ESTALE: _AGAIN,
     errno.ETIMEDOUT: _AGAIN,
-    errno.ENOTCONN: _AGAIN,  # of a file system in user space whose process has ended
+    errno.ENOTCONN: _AGAIN,  # the process of a user-space file system has ended
     errno.EREMOTEIO: _AGAIN,
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "try again with fewer processes on this machine",
@@ -114,19 +114,19 @@ _FULL_TEXTS = {
     "No space left on device": errno.ENOSPC,
     "Disk quota exceeded": errno.EDQUOT,
     "Read-only file system": errno.EROFS,
-    # torch's, which does not say why; and it says so about full disks only, having opened the file.
+    # torch gives no reason, but raises these only for a full disk, after it has opened the file.
     "PytorchStreamWriter failed": errno.ENOSPC,
     "unexpected pos": errno.ENOSPC,
 }
-"""What libraries that are not written in Python say."""
+"""Messages of libraries that are not written in Python, and the error that each means."""
 
 
 def cannot_write(error: BaseException, where: object = None) -> str | None:
-    """Return a line about a disk that is full or read-only, or a quota that is used up; None: that is not the cause.
+    """Return a line about a full or read-only disk or an exhausted quota, or None if the error has another cause.
 
     Args:
-        error: what a library has raised; what caused it counts too.
-        where: the folder that was written to, for errors that do not say which file it was.
+        error: a library's exception; its causes are searched too.
+        where: the folder that was written to, for errors that do not name the file.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -140,11 +140,11 @@ def cannot_write(error: BaseException, where: object = None) -> str | None:
 
 
 def lasting(error: BaseException, where: object = None) -> str | None:
-    """Return a line about a file that the system refuses for a reason that stays, a full disk included; else None.
+    """Return a line about a file that the system refuses for a lasting reason, including a full disk, or None.
 
     Args:
-        error: what was raised. Of its causes only other errors of the system count: what our own code raises while it
-            handles one is a defect of ours.
+        error: the exception. Only causes that are themselves system errors count: an exception that our own code raises
+            while it handles a system error is our defect.
         where: as for `cannot_write`.
     """
     cause: BaseException | None = error
@@ -155,13 +155,13 @@ def lasting(error: BaseException, where: object = None) -> str | None:
 
 
 def of_system(error: OSError, where: object = None) -> str:
-    """Return a line about any error of the system: the file, the reason, and what to do if that is known."""
+    """Return a line about any system error: the file, the reason, and the fix if it is known."""
     if full := cannot_write(error, where):
         return full
     fix = next((fixes[error.errno] for fixes in (_LASTING, _PASSING, _IN_THE_WAY) if error.errno in fixes), None)
     file = _file_of(error) or where
     if isinstance(error, FileNotFoundError) and os.path.islink(str(file)):
-        return f"{file}: a link to {os.readlink(str(file))}, which is not there; is its disk mounted?"
+        return f"{file}: a link to {os.readlink(str(file))}, which does not exist; is its disk mounted?"
     line = f"{file or 'a file'}: {error.strerror or error}"
     return f"{line}; {fix}." if fix else f"{line}."
 
@@ -190,7 +190,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """Return a JSON value as it may leave this machine: without credentials in its texts, or under keys for them."""
+    """Return a JSON value without credentials in its texts or under keys for credentials, safe to share."""
     if isinstance(value, Mapping):
         return {name: redacted(inside, str(name)) for name, inside in value.items()}
     if isinstance(value, list | tuple):
@@ -201,12 +201,12 @@ def redacted(value: Any, key: str = "") -> Any:
 
 
 def check_no_credential(value: Mapping[str, Any], where: str, prefix: str = "") -> None:
-    """Refuse settings with a credential where others would read it.
+    """Refuse settings that contain a credential where others could read it.
 
     Args:
-        value: of settings, nested.
-        where: a subordinate clause's end: `in the job's files`.
-        prefix: of the keys.
+        value: the settings, nested.
+        where: the place for the message, such as `in the job's files`.
+        prefix: prefix of the keys in the message.
 
     Raises:
         UserError: names the first key.
@@ -216,19 +216,19 @@ def check_no_credential(value: Mapping[str, Any], where: str, prefix: str = "") 
             check_no_credential(inside, where, f"{prefix}{key}.")
         elif redacted(inside, key) != inside:
             raise UserError(
-                f"{prefix}{key}={redacted(inside, key)}: its credential could be read {where}; leave it out, and have "
-                "the address or the file reachable without one."
+                f"{prefix}{key}={redacted(inside, key)}: its credential could be read {where}; leave it out, and use "
+                "an address or a file that needs none."
             )
 
 
 def _assigned(found: re.Match[str]) -> str:
-    """Return an assignment without its value if its name marks a secret; `pad_token=...` is none."""
+    """Return an assignment without its value if its name marks a secret; `pad_token=...` does not."""
     marks = _SECRET_NAME.search(found[1] if found[1].isupper() else re.sub("token|header", "", found[1]))
     return f"{found[1]}=***" if marks else found[0]
 
 
 def printable(text: object) -> str:
-    """Return text without what would steer a terminal or is not a character; line breaks and tabs stay.
+    """Return text with terminal control sequences and invalid characters escaped; line breaks and tabs stay.
 
     The joiners of emoji, Persian and Indian scripts (U+200C, U+200D) stay too.
     """

@@ -1,6 +1,6 @@
-"""Replace files only once they are complete, whatever ends the process, and list folders without skipping any.
+"""Replaces files only once they are complete, whatever ends the process, and lists folders without skipping any.
 
-What is read has an end: a pipe without a writer and a device such as /dev/zero are refused.
+Reading always ends: a pipe without a writer and a device such as /dev/zero are refused.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from .errors import UserError, of_system
 def beside(path: Path) -> Iterator[Path]:
     """Yield a new empty file next to `path`, which replaces it at the end of the `with` block.
 
-    A link stays a link, and what it leads to is replaced; the old file's mode and, as far as possible, its owner are
-    kept. A device or a pipe is yielded itself: nothing may take the place of /dev/null.
+    A link stays a link, and its target is replaced; the old file's mode and, if possible, its owner are kept. A device
+    or a pipe is yielded itself: /dev/null must not be replaced.
 
     Args:
-        path: the file; folders above it are made.
+        path: the file; missing parent folders are created.
 
     Raises:
         OSError: names `path`, which is unchanged.
@@ -33,7 +33,7 @@ def beside(path: Path) -> Iterator[Path]:
     try:
         if target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if target.is_symlink():  # in a circle
+        if target.is_symlink():  # `realpath` leaves a link only if links form a circle
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
         target.parent.mkdir(parents=True, exist_ok=True)
         old = target.stat() if target.exists() else None
@@ -70,14 +70,14 @@ def _discard(draft: Path) -> None:
 def check_ends(path: str | os.PathLike[str]) -> None:
     """Refuse a file whose content may never end or never come: a named pipe, or a device such as /dev/zero.
 
-    A shell's `<(...)`, /dev/stdin, a terminal and /dev/null are read.
+    A shell's `<(...)`, /dev/stdin, a terminal and /dev/null are accepted.
 
     Raises:
         UserError: names the file.
     """
     try:
         held = os.stat(path)
-    except (OSError, ValueError):  # whoever opens it says so
+    except (OSError, ValueError):  # the caller that opens the file reports the error
         return
     pipe = stat.S_ISFIFO(held.st_mode) and not os.path.realpath(path).startswith("/proc/")
     device = stat.S_ISCHR(held.st_mode) and os.major(held.st_rdev) == 1 and Path(path).name != "null"
@@ -125,21 +125,21 @@ def check_writable(option: str, path: Path, folder: bool = False) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file whole, as UTF-8 and with its line ends as they are."""
+    """Write a text file atomically, as UTF-8 and with unchanged line ends."""
     write_bytes(path, text.encode("utf-8"))
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole."""
+    """Write a file atomically."""
     with beside(path) as draft:
         draft.write_bytes(content)
 
 
 def below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder and below.
+    """Yield the paths of all files in a folder and its subfolders.
 
     Raises:
-        OSError: a folder cannot be read; `Path.rglob` passes over it.
+        OSError: a folder cannot be read; `Path.rglob` would skip it.
     """
 
     def refuse(error: OSError) -> None:

@@ -1,4 +1,4 @@
-"""What GPUs can do at best. Standard library only."""
+"""Peak throughput of GPUs. Standard library only."""
 
 import re
 from functools import cache
@@ -45,9 +45,9 @@ BF16_TFLOPS = {
 """Dense matrix products in bf16, without sparsity, in 10^12 operations per second: the makers' datasheets."""
 
 
-@cache  # a search asks for each matrix product of each plan
+@cache  # a search calls this for each matrix product of each plan
 def peak_flops(device: str) -> float | None:
-    """Return the peak of the GPU that calls itself `device` (`NVIDIA H100 80GB HBM3`) per second, None if unknown."""
+    """Return the peak operations per second of a GPU by its device name (`NVIDIA H100 80GB HBM3`), or None."""
     words = device.replace("-", " ")
     for name in sorted(BF16_TFLOPS, key=len, reverse=True):
         if re.search(rf"\b{name}\b", words):

@@ -16,15 +16,15 @@ class RankPosition:
     stage: int
     """Pipeline stage."""
     data: int
-    """Data-parallel rank: which share of the global batch it reads."""
+    """Data-parallel rank: the share of the global batch that the rank reads."""
     sequence: int
-    """Which part of those sequences it computes."""
+    """The part of these sequences that the rank computes."""
     tensor: int
-    """Which part of each split matrix it holds."""
+    """The part of each split matrix that the rank holds."""
 
     @property
     def is_first_reader(self) -> bool:
-        """Whether it is the first of the ranks that read the same sequences: the one whose tokens are counted."""
+        """True for the first of the ranks that read the same sequences; only this rank's tokens are counted."""
         return not (self.stage or self.sequence or self.tensor)
 
 
@@ -42,12 +42,12 @@ def rank_position(layout: Layout, rank: int, world_size: int) -> RankPosition:
 
 
 def data_parallel_size(layout: Layout, world_size: int) -> int:
-    """Return how many ranks read different sequences. Experts are spread over these ranks and need no others."""
+    """Return the number of ranks that read different sequences. Experts are spread over these ranks."""
     return world_size // (layout.tensor * layout.pipeline * layout.sequence)
 
 
 def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
-    """Return how many forward passes per rank and optimizer step make up the global batch.
+    """Return the number of forward passes per rank and optimizer step that make up the global batch.
 
     Raises:
         UserError: the global batch is not divisible by the sequences of one pass over all ranks.
@@ -55,7 +55,7 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
     per_pass = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
-        # Of GRPO's answers, whole groups.
+        # GRPO needs whole groups of answers.
         unit = math.lcm(per_pass, recipe.grpo.group_size) if recipe.traits.rollouts else per_pass
         below = max(unit, recipe.global_batch_size // unit * unit)
         raise UserError(
@@ -74,8 +74,8 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     """Return `count` non-empty ranges of consecutive layers whose most expensive range is as cheap as possible.
 
     Args:
-        costs: of each layer, for instance its parameters.
-        count: stages of the pipeline.
+        costs: the cost of each layer, for instance its parameters.
+        count: number of pipeline stages.
 
     Raises:
         UserError: there are fewer layers than stages.
@@ -83,7 +83,7 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     if len(costs) < count:
         raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
     until = [0, *accumulate(costs)]
-    # Keyed by where the last stage ends: the highest cost, the sum of squares (which breaks ties evenly), the stages.
+    # By the end of the last stage: the highest cost, the sum of squares (which breaks ties evenly), the stages.
     best: dict[int, tuple[float, float, list[range]]] = {0: (0, 0, [])}
     for stage in range(1, count + 1):
         best = {stop: _last_stage(best, until, stop) for stop in range(stage, len(costs) - (count - stage) + 1)}

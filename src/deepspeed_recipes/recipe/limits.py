@@ -1,7 +1,7 @@
-"""Which combinations of layout, model, method and ZeRO stage can run; for the others, why not and what to use instead.
+"""Refuses combinations of layout, model, method and ZeRO stage that cannot run, with the reason and an alternative.
 
-This is the only place that decides it: the launcher asks before it starts anything, and the table in configs/README.md
-is generated from the answers. `FAMILIES` lists the architectures that a technique trains incorrectly.
+Only this module decides it: the launcher calls it before it starts anything, and the table in configs/README.md is
+generated from its results. `FAMILIES` lists the architectures that a technique trains incorrectly.
 """
 
 import math
@@ -16,7 +16,7 @@ from .optimization import combinations
 from .recipe import Layout, Recipe, changed, names
 
 NODE = 8
-"""GPUs of a node, where no instance says how many it has."""
+"""GPUs per node, if no instance type gives their number."""
 FAMILIES: Mapping[str, Mapping[str, str]] = {
     "tensor": {
         **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),
@@ -34,12 +34,12 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
                 "qwen3_5_moe_text",
                 "qwen3_moe",
             ),
-            "its experts, most of its weights, are not split",
+            "its experts, which hold most of its weights, are not split",
         ),
     },
     "sequence": {
-        "bloom": "its ALiBi attention measures distances within the part of a sequence that a rank holds",
-        "lfm2": "its convolutions read the tokens before a part of a sequence, which another rank holds",
+        "bloom": "its ALiBi attention would measure distances only within a rank's part of a sequence",
+        "lfm2": "its convolutions read the tokens before a rank's part of a sequence, which another rank holds",
         **dict.fromkeys(
             ("falcon_h1", "nemotron_h"),
             "its Mamba layers carry a state along the sequence, of which each rank holds only a part",
@@ -56,7 +56,7 @@ FAMILIES: Mapping[str, Mapping[str, str]] = {
         "nemotron_h": "its experts have no gate projection, and those of DeepSpeed's AutoEP have one",
     },
 }
-"""By the layout's field and `model_type`: why that kind of parallelism does not train that architecture correctly."""
+"""Why a kind of parallelism does not train an architecture correctly, by the layout's field and `model_type`."""
 
 TENSOR_PARALLEL_TYPES = (
     "gemma2",
@@ -75,17 +75,17 @@ TENSOR_PARALLEL_TYPES = (
     "seed_oss",
     "smollm3",
 )
-"""Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe); for
-others `training/parallel/tensor_check.py` finds out what can be split, or refuses the run."""
+"""Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe). For
+other types `training/parallel/tensor_check.py` determines which layers can be split, or refuses the run."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""What configurations call the number of experts in a layer."""
+"""Names in config.json for the number of experts per layer."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
-"""Model types that DeepSpeed has a preset for, with which expert parallelism trains like plain PyTorch
-(`tests/parity/test_expert.py`); for others `training/parallel/expert_check.py` makes one, or refuses the run."""
+"""Model types for which DeepSpeed has a preset with which expert parallelism trains like plain PyTorch
+(`tests/parity/test_expert.py`). For other types `training/parallel/expert_check.py` makes one, or refuses the run."""
 
 ENDS = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out", "output"))
 """Names of embeddings and heads, on which adapters do not train in a pipeline: DeepSpeed copies a
-tied weight between stages by its name, and the export joins only what every stage has."""
+tied weight between stages by its name, and the export joins only weights that every stage has."""
 
 NO_CLASSIFIER = (
     "falcon_h1",
@@ -97,14 +97,14 @@ NO_CLASSIFIER = (
     "olmoe",
     "qwen3_5_moe_text",
 )
-"""Model types of the pages without a class for sequence classification (`tests/test_reward.py` compares)."""
+"""Model types of the pages for which transformers has no sequence classifier (checked by `tests/test_reward.py`)."""
 
 
 def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
     """Refuse a recipe that cannot run.
 
     Args:
-        recipe: `model.config` holds the architecture's dimensions; dimensions that are missing are not checked.
+        recipe: the recipe; dimensions that are missing in its `model.config` are not checked.
         world_size: number of ranks over all nodes.
         file: the recipe's DeepSpeed file.
 
@@ -123,10 +123,10 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
 
 
 def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse a file that splits a model over ranks where the layout does not or as no run does, or has no experts.
+    """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs.
 
     Raises:
-        UserError: names the file and the key to add; or another file, where the recipe cannot run with that key.
+        UserError: names the file and the key to add, or another file if the recipe cannot run with that key.
     """
     layout = recipe.layout
     if layout.expert > 1 and not file.has_expert_block:
@@ -146,7 +146,7 @@ def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
             use = f"add layout.{field}={size}" if why is None else f"{why}; use deepspeed=zero{file.stage}.json"
             raise UserError(f"deepspeed={file.name} splits {what} over {size} ranks; {use}.")
     for key, value in file.content.get("tensor_parallel", {}).items():
-        if key == "autotp_size" or (key, value) == ("vocab_parallel_lm_head", False):  # which a run's own file has
+        if key == "autotp_size" or (key, value) == ("vocab_parallel_lm_head", False):  # a run's own file has these
             continue
         raise UserError(
             f"deepspeed={file.name}: tensor_parallel.{key} is for DeepSpeed's AutoTP, and a run splits layers by the "
@@ -158,7 +158,7 @@ def check_micro_batch(recipe: Recipe) -> None:
     """Refuse fewer sequences on a rank than the method compares.
 
     Raises:
-        UserError: names the size and the least one.
+        UserError: names the size and the smallest possible size.
     """
     least = recipe.traits.least_micro_batch
     if recipe.micro_batch_size < least:
@@ -169,7 +169,7 @@ def check_micro_batch(recipe: Recipe) -> None:
 
 
 def other_sizes(recipe: Recipe, file: DeepSpeedFile) -> Iterator[str]:
-    """Yield what to print of sizes in a file that the layout replaces."""
+    """Yield a line for each size in a file that the layout overrides."""
     for field, key in (
         ("tensor", "tensor_parallel.autotp_size"),
         ("expert", "expert_parallel.autoep_size"),
@@ -177,7 +177,7 @@ def other_sizes(recipe: Recipe, file: DeepSpeedFile) -> Iterator[str]:
     ):
         size, asked = getattr(file, f"{field}_size"), getattr(recipe.layout, field)
         if 1 < size != asked:
-            yield f"layout.{field}={asked}: the run uses this, and not {key}={size} of {file.name}."
+            yield f"layout.{field}={asked}: the run uses this size instead of {key}={size} in {file.name}."
 
 
 def _check_length(recipe: Recipe) -> None:
@@ -191,8 +191,8 @@ def _check_length(recipe: Recipe) -> None:
 def _check_head(recipe: Recipe) -> None:
     if recipe.traits.scores and _kind(recipe) in NO_CLASSIFIER:
         raise UserError(
-            f"method={recipe.method}: transformers has no classification model of the type {_kind(recipe)}, which "
-            f"{recipe.traits.title} trains; use another family (ds-recipes launch --list)."
+            f"method={recipe.method}: {recipe.traits.title} needs a classification model, which transformers does not "
+            f"have for the type {_kind(recipe)}; use another family (ds-recipes launch --list)."
         )
 
 
@@ -200,27 +200,27 @@ def _check_teacher(recipe: Recipe) -> None:
     if not recipe.traits.teacher:
         return
     if not recipe.distill.teacher:
-        raise UserError("distill.teacher=none: there is nobody to learn from; name a model folder or a Hub id.")
+        raise UserError("distill.teacher is not set: give a model folder or a Hub id.")
     wanted, vocabulary = recipe.distill.top_k, _size(recipe, "vocab_size")
     if wanted and vocabulary and wanted > vocabulary:
         raise UserError(f"distill.top_k={wanted}: the vocabulary has {vocabulary:,} tokens; use fewer, such as 64.")
 
 
 def positions(config: Mapping[str, Any]) -> float:
-    """Return how many positions a model has; infinity where its config does not say."""
+    """Return a model's number of positions, or infinity if its config does not limit it."""
     return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 
 
 def limit(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> str | None:
-    """Return the first reason why `recipe` cannot run like this, as a clause; None where it can."""
+    """Return the first reason why `recipe` cannot run, as a clause, or None if it can."""
     rules = (_optimizer, _world, _selective, _expert, _tensor, _sequence, _pipeline)
     return next((why for rule in rules for why in rule(recipe, world_size, file)), None)
 
 
 def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[str]:
-    """Return the smallest changes with which `recipe` can run, as the user types them; each is enough by itself.
+    """Return the smallest changes with which `recipe` can run, as typed by the user; each one is sufficient.
 
-    The first changes the layout; another number of ranks and the pipeline's DeepSpeed file follow where they help.
+    The first changes the layout; another number of ranks and the pipeline's DeepSpeed file follow if they help.
     """
     near = nearest(recipe, world_size, file)
     found = [as_overrides(near, recipe.layout)]
@@ -237,7 +237,7 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
 
 
 def _runs(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> bool:
-    """Return whether `check` accepts a recipe's layout, and its global batch can be divided."""
+    """Return True if `check` accepts a recipe's layout and its global batch can be divided."""
     if limit(recipe, world_size, file) is not None:
         return False
     try:
@@ -248,14 +248,14 @@ def _runs(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> bool:
 
 
 def _gpus(count: int) -> str:
-    """Return so many GPUs as they are typed: those of a node, and how many nodes."""
+    """Return the options for a number of GPUs: `--gpus` per node, and `--nodes` if one node is not enough."""
     return f"--gpus {count}" if count < 2 * NODE or count % NODE else f"--gpus {NODE} --nodes {count // NODE}"
 
 
 def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
     """Return the layout that can run and is closest to the recipe's, counted in doublings of its sizes.
 
-    There always is one: data parallelism alone can always run. One that divides the global batch comes first.
+    There always is one, since data parallelism alone can always run. Layouts that divide the global batch come first.
     """
     wanted = asdict(recipe.layout).values()
 
@@ -293,7 +293,7 @@ def as_overrides(layout: Layout, before: Layout | None = None) -> str:
 
 
 def _model_parallel_size(layout: Layout) -> int:
-    """Return how many ranks share one copy of the model."""
+    """Return the number of ranks that share one copy of the model."""
     return layout.tensor * layout.pipeline * layout.sequence
 
 
@@ -303,7 +303,7 @@ def _config(recipe: Recipe) -> Mapping[str, Any]:
 
 
 def _size(recipe: Recipe, *keys: str) -> int | None:
-    """Return a dimension of the model, under the first of its names that the configuration has."""
+    """Return a dimension of the model from the first of `keys` that its configuration has, or None."""
     config = _config(recipe)
     return next((config[key] for key in keys if config.get(key)), None)
 
@@ -346,7 +346,7 @@ def _selective(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
     if recipe.gradient_checkpointing != "selective":
         return
     if recipe.layout.tensor > 1:  # the second sum would start from the first, and gradients would be too large
-        yield "gradient_checkpointing=selective keeps products, to which tensor parallelism adds in place"
+        yield "gradient_checkpointing=selective keeps the products that tensor parallelism sums in place"
     if recipe.layout.expert > 1:
         yield "gradient_checkpointing=selective is not tested with experts on several ranks"
 
@@ -381,7 +381,7 @@ def _sequence(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield f"the model's {heads} attention heads are not divisible by {sharing}{factors}"
     yield from _method(recipe, "sequence")
     if recipe.router_aux_loss_coef:
-        yield "the load-balancing loss covers whole sequences, and each rank sees the routing of only a part"
+        yield "the load-balancing loss covers whole sequences, and each rank has the routing of only a part"
 
 
 def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
@@ -397,9 +397,9 @@ def _pipeline(recipe: Recipe, _: int, file: DeepSpeedFile) -> Iterator[str]:
         yield "4-bit weights are packed on a rank that holds the whole model, and a stage holds only a part"
     ends = {name.rpartition(".")[2]: name for name in names(recipe.lora.target_modules)} if recipe.lora else {}
     if outside := [ends[name] for name in ENDS.intersection(ends)]:
-        yield f"its first and its last stage would each have other adapters ({', '.join(sorted(outside))})"
+        yield f"its first and its last stage would have different adapters ({', '.join(sorted(outside))})"
     if recipe.router_aux_loss_coef:
-        yield "the load-balancing loss covers all routers, and a stage has only those of its own layers"
+        yield "the load-balancing loss covers all routers, and a stage has only its own layers' routers"
     if file.stage > 1:
         yield "DeepSpeed's pipeline supports ZeRO 0 and 1 only"
 

@@ -1,4 +1,4 @@
-"""When the loss is computed in tiles, so that whole logits never exist."""
+"""Decides if the loss is computed in tiles, so that whole logits never exist."""
 
 from .recipe import Recipe
 
@@ -6,27 +6,27 @@ PER_ENTRY = 14
 """Bytes that whole logits take at their peak per token and vocabulary entry: in bf16 and in fp32, and the gradients of
 both; `tests/test_levers.py` counts them."""
 LARGE = 2**30
-"""Bytes of logits from which tiles are worth another product with the output matrix."""
+"""Size of whole logits, in bytes, above which tiles are worth another product with the output matrix."""
 
 
 def are_large(tokens: float, vocabulary: int) -> bool:
-    """Return whether whole logits of so many tokens are worth avoiding."""
+    """Return True if whole logits of this many tokens are large enough to avoid."""
     return PER_ENTRY * tokens * vocabulary >= LARGE
 
 
 def asked_for(recipe: Recipe) -> bool | None:
-    """Return what a recipe says of tiles; None: it depends on the size."""
+    """Return True or False if a recipe sets tiles on or off, or None if it depends on the size of the logits."""
     if recipe.traits.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef or recipe.model.vision:
-        return False  # these have no use for it, or none that is right: see `Recipe`
+        return False  # tiles do not apply to these, or would compute a wrong loss: see `Recipe`
     return True if recipe.traits.teacher else recipe.tiled_loss
 
 
 def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:
-    """Return whether a run computes its loss in tiles: what `tiled_loss` says, or where whole logits would be large.
+    """Return True if a run computes its loss in tiles: because of `tiled_loss`, or because whole logits are large.
 
     Args:
-        recipe: of the run.
-        vocabulary: entries of the model's.
+        recipe: the run's recipe.
+        vocabulary: size of the model's vocabulary.
     """
     asked = asked_for(recipe)
     tokens = recipe.micro_batch_size * recipe.sequence_length / recipe.layout.sequence

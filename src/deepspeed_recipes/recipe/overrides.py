@@ -1,4 +1,4 @@
-"""Overrides: `learning_rate=5e-5 lora.rank=32` makes a new Recipe of one, and two recipes give their differences."""
+"""Applies overrides such as `learning_rate=5e-5 lora.rank=32` to a recipe, and returns two recipes' differences."""
 
 import dataclasses
 import difflib
@@ -124,7 +124,7 @@ FOREIGN_OPTIONS = {
 }
 """Names from other tools -> the option of ds-recipes launch that does the same."""
 
-# What identifies a recipe is chosen by its name, not by an override.
+# These fields follow from the recipe's name; an override cannot change them.
 _IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "model.parameters", "draft.enabled"}
 
 
@@ -141,7 +141,7 @@ def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
 
 
 def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
-    """Return `recipe` with all `key=value` assignments applied; of several for one key the last one counts.
+    """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins.
 
     They are applied at once, so their order never makes a valid set invalid.
 
@@ -160,7 +160,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             raise UserError(unknown(key, list(keys)))
         section, _, name = key.rpartition(".")
         if section == "lora" and values["lora"] is None:
-            # Setting one of its values asks for adapters.
+            # Setting a key of `lora` turns adapters on.
             values["lora"] = dataclasses.asdict(Lora())
         (values[section] if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
@@ -179,20 +179,20 @@ def _check_methods(method: str, given: set[str]) -> None:
     """Refuse settings of other methods, which the run would ignore.
 
     Raises:
-        UserError: names the first, and where its method is.
+        UserError: names the first key and how to use its method.
     """
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
         if wanted in TRAITS and wanted != method:
-            taught = wanted == "distill" and method == "sft"  # of no other method a teacher makes distillation
+            taught = wanted == "distill" and method == "sft"  # a teacher turns only SFT into distillation
             how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
-            raise UserError(f"{key}: a setting of the method {wanted}, and this recipe's method is {method}; {how}.")
+            raise UserError(f"{key}: a setting of the method {wanted}, but this recipe's method is {method}; {how}.")
 
 
 def _settle_data(data: dict[str, Any], given: set[str]) -> None:
-    """Change what follows from `data.path`: other data is read whole, and judged by itself, with no page's metric.
+    """Reset the settings that depend on `data.path`: the page's held-out examples, number of examples and metric.
 
-    A share of it is held out instead, unless the user has said otherwise; a stream cannot be split.
+    Unless the user has set them, a share of the new data is held out instead; a stream cannot be split.
     """
     own, chosen = "data.path" in given, "data.validation" in given
     if own and not chosen:
@@ -211,9 +211,9 @@ def keys_of(assignments: Iterable[str]) -> list[str]:
 
 
 def differences(before: Recipe, after: Recipe) -> list[str]:
-    """Return the overrides, as they are typed, that turn one recipe into another.
+    """Return the overrides, as typed, that turn one recipe into another.
 
-    Other data sets where the held-out examples come from, which is then not said again.
+    `data.path` also sets the source of the held-out examples, which is then not repeated.
     """
     path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
     start = apply(before, path)
@@ -221,7 +221,7 @@ def differences(before: Recipe, after: Recipe) -> list[str]:
 
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
-    """Return a recipe's values of some keys as overrides: `key=value`."""
+    """Return a recipe's values for `keys` as overrides: `key=value`."""
     return [f"{key}={_as_text(_get(recipe, key))}" for key in keys]
 
 
@@ -280,7 +280,7 @@ def parse(key: str, text: str, hint: Any) -> Any:
 
 
 def unknown(key: str, known: list[str]) -> str:
-    """Return what to say of a key that does not exist: ours for the name that another tool has, or the nearest."""
+    """Return the message for an unknown key: our key for a name from another tool, or the nearest key."""
     if key in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[key]
         meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""

@@ -1,8 +1,8 @@
-"""Find and list the recipes: a page is a file that defines `SIZES`; its functions are its variants.
+"""Finds and lists the recipes: a page is a file that defines `SIZES`; its functions are its variants.
 
-A page also inherits the variants of `variants.INHERITED` that start from one of its own.
+A page also inherits the variants of `variants.INHERITED` that start from one of its own variants.
 
-All pages are loaded by their path. One in `recipes/` is named by its family, one that lies anywhere else by its file:
+All pages are loaded by their path. A page in `recipes/` is named by its family, any other page by its file:
 `llama3-8b`, `my/page.py-8b`.
 """
 
@@ -23,7 +23,7 @@ from .recipe import Model, Recipe
 from .variants import INHERITED, Inherited, ruled_out
 
 TEMPLATE = "_template"
-"""The page to copy: not listed, and a recipe like any other."""
+"""The page to copy. It is not listed, and otherwise a recipe like any other."""
 
 
 def families() -> list[str]:
@@ -37,7 +37,7 @@ def _is_family(name: str) -> bool:
 
 
 def _defines_sizes(path: Path) -> bool:
-    # Read as text: plain_loop.py lies beside the pages and imports torch, and a page outside may not be one.
+    # Read as text: plain_loop.py is in the same folder and imports torch, and a user's file may not be a page.
     return re.search(r"^SIZES\b", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE) is not None
 
 
@@ -57,9 +57,9 @@ def _load(path: Path, family: str) -> ModuleType:
 
 
 def split(recipe: str) -> tuple[str, str]:
-    """Return a page's name and the size, `""` where none is named: `llama3-8b`, `Qwen2.5-7B`, `my/page.py-8b`.
+    """Return the page's name and the size, or `""` without a size: `llama3-8b`, `Qwen2.5-7B`, `my/page.py-8b`.
 
-    A size may hold dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
+    A size may contain dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
     """
     outside = re.fullmatch(r"(.+\.py)(?:-([^/]+))?", recipe)
     if outside:
@@ -69,10 +69,10 @@ def split(recipe: str) -> tuple[str, str]:
 
 
 def known_page(name: str) -> ModuleType:
-    """Import the page that a person has named, by its family or its file.
+    """Import the page that the user has named, by its family or its file.
 
     Raises:
-        UserError: there is none, with the nearest that there is; or the file is not a page.
+        UserError: there is no such page (names the nearest), or the file is not a page.
     """
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()
@@ -84,21 +84,21 @@ def known_page(name: str) -> ModuleType:
 
 
 def _is_page(name: str) -> bool:
-    """Return whether a page of the project has this name; reads one file, where `families` reads all."""
+    """Return True if a page of the project has this name. Reads one file, whereas `families` reads all."""
     return name == TEMPLATE or _is_family(name)
 
 
 def _outside(path: Path) -> ModuleType:
-    """Load a page that lies outside the project.
+    """Load a page from outside the project.
 
     Raises:
-        UserError: no such file, no `SIZES` in it, or an error in it, with the line.
+        UserError: the file does not exist, defines no `SIZES`, or raises an error (names the line).
     """
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
     if not _defines_sizes(path):
         raise UserError(f"{path}: not a recipe page, since it defines no SIZES; start from a copy of _template.py.")
-    family = re.sub(r"\W+", "_", path.stem).strip("_") or "page"  # of the run's folder: no dash, no blank
+    family = re.sub(r"\W+", "_", path.stem).strip("_") or "page"  # names the run's folder: no dash, no blank
     try:
         module = _load(path, family)
     except Exception as error:
@@ -116,13 +116,13 @@ def _outside(path: Path) -> ModuleType:
 
 def _before_the_move(path: Path, error: Exception) -> str:
     return (
-        f"{_line_of(path, error)}: this page imports as pages did when the package stood in recipes/.\n"
+        f"{_line_of(path, error)}: this page imports from the package's old location in recipes/.\n"
         "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py does."
     )
 
 
 def _broken(path: Path, error: Exception) -> str:
-    """Return where a page outside the project failed, and of what."""
+    """Return the line at which a page outside the project failed, and the error."""
     what = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
     return f"{_line_of(path, error)}: {what}"
 
@@ -144,17 +144,17 @@ def _is_outside(module: ModuleType) -> bool:
 
 
 def name(module: ModuleType) -> str:
-    """Return what a person types for a page, without a size."""
+    """Return a page's name as typed, without a size."""
     return str(module.__file__) if _is_outside(module) else family_of(module)
 
 
 def page_of(recipe: Recipe) -> ModuleType:
-    """Import the page that a recipe is from."""
+    """Import a recipe's page."""
     return known_page(recipe.page or recipe.family)
 
 
 def typed(recipe: Recipe) -> str:
-    """Return a recipe's name as it is typed for the launcher, without its variant."""
+    """Return a recipe's name as typed for the launcher, without its variant."""
     return f"{recipe.page or recipe.family}-{recipe.size}"
 
 
@@ -182,12 +182,12 @@ def without(module: ModuleType) -> dict[str, str]:
 
 
 def variant(module: ModuleType, name: str) -> Callable[[str], Recipe] | Inherited:
-    """Return a variant of a page: the page's own function, or the one that it inherits."""
+    """Return a variant of a page: the page's own function, or the inherited variant."""
     return getattr(module, name) if name in _own(module) else INHERITED[name]
 
 
 def licence(module: ModuleType, size: str) -> str | None:
-    """Return the licence of a size's weights: a page's `LICENCE`, which is one for all sizes or one for each."""
+    """Return the licence of a size's weights from the page's `LICENCE`, one for all sizes or one per size, or None."""
     stated = getattr(module, "LICENCE", None)
     return stated.get(size) if isinstance(stated, dict) else stated
 
@@ -196,7 +196,7 @@ def build(module: ModuleType, size: str, variant: str) -> Recipe:
     """Return one recipe of a page, with its identity filled in.
 
     Raises:
-        UserError: a page outside the project fails at it, with the line.
+        UserError: a page outside the project raises an error (names the line).
     """
     outside = _is_outside(module)
     try:
@@ -213,7 +213,7 @@ def build(module: ModuleType, size: str, variant: str) -> Recipe:
 
 
 def _unnamed(module: ModuleType, size: str, name: str) -> Recipe:
-    """Return one recipe of a page as its function, or the inherited change of one, gives it."""
+    """Return one recipe of a page, from its own function or an inherited variant, without its identity."""
     found = variant(module, name)
     return found.change(_unnamed(module, size, found.start)) if isinstance(found, Inherited) else found(size)
 
@@ -221,7 +221,7 @@ def _unnamed(module: ModuleType, size: str, name: str) -> Recipe:
 def find(recipe: str, variant: str) -> Recipe:
     """Return the recipe for `FAMILY[-SIZE]` or `PATH/TO/page.py[-SIZE]` and a variant.
 
-    The size may be left out where there is one.
+    The size may be left out if the page has only one.
 
     Raises:
         UserError: unknown family, size or variant, with the nearest right one.
@@ -229,8 +229,8 @@ def find(recipe: str, variant: str) -> Recipe:
     name, size = split(recipe)
     if "/" in recipe and not name.endswith(".py"):
         raise UserError(
-            f"unknown recipe {recipe!r}: a Hub id or a path is given as model.path={recipe}, with the "
-            "recipe of a model like it (ds-recipes launch --list)."
+            f"unknown recipe {recipe!r}: to train a Hub id or a path, name the recipe of a similar model "
+            f"(ds-recipes launch --list) and add model.path={recipe}."
         )
     module = known_page(name)
     if not size:
@@ -239,7 +239,7 @@ def find(recipe: str, variant: str) -> Recipe:
         size = next(iter(module.SIZES))
     if size not in module.SIZES:
         elsewhere = [f"{other}-{size}" for other in families() if size in page(other).SIZES]
-        hint = f"\nThere is {' and '.join(elsewhere)}." if elsewhere else ""
+        hint = f"\nRecipes with this size: {', '.join(elsewhere)}." if elsewhere else ""
         raise UserError(_unknown(f"size of {name}", size, list(module.SIZES)) + hint)
     if variant not in variants(module):
         reason = without(module).get("qlora" if variant.startswith("qlora") else variant)
@@ -250,12 +250,12 @@ def find(recipe: str, variant: str) -> Recipe:
 
 
 def is_own_model(recipe: Recipe) -> bool:
-    """Return whether a recipe's model is its page's; otherwise the model has borrowed the recipe."""
+    """Return True if a recipe's model is its page's own; otherwise the model borrows the recipe."""
     return find(typed(recipe), recipe.variant).model.path == recipe.model.path
 
 
 def choices(recipe: str) -> str:
-    """Return the variants and sizes of the page that a person has named, as a sentence.
+    """Return the variants and sizes of the page that the user has named, as a sentence.
 
     Raises:
         UserError: there is no such page.
@@ -283,7 +283,7 @@ def about(thing: object) -> str:
 
 
 def human(parameters: int) -> str:
-    """Return a parameter count as the pages and the index show it: `8.03B`, `124.44M`."""
+    """Return a parameter count for display: `8.03B`, `124.44M`."""
     return f"{parameters / 1e9:.2f}B" if parameters >= 1e9 else f"{parameters / 1e6:.2f}M"
 
 

@@ -1,4 +1,4 @@
-"""Where the package and its data are, and how its commands are typed."""
+"""The paths of the package and its data, and the names of its commands as typed."""
 
 import importlib.util
 import os
@@ -10,11 +10,11 @@ from .errors import UserError
 PACKAGE = Path(__file__).resolve().parents[1]
 """The folder of the package."""
 IMPORT_ROOT = PACKAGE.parent
-"""What has to be on Python's path for the package to be found."""
+"""The folder that must be on Python's path to import the package."""
 PAGES = (PACKAGE / "pages").resolve()
-"""The recipes: in a checkout a link to `recipes/`."""
+"""The recipe pages; in a checkout a link to `recipes/`."""
 CONFIGS = (PACKAGE / "configs").resolve()
-"""The DeepSpeed JSON that the project ships."""
+"""The project's DeepSpeed JSON files."""
 SAMPLES = PACKAGE / "samples"
 """The tiny models and the small datasets."""
 CONSTRAINTS = (PACKAGE / "constraints.txt").resolve()
@@ -28,7 +28,7 @@ SCRIPTS = {
 }
 """The commands that have a script in `scripts/`, and the script's name."""
 TYPED = "DS_RECIPES_SCRIPTS"
-"""Set to the folder above `scripts/` by its scripts, so that what a command prints is typed the same way."""
+"""The scripts in `scripts/` set this variable to its parent folder, so that printed commands have the same form."""
 
 RENAMED = {"DS_RECIPES_FORWARD": "DSR_FORWARD", "DS_RECIPES_SERVING": "DSR_SERVING"}
 """Environment variables that had another name, and the old name."""
@@ -47,25 +47,25 @@ def variable(name: str, environment: Mapping[str, str]) -> str:
 
 
 def runs() -> Path:
-    """Return the folder of run folders."""
+    """Return the folder that contains the run folders."""
     return Path.cwd() / "runs"
 
 
 def command(name: str) -> str:
-    """Return what to type to run a command: `ds-recipes launch`, or `python scripts/launch.py` where that was typed."""
+    """Return a command as typed: `ds-recipes launch`, or `python scripts/launch.py` if the user started a script."""
     return f"python scripts/{SCRIPTS[name]}.py" if TYPED in os.environ and name in SCRIPTS else f"ds-recipes {name}"
 
 
 def program(name: str) -> str:
-    """Return how a command's error messages begin: `launch.py`, or `ds-recipes launch`."""
+    """Return the name that begins a command's error messages: `launch.py`, or `ds-recipes launch`."""
     return command(name).removeprefix("python scripts/")
 
 
 def python_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a child's Python finds this project, and no file of the folder that the user is in.
+    """Return the variables with which a child's Python imports this project, but nothing from the current folder.
 
-    `python -m` and `-c` look there first, and so does Python where PYTHONPATH has an empty or relative entry: an
-    `xxhash.py` or a `wandb/` in a folder of downloaded data would run in every rank.
+    `python -m` and `-c` search the current folder first, and so does Python if PYTHONPATH has an empty or relative
+    entry: an `xxhash.py` or a `wandb/` in a folder of downloaded data would run in every rank.
     """
     given = environment.get("PYTHONPATH", "").split(os.pathsep)
     kept = dict.fromkeys([str(IMPORT_ROOT), *filter(os.path.isabs, given)])
@@ -73,15 +73,15 @@ def python_path(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def require(package: str) -> None:
-    """Ask for a package as an import does, without the seconds that the import takes.
+    """Require a package as an import does, without the seconds that the import takes.
 
     Raises:
-        ModuleNotFoundError: it is not installed; the command that needs it says what to do.
+        ModuleNotFoundError: the package is not installed; the command that needs it adds the fix.
     """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
 
 
 def display(path: Path) -> str:
-    """Return a path as the user would type it."""
+    """Return a path as typed: relative if it is inside the current folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

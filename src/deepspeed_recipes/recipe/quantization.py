@@ -1,4 +1,4 @@
-"""Detect models whose configuration declares quantised weights, from which training cannot start."""
+"""Detects models whose configuration declares quantised weights, from which training cannot start."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from .errors import UserError
 
 READ: Mapping[str, tuple[str, ...]] = {"mxfp4": ("gpt_oss",)}
-"""By the name of a quantisation: the model types that `load.quantization` turns back into weights on loading."""
+"""The model types that `load.quantization` dequantises on loading, by the name of the quantisation."""
 
 
 def check(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model whose configuration declares quantised weights, unless loading turns them back into whole ones.
+    """Refuse a model whose configuration declares quantised weights, unless loading dequantises them.
 
     Args:
         config: the content of config.json.
@@ -21,13 +21,13 @@ def check(config: Mapping[str, Any], name: str) -> None:
     """
     if method := stated(config):
         raise UserError(
-            f"{name}: its weights are quantised ({method}), and training and merging start from whole ones; name the "
-            "unquantised model that they were made from (QLoRA quantises it on loading: model.quantization=nf4)."
+            f"{name}: its weights are quantised ({method}), but training and merging need unquantised weights; name "
+            "the original model (QLoRA quantises it on loading: model.quantization=nf4)."
         )
 
 
 def stated(config: Mapping[str, Any]) -> str | None:
-    """Return the name of a quantisation that a config.json states and no run reads, or None if it states none."""
+    """Return the name of the quantisation in a config.json, or None if it has none or a run can dequantise it."""
     for part in (config, config.get("text_config") or {}):
         block = part.get("quantization_config") or part.get("compression_config")
         if isinstance(block, Mapping) and block and not is_read(config):
@@ -38,6 +38,6 @@ def stated(config: Mapping[str, Any]) -> str | None:
 
 
 def is_read(config: Mapping[str, Any]) -> bool:
-    """Return whether a model's quantised weights become whole ones on loading."""
+    """Return True if a model's quantised weights are dequantised on loading."""
     block = config.get("quantization_config")
     return isinstance(block, Mapping) and config.get("model_type") in READ.get(str(block.get("quant_method")), ())

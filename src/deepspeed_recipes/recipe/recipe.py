@@ -1,6 +1,6 @@
-"""What a recipe is: frozen data that describes a run completely before it exists.
+"""The `Recipe`: frozen data that describes a run completely before it starts.
 
-A variant is another one with a few fields changed: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
+A variant is a recipe with a few fields changed: `replace(full(size), deepspeed="zero2.json", lora=Lora(rank=16))`.
 The field names are the override keys of the command line (`learning_rate=5e-5 lora.rank=32`).
 """
 
@@ -26,44 +26,47 @@ Checkpointing = bool | Literal["selective", "feed_forward"]
 
 @dataclass(frozen=True)
 class Model:
-    """Where the weights are, and the architecture's dimensions."""
+    """The model's location and the architecture's dimensions."""
 
     path: str
-    """A Hub id, or a folder in Hugging Face form with safetensors (relative paths: from the project's root)."""
+    """A Hub id, or a folder in Hugging Face format with safetensors (relative paths: from the project's root)."""
     parameters: Annotated[int, Bounds(least=0, most=10**15)] = 0
-    """As published, in all; what the dimensions give on the meta device is within 1 % of it."""
+    """Published parameter count; the model built from `config` on the meta device is within 1 % of it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
     quantization: Literal["none", "nf4"] = "none"
-    """`nf4`: frozen linear layers in 4 bits (Dettmers et al. 2023, arXiv:2305.14314), by bitsandbytes; needs `lora`."""
+    """`nf4`: load the frozen linear layers in 4 bits (Dettmers et al. 2023, arXiv:2305.14314) with bitsandbytes; needs
+    `lora`."""
     chat_template: str = "auto"
-    """`auto`: the tokenizer's own, or ChatML where it has none (base models); `chatml`; or a Jinja file."""
+    """`auto`: the tokenizer's own template, or ChatML if the tokenizer has none (base models); `chatml`; or a Jinja
+    file."""
     attention: str = "auto"
     """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
-    packed sequences. `auto`: on a GPU, for packed sequences, the first with which a draft keeps documents apart, of
-    flash_attention_3 (on Hopper), flash_attention_4 (Hopper, Blackwell) and flash_attention_2 where their packages are
-    installed, varlen and flex_attention; they need no mask of length times length, which costs SDPA its flash kernel
-    and computes all pairs of tokens of a sequence. Otherwise `sdpa`. With the `kernels` package,
-    `kernels-community/flash-attn3` is downloaded from the Hub, built."""
+    packed sequences. `auto` with packed sequences on a GPU tries flash_attention_3 (on Hopper), flash_attention_4
+    (Hopper, Blackwell) and flash_attention_2 where their packages are installed, then varlen and flex_attention, and
+    takes the first with which a draft keeps documents apart. None of these needs a mask of length times length, with
+    which SDPA cannot use its flash kernel and computes all pairs of tokens of a sequence. In every other case `auto` is
+    `sdpa`. With the `kernels` package, `kernels-community/flash-attn3` downloads a prebuilt kernel from the Hub."""
     trust_remote_code: bool = False
     """Run Python code from the model's repository. Leave it off unless you have read that code."""
     vision: bool = False
-    """Load the model with its vision tower, and train on conversations with pictures; false: on text alone."""
+    """Load the model with its vision tower, and train on conversations with images. `false` trains on text alone."""
     train_vision: bool = False
-    """Train the vision tower too, or put adapters on it and on what projects its outputs; false: it is frozen."""
+    """Train the vision tower too, or add adapters to it and to its projector. `false` freezes both."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What the model learns from, and what it is measured on."""
+    """The training data and the held-out data."""
 
     path: str
-    """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of them, or a Hub name; several
-    with commas."""
+    """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of such files, or a Hub dataset;
+    separate several with commas."""
     columns: str | None = None
-    """What the columns of other names hold, with commas: `question:prompt,answer:completion`."""
+    """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`."""
     weights: str | None = None
-    """The proportions in which several sources are mixed, with commas (`3,1`); None: every example of each once."""
+    """Proportions in which several sources are mixed, separated by commas (`3,1`). None uses every example of each
+    source once."""
     form: Literal[
         "auto",
         "messages",
@@ -83,43 +86,45 @@ class Data:
         "anchor_positive",
         "query_positive",
     ] = "auto"
-    """The form of an example; `auto` detects it by its fields, and the run says which it found."""
+    """Format of the examples. `auto` detects the format from their fields, and the run prints which format it found."""
     thinking: Literal["learn", "read", "strip"] = "learn"
-    """Of reasoning in the assistant's turns (`reasoning_content`, or `<think>...</think>` before the answer), as far as
-    the chat template renders it. `learn`: it is in the loss; `read`: it is in the sequence and not in the loss;
-    `strip`: it is taken out of the examples."""
+    """How to treat reasoning in the assistant's turns (`reasoning_content`, or `<think>...</think>` before the answer),
+    as far as the chat template renders it. `learn` counts it in the loss; `read` keeps it in the sequence and out of
+    the loss; `strip` removes it from the examples."""
     max_examples: Annotated[int | None, Bounds(least=1)] = None
-    """Train on so many of the examples, drawn with the run's seed; None: on all. To try a recipe out, or to see what
-    more data would bring."""
+    """Maximum number of training examples, sampled with the run's seed. None uses all of them. A small number tries a
+    recipe out, or shows how much more data would help."""
     split: str = "train"
-    """Which split of a Hub dataset."""
+    """Split of a Hub dataset."""
     streaming: bool = False
-    """Read during training instead of before it: for data that does not fit on the disk. Needs `max_steps`."""
+    """Read the data during training instead of before it, for data that does not fit on the disk. Needs `max_steps`."""
     validation: str | None = None
-    """The held-out examples, in the same form; None: no evaluation, unless `validation_share` is set. A page's own say
-    nothing of other data, so setting `data.path` alone replaces them by `validation_share=auto`."""
+    """Held-out examples, in the same format as `data.path`. None turns evaluation off unless `validation_share` is
+    set. A page's held-out examples do not fit other data, so setting `data.path` alone replaces them with
+    `validation_share=auto`."""
     validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1, usual=0.05)] = 0.0
-    """Share of the examples that is held out where `validation` is None; `auto`: 5 %, and at most 500 examples."""
+    """Share of the examples that is held out if `validation` is None. `auto` is 5 %, and at most 500 examples."""
     metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
-    """What the last line reports before and after: loss, answers reproduced exactly, or pairs ranked correctly.
+    """Metric on the held-out examples that the last line reports before and after training: loss, answers reproduced
+    exactly, or pairs ranked correctly.
 
     `exact_match` compares the last answer of each held-out conversation with everything that training would have the
-    model write there, think blocks and tool calls included, up to white space at its ends."""
+    model write there, including think blocks and tool calls, and ignores white space at both ends."""
     max_pixels: Annotated[int, Bounds(least=784)] = 1_000_000
-    """Pictures with more pixels are made smaller, in the same proportions, before the model's own processor sees them;
-    of models whose pictures are not all of one size, this is what bounds their tokens."""
+    """Larger images are scaled down to this many pixels before the model's own processor reads them. For models that
+    accept images of any size, this bounds the tokens per image."""
     max_new_tokens: Annotated[int, Bounds(least=1)] = 96
-    """Longest answer that the exact-match metric generates, in tokens; one that has not ended by then is wrong."""
+    """Longest answer that the exact-match metric generates, in tokens. An answer that is cut off counts as wrong."""
     workers: Annotated[int | None, Bounds(least=0, most=1024)] = None
-    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that it does not wait for
-    the next batch; 0 without a GPU, where they would take cores from the computation, and for streams."""
+    """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that the GPU does not wait
+    for the next batch; 0 for streams and without a GPU, where the workers would take cores from the computation."""
     changed: bool = False
-    """On `--resume`: accept other data, another order or another tokenizer than those of the checkpoint."""
+    """With `--resume`: accept data, an order or a tokenizer that differs from the checkpoint's."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
+    """Number of ranks that share one copy of the model, by kind of parallelism; remaining ranks are data parallel."""
 
     tensor: Annotated[int, Bounds(least=1)] = 1
     """Ranks that split every matrix."""
@@ -128,7 +133,7 @@ class Layout:
     sequence: Annotated[int, Bounds(least=1)] = 1
     """Ranks that split every sequence."""
     expert: Annotated[int, Bounds(least=1)] = 1
-    """Ranks that split the experts of a mixture; they read different sequences."""
+    """Ranks that split the experts of a mixture-of-experts model; each rank reads different sequences."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class Schedule:
     kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
     """The shape after the warm-up: `linear` and `cosine` fall to zero; `constant` has no warm-up."""
     warmup: Annotated[float, Bounds(least=0)] = 0.03
-    """Share of the steps during which the rate rises, from above zero; 1 or more: a number of steps."""
+    """Share of the steps during which the learning rate rises, starting above zero; 1 or more is a number of steps."""
 
 
 @dataclass(frozen=True)
@@ -147,19 +152,20 @@ class Draft:
 
     enabled: bool = False
     layers: Annotated[int, Bounds(least=1, most=1024)] = 2
-    """Of the draft model."""
+    """Number of layers of the draft model."""
     hidden_size: Annotated[int, Bounds(least=16, most=65536)] = 64
-    """Of the draft model."""
+    """Hidden size of the draft model."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of some steps goes: `ds-recipes launch --profile`."""
+    """The steps and ranks that `ds-recipes launch --profile` records."""
 
     steps: str | None = None
-    """The first and the last step that are recorded (`10:12`); `auto`: three after the warm-up; None: nothing is."""
+    """First and last step to record (`10:12`). `auto` records three steps after the warm-up; None records nothing."""
     ranks: str = "auto"
-    """The ranks that record, with commas, or `all`. `auto`: all ranks of one host, the first of each of several."""
+    """Ranks to record, separated by commas, or `all`. `auto`: all ranks if there is one host, otherwise the first rank
+    of each host."""
     nsys: bool = False
     """Mark the steps for Nsight Systems, under which `--nsys` starts the ranks, instead of using torch.profiler."""
 
@@ -169,7 +175,7 @@ class Recipe:
     """One run: model, data, method, optimisation, DeepSpeed configuration and parallel layout."""
 
     family: str = ""
-    """With `size` and `variant` the recipe's identity: `pages.find` fills them in, a page never does."""
+    """Identifies the recipe, together with `size` and `variant`: `pages.find` fills all three in, a page never does."""
     size: str = ""
     variant: str = ""
     page: str = ""
@@ -192,30 +198,31 @@ class Recipe:
     grpo: Grpo = field(default_factory=Grpo)
     draft: Draft = Draft()
     tracking: str | None = "wandb"
-    """What gets the numbers of metrics.jsonl too, with commas: `wandb`, `tensorboard`, `mlflow`, `trackio`; None:
-    nothing."""
+    """Trackers that receive the values of metrics.jsonl, separated by commas: `wandb`, `tensorboard`, `mlflow`,
+    `trackio`. None uses no tracker."""
     wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = Profile()
     reward: str | None = None
-    """What scores the answers of `grpo`: `FILE.py:FUNCTION`, several with commas. It is called with an answer and the
-    fields of its example, and returns a number. Your own code, run without a sandbox."""
+    """Functions that score the answers of `grpo`: `FILE.py:FUNCTION`, separated by commas. Each is called with an
+    answer and the fields of its example, and returns a number. This is your own code, run without a sandbox."""
     optimizer: Optimizer = "adamw"
-    """What updates the weights. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
-    (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, while the
-    updates of matrices are orthogonalised (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
+    """The optimizer. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
+    (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, and
+    orthogonalised updates for matrices (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
     learning_rate: Annotated[float, Bounds(above=0, usual=2e-5)] = 2e-5
-    """At its highest; `schedule` says how it rises and falls."""
+    """Peak learning rate; `schedule` sets how it rises and falls."""
     layer_decay: Annotated[float, Bounds(above=0, most=1, usual=0.9)] = 1.0
-    """Each layer's learning rate as a share of that of the layer above it, from the head down to the embeddings, so
-    that the first layers change least (Clark et al. 2020, arXiv:2003.10555); 1: all alike."""
+    """Ratio of each layer's learning rate to that of the layer above, from the head down to the embeddings, so that
+    the first layers change least (Clark et al. 2020, arXiv:2003.10555). 1 gives all layers the same rate."""
     weight_decay: Annotated[float, Bounds(least=0)] = 0.0
-    """AdamW's, of all weights but norms and biases."""
+    """AdamW's weight decay, applied to all weights except norms and biases."""
     adam_beta2: Annotated[float, Bounds(least=0, below=1)] = 0.999
-    """Adam's decay of the squared gradients' average."""
+    """Adam's decay rate for the average of squared gradients."""
     adam_epsilon: Annotated[float, Bounds(least=1e-30)] = 1e-8
-    """Adam's, added to the denominator."""
+    """Term that Adam adds to the denominator."""
     max_grad_norm: Annotated[float, Bounds(least=0)] = 1.0
-    """Gradients are clipped to this global norm; 0 turns clipping off, as for Muon, whose updates have fixed norms."""
+    """Gradients are clipped to this global norm. 0 turns clipping off, as Muon needs, whose updates have fixed
+    norms."""
     epochs: Annotated[float, Bounds(above=0, most=1_000_000, usual=1)] = 1.0
     """Passes over the training data."""
     max_steps: Annotated[int | None, Bounds(least=1)] = None
@@ -225,67 +232,72 @@ class Recipe:
     micro_batch_size: Annotated[int, Bounds(least=1)] = 1
     """Sequences per forward pass and GPU."""
     sequence_length: Annotated[int, Bounds(least=8)] = 2048
-    """Longest sequence in tokens. Longer conversations are dropped, longer raw texts are split."""
+    """Longest sequence in tokens. Longer conversations are dropped; longer raw texts are split."""
     packing: bool = True
-    """Put several documents into one sequence; they never attend to each other."""
+    """Pack several documents into one sequence; they never attend to each other."""
     neftune_alpha: Annotated[float, Bounds(least=0)] = 0.0
     """Add noise to the embeddings of training examples, uniform within alpha / sqrt(length x width) of each document
-    (NEFTune, Jain et al. 2023, arXiv:2310.05914, which takes 5 to 15); 0: none."""
+    (NEFTune, Jain et al. 2023, arXiv:2310.05914, which uses 5 to 15). 0 adds no noise."""
     precision: Precision = "bf16"
-    """What the model is loaded and computed in; the optimizer keeps fp32 weights besides."""
+    """Precision in which the model is loaded and computed; the optimizer also keeps fp32 weights."""
     router_aux_loss_coef: Annotated[float, Bounds(least=0)] = 0.0
-    """Of a mixture's load-balancing loss, which keeps its experts evenly used; 0 (usual for fine-tuning) leaves it
-    out, whatever `output_router_logits` and `router_aux_loss_coef` in config.json say."""
+    """Weight of the load-balancing loss of a mixture-of-experts model, which keeps the experts evenly used. 0 (usual
+    for fine-tuning) leaves this loss out, whatever `output_router_logits` and `router_aux_loss_coef` are in
+    config.json."""
     gradient_checkpointing: Checkpointing = True
-    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective`: keep
-    the results of matrix products and attention, and recompute what is cheap, for a few percent; `feed_forward`:
-    recompute the feed-forward layers only, which hold most activations."""
+    """Recompute activations in the backward pass: about a third more compute for much less memory. `selective` keeps
+    the results of matrix products and attention and recomputes the cheap operations, at a few percent more compute;
+    `feed_forward` recomputes only the feed-forward layers, which hold most activations."""
     activation_offloading: bool = False
-    """Keep what checkpointing keeps, the layers' inputs, in host memory between the passes: for sequences so long that
-    they fill a GPU. Copies run beside the computation; needs gradient_checkpointing=true."""
+    """Keep the layers' inputs, which gradient checkpointing keeps on the GPU, in host memory between the two passes,
+    for sequences so long that these inputs fill a GPU. Copies overlap with the computation; needs
+    gradient_checkpointing=true."""
     tiled_loss: bool | None = None
-    """Compute the loss for some tokens at a time, so that whole logits never exist. Costs one more product with the
-    output matrix, for labelled tokens alone. None: where whole logits would take a GiB or more, and tiles compute the
-    same as the model's own head, which a shrunken model shows before the run."""
+    """Compute the loss for some tokens at a time, so that whole logits never exist. This costs one more product with
+    the output matrix, for labelled tokens only. None uses tiles if whole logits would take a GiB or more and tiles
+    compute the same loss as the model's own head, which is checked on a shrunken model before the run."""
     tiled_mlp: bool = False
-    """Compute feed-forward layers for some tokens at a time: for sequences so long that one layer's activations do not
-    fit. Costs their forward pass once more."""
+    """Compute feed-forward layers for some tokens at a time, for sequences so long that one layer's activations do not
+    fit. This computes their forward pass once more."""
     compile: Literal["off", "regional"] = "off"
-    """`regional`: torch.compile each layer by itself, so that one is compiled and not each of them. Takes a
-    minute at the start, and again for every other sequence length; not under ZeRO-3, whose fetches break the graph."""
+    """`regional`: apply torch.compile to each layer separately, so that all layers share one compilation. It takes a
+    minute at the start, and again for every new sequence length. Not available under ZeRO-3, whose fetches break the
+    graph."""
     liger_kernel: bool = False
-    """Liger's fused RMSNorm, RoPE and SwiGLU on a GPU, where it is installed (pip install liger-kernel)."""
+    """Use Liger's fused RMSNorm, RoPE and SwiGLU on a GPU if Liger is installed (pip install liger-kernel)."""
     fp8: bool = False
-    """The decoder's linear layers multiply in 8-bit floats while they train, by torchao (pip install torchao), on GPUs
-    that can (Ada, Hopper and later). Weights, gradients and evaluation stay in bf16; not with adapters. CPU ranks
-    emulate it, to be tried on a draft."""
+    """Multiply in 8-bit floats in the decoder's linear layers during training, with torchao (pip install torchao), on
+    Ada, Hopper and later GPUs. Weights, gradients and evaluation stay in bf16; not available with adapters. CPU ranks
+    emulate it, so that a draft can try it."""
     numa_binding: bool = True
-    """On machines with several NUMA nodes keep each rank on the cores of the node of its GPU, unless more GPUs are
-    attached to it than these cores can serve."""
+    """On machines with several NUMA nodes, keep each rank on the cores of its GPU's NUMA node, unless that node has
+    more GPUs than its cores can serve."""
     seed: Annotated[int, Bounds(least=0, below=2**32)] = 42
-    """Of the order of the data, of adapters and of what is held out."""
+    """Seed for the order of the data, the initial adapters and the choice of held-out examples."""
     logging_steps: Annotated[int, Bounds(least=1)] = 10
-    """Log every so many steps, and the first and the last."""
+    """Number of steps between logs; the first and the last step are always logged."""
     layer_stats: bool | None = None
-    """With every log, by layer: gradient norm, update as a share of the weights, share of weights without a gradient.
-    None: unless the optimizer is offloaded, where the host would compute it; not under tensor parallelism with ZeRO 2
-    and 3."""
+    """Log per layer: gradient norm, size of the update relative to the weights, and share of weights without a
+    gradient. None turns this on unless the optimizer is offloaded, where the host would have to compute it. Not
+    available under tensor parallelism with ZeRO 2 and 3."""
     eval_steps: Annotated[int | None, Bounds(least=1)] = None
-    """Evaluate the held-out loss every so many steps; None: only before and after training."""
+    """Number of steps between evaluations of the held-out loss. None evaluates only before and after training."""
     eval_examples: Annotated[int | None, Bounds(least=1)] = None
-    """Then also the metric, on the first so many held-out examples; None: the loss alone."""
+    """Number of held-out examples on which these evaluations also compute the metric. None computes only the loss."""
     save_steps: Annotated[int, Bounds(least=0)] = 500
-    """Write a checkpoint every so many steps; 0: only the final export."""
+    """Number of steps between checkpoints. 0 writes only the final export."""
     keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
-    """How many checkpoints stay on disk. At least 2, so that one survives while the next is written."""
+    """Number of checkpoints to keep on disk, at least 2, so that one survives while the next is written."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
-    """If the loss or the gradient norm is not finite: end the run; skip that update, as DeepSpeed does; or go back to
-    the newest checkpoint and train without those examples (PaLM, Chowdhery et al. 2022, arXiv:2204.02311)."""
+    """If the loss or the gradient norm is not finite: `stop` ends the run; `skip` skips that update, as DeepSpeed does;
+    `rewind` returns to the newest checkpoint and trains without those examples (PaLM, Chowdhery et al. 2022,
+    arXiv:2204.02311)."""
     on_spike: Literal["warn", "stop", "rewind"] = "warn"
-    """If a logged loss is 6 standard deviations above the mean of the 128 before it (OLMo-core's skip-step rule)."""
+    """What to do if a logged loss is 6 standard deviations above the mean of the previous 128 (OLMo-core's skip-step
+    rule)."""
     hang_minutes: Annotated[float, Bounds(least=0, most=525_600)] = 25.0
-    """If no step ends for so long, write every rank's Python stack into the run folder and end the run; 0: never.
-    The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
+    """If no step ends for this many minutes, write every rank's Python stack into the run folder and end the run. 0
+    turns this off. The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
 
     def __post_init__(self) -> None:
         """Refuse impossible values.
@@ -307,7 +319,7 @@ class Recipe:
         if self.data.thinking != "learn" and self.traits.examples != "conversations":
             raise UserError(
                 f"data.thinking={self.data.thinking}: {self.traits.title} reads no conversations; leave data.thinking "
-                "out, and change the data's reasoning itself."
+                "out, and edit the reasoning in the data."
             )
         if self.traits.teacher:
             self.distill.check(self.data.streaming, self.packs, self.sequence_length)
@@ -317,7 +329,7 @@ class Recipe:
         if self.router_aux_loss_coef and self.traits.own_loss:
             raise UserError(
                 f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
-                "load-balancing loss of a mixture; use router_aux_loss_coef=0."
+                "load-balancing loss of a mixture of experts; use router_aux_loss_coef=0."
             )
         if self.model.quantization != "none" and self.lora is None:
             raise UserError(
@@ -328,7 +340,7 @@ class Recipe:
             for key, used, why in (
                 ("method", self.traits.whole_loss, self.traits.whole_loss),
                 ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
-                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own"),
+                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own coefficient"),
             ):
                 if used:
                     raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; use tiled_loss=false.")
@@ -352,19 +364,19 @@ class Recipe:
 
     @property
     def traits(self) -> Traits:
-        """What is particular to the method."""
+        """The traits of the recipe's method."""
         return TRAITS[self.method]
 
     @property
     def metric(self) -> str:
-        """What the run is judged by: the method's metric where it has its own, otherwise `data.metric`."""
+        """The metric that judges the run: the method's own, or `data.metric` if the method has none."""
         if self.traits.rollouts and self.data.metric == "loss":
             return "reward"
         return self.traits.metric or self.data.metric
 
     @property
     def asks_reference(self) -> bool:
-        """Whether every step compares with the model as it was; without adapters that is a second one."""
+        """True if every step compares with the model before training, which without adapters is a second model."""
         precomputed = self.traits.precomputes and self.dpo.precompute
         return self.traits.reference and not precomputed and getattr(getattr(self, self.method), "beta", None) != 0
 
@@ -375,17 +387,17 @@ class Recipe:
 
     @property
     def writes_answers(self) -> bool:
-        """Whether the model that is trained writes answers to learn from."""
+        """True if the trained model writes the answers that it learns from."""
         return self.traits.rollouts or (self.traits.teacher and self.distill.on_policy > 0)
 
     @property
     def packs(self) -> bool:
-        """Whether documents share sequences: `packing`, where the method has it."""
+        """True if documents share sequences: `packing` is set and the method supports it."""
         return self.packing and self.traits.packs
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe | None:
-    """Return the recipe with changes, or None if it refuses them: GRPO's batches are whole groups, for example."""
+    """Return the changed recipe, or None if the changes are invalid (GRPO's batches are whole groups, for example)."""
     try:
         return replace(recipe, **changes)
     except UserError:
@@ -398,8 +410,12 @@ def _check_adapters(recipe: Recipe) -> None:
         return
     if lora.init == "pissa":
         for key, used, why in (
-            ("model.quantization", recipe.model.quantization != "none", "4-bit weights cannot give up a part"),
-            ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before that"),
+            (
+                "model.quantization",
+                recipe.model.quantization != "none",
+                "PiSSA moves a part of each weight into the adapter, which 4-bit weights do not allow",
+            ),
+            ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before PiSSA changes them"),
             ("lora.target_parameters", lora.target_parameters, "PEFT decomposes linear layers only"),
             ("method", recipe.traits.reference, f"without its adapters the model is not {recipe.method}'s reference"),
         ):
@@ -423,8 +439,8 @@ def _check_optimizer(recipe: Recipe) -> None:
         return
     if recipe.lora is not None:
         raise UserError(
-            "optimizer=muon with adapters: Muon orthogonalises updates of whole matrices, and an adapter is two that "
-            "are multiplied; use optimizer=adamw, or a full variant."
+            "optimizer=muon with adapters: Muon orthogonalises updates of whole matrices, and an adapter is a product "
+            "of two matrices; use optimizer=adamw, or a full variant."
         )
     if recipe.max_grad_norm:
         raise UserError(
@@ -434,12 +450,12 @@ def _check_optimizer(recipe: Recipe) -> None:
 
 
 def _check_selective(recipe: Recipe) -> None:
-    """Refuse what is not a sequence of operators, or would keep what it is there to forget; layouts: `limits`."""
+    """Refuse `selective` with layers that are not plain operators; `limits` refuses the layouts."""
     if recipe.gradient_checkpointing != "selective":
         return
     for key, used, why in (
         ("compile", recipe.compile != "off", "compiled layers choose by themselves what to keep"),
-        ("tiled_mlp", recipe.tiled_mlp, "it would keep what tiles are there to forget"),
+        ("tiled_mlp", recipe.tiled_mlp, "it would keep the activations that tiles discard"),
         ("model.vision", recipe.model.vision, "it is not tested with a vision tower"),
     ):
         if used:
@@ -450,7 +466,7 @@ def _check_selective(recipe: Recipe) -> None:
 
 
 def _check_offloading(recipe: Recipe) -> None:
-    """Refuse to move what is not there, or where it is not tested."""
+    """Refuse activation offloading without checkpointed inputs, and where it is not tested."""
     if not recipe.activation_offloading:
         return
     cases = (
@@ -479,9 +495,14 @@ def _check_fp8(recipe: Recipe) -> None:
 
 
 def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]) -> None:
-    """Refuse a setting beside the first key that is `used`, of cases with a key, whether it is, and what to use.
+    """Refuse a setting together with the first conflicting key that is `used`.
 
-    Cases in which the setting itself has to go come first: whoever has mended another key would be refused again.
+    Cases that need the setting itself removed come first: after fixing another key, the user would be refused again.
+
+    Args:
+        recipe: the recipe to check.
+        setting: the setting as typed, such as `fp8=true`.
+        cases: a key, whether the recipe uses it, and what to use instead.
     """
     for key, used, fix in cases:
         if used:
@@ -491,11 +512,11 @@ def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]
 
 
 def _check_vision(recipe: Recipe) -> None:
-    """Refuse what is not there, or not tested, for models that see."""
+    """Refuse settings that vision-language models do not have, or with which they are not tested."""
     if not recipe.model.vision:
         if recipe.model.train_vision:
             raise UserError(
-                "model.train_vision=true: without its tower a model has nothing to train; add model.vision=true."
+                "model.train_vision=true: the model is loaded without its vision tower; add model.vision=true."
             )
         return
     if recipe.method != "sft":
@@ -505,14 +526,14 @@ def _check_vision(recipe: Recipe) -> None:
         )
     layout = recipe.layout
     for key, used, fix in (
-        ("packing", recipe.packing, "packing=false: sequences with pictures are not packed"),
+        ("packing", recipe.packing, "packing=false: sequences with images are not packed"),
         ("data.streaming", recipe.data.streaming, "data.streaming=false"),
-        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: the tower is not split"),
-        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1: the tower is in no stage"),
-        ("layout.sequence", layout.sequence > 1, "layout.sequence=1: pictures are not split"),
+        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: tensor parallelism does not split the tower"),
+        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1: a pipeline has no stage for the tower"),
+        ("layout.sequence", layout.sequence > 1, "layout.sequence=1: images are not split"),
         ("layout.expert", layout.expert > 1, "layout.expert=1"),
-        ("neftune_alpha", recipe.neftune_alpha, "neftune_alpha=0: noise would reach pictures"),
-        ("layer_decay", recipe.layer_decay != 1, "layer_decay=1: the tower has layers of its own"),
+        ("neftune_alpha", recipe.neftune_alpha, "neftune_alpha=0: the noise would be added to images too"),
+        ("layer_decay", recipe.layer_decay != 1, "layer_decay=1: the tower has its own layers"),
         ("tiled_mlp", recipe.tiled_mlp, "tiled_mlp=false"),
         ("compile", recipe.compile != "off", "compile=off"),
         ("liger_kernel", recipe.liger_kernel, "liger_kernel=false"),

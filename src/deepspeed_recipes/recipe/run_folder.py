@@ -1,4 +1,4 @@
-"""The run folder: the paths of everything about one run, and which of its checkpoints are complete."""
+"""The run folder: the paths of a run's files, and the search for its complete checkpoints."""
 
 import contextlib
 import json
@@ -20,10 +20,10 @@ from .project import runs
 from .recipe import Recipe
 
 COMPLETE = "complete.json"
-"""Written into a checkpoint last, by rank 0 after every rank has finished; without it the checkpoint is incomplete."""
+"""Rank 0 writes this file last, after every rank has finished; a checkpoint without it is incomplete."""
 
 CHECK_FAILED = "check_failed.json"
-"""Written into an export that computes other logits than the trained model; it never becomes the run's `export`."""
+"""Marks an export whose logits differ from the trained model's; such an export never becomes the run's `export`."""
 
 REWIND = 75
 """Exit status of ranks that rewind: the run should resume from its newest checkpoint (`EX_TEMPFAIL`: try again)."""
@@ -62,11 +62,11 @@ class RunFolder:
 
     @property
     def system(self) -> Path:
-        """How busy GPUs and nodes were: one JSON object per sample, with its time, node and rank."""
+        """Utilization of GPUs and nodes: one JSON object per sample, with its time, node and rank."""
         return self.path / "system.jsonl"
 
     def system_of(self, rank: int | str) -> Path:
-        """Return where another rank than 0 keeps its samples until training ends."""
+        """Return the file in which a rank other than 0 keeps its samples until training ends."""
         return self.ranks / f"rank-{rank}.system.jsonl"
 
     @property
@@ -76,7 +76,7 @@ class RunFolder:
 
     @property
     def evaluation(self) -> Path:
-        """What `ds-recipes evaluate` has measured last: this run beside other models."""
+        """The latest results of `ds-recipes evaluate`: this run compared with other models."""
         return self.path / "evaluation.json"
 
     @property
@@ -86,17 +86,17 @@ class RunFolder:
 
     @property
     def rollouts(self) -> Path:
-        """Of logged steps, the training answers with the highest and the lowest reward; one JSON object per answer."""
+        """The training answers with the highest and lowest reward of each logged step; one JSON object per answer."""
         return self.path / "rollouts.jsonl"
 
     @property
     def data(self) -> Path:
-        """What the training data is: counts, lengths, and examples with their loss masks."""
+        """A summary of the training data: counts, lengths, and examples with their loss masks."""
         return self.path / "data.json"
 
     @property
     def reference(self) -> Path:
-        """Log-likelihoods of each pair's answers before training, where they were computed once."""
+        """Log-likelihoods of each pair's answers before training, if they were precomputed."""
         return self.path / "reference.json"
 
     @property
@@ -111,37 +111,37 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """Holds `checkpoint-STEP` folders, from which a run resumes."""
+        """The folder of the `checkpoint-STEP` folders, from which a run resumes."""
         return self.path / "checkpoints"
 
     @property
     def ranks(self) -> Path:
-        """Holds each rank's output (`rank-N.log`), what it holds (`rank-N.json`), and its stack if the run hung."""
+        """The folder of each rank's output (`rank-N.log`), contents (`rank-N.json`), and stack if the run hung."""
         return self.path / "ranks"
 
     @property
     def profile(self) -> Path:
-        """Holds the traces of the steps that `--profile` recorded, by rank, and `verdict.json`."""
+        """The folder of the traces that `--profile` recorded, by rank, and `verdict.json`."""
         return self.path / "profile"
 
     @property
     def restarts(self) -> Path:
-        """One JSON object per restart: its cause, the step that it resumed from, and the number of ranks."""
+        """One JSON object per restart: its cause, the step from which it resumed, and the number of ranks."""
         return self.path / "restarts.jsonl"
 
     @property
     def left_out(self) -> Path:
-        """The examples, by number, that a rewind has found to be bad and that are skipped from then on."""
+        """The numbers of the examples that a rewind has found to be bad; the run skips them from then on."""
         return self.path / "left_out.json"
 
     @property
     def wandb_id(self) -> Path:
-        """The run's id in W&B and the other trackers, where a run and its restarts are a single run."""
+        """The run's id in W&B and the other trackers, which show a run and its restarts as a single run."""
         return self.path / "wandb_id.txt"
 
     @property
     def tracking(self) -> Path:
-        """Since when the trackers follow the run's newest start, and the status with which they were told it ended."""
+        """The time since which trackers follow the run's latest start, and the final status that they received."""
         return self.path / "tracking.json"
 
     @property
@@ -151,7 +151,7 @@ class RunFolder:
 
     @property
     def unverified(self) -> Path:
-        """The export until it has been reloaded and computes the trained model's logits."""
+        """The export, until it has been reloaded and its logits match the trained model's."""
         return self.path / "export.part"
 
     @property
@@ -161,12 +161,12 @@ class RunFolder:
 
     @property
     def report_page(self) -> Path:
-        """Everything that the run shows of itself, in one file."""
+        """The report with all charts and tables, in one HTML file."""
         return self.path / "report.html"
 
     @property
     def summary(self) -> Path:
-        """The result; it exists once the run has ended."""
+        """The result, written at the end of the run."""
         return self.path / "summary.json"
 
 
@@ -183,8 +183,8 @@ def read_json(path: Path) -> Any:
     """Return a JSON file's content.
 
     Raises:
-        FileUnusable: it cannot be read now.
-        UserError: missing, or not JSON; names the line.
+        FileUnusable: the file cannot be read now.
+        UserError: the file is missing or not JSON (names the line).
     """
     files.check_ends(path)
     try:
@@ -197,13 +197,13 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text.") from None
-    except (ValueError, RecursionError) as error:  # a number with thousands of digits; lists in lists in lists
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits; very deeply nested lists
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
         raise UserError(f"{path}: not JSON ({reason}).") from None
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` whole: a reader sees the old file or the complete new one, after a power failure too."""
+    """Write `value` atomically: even after a power failure the file has either its old or its complete new content."""
     files.write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -211,7 +211,7 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     """Return the folder for a new run: `output_dir`, or a dated one in `runs/`.
 
     Raises:
-        UserError: the folder has content that a new run would overwrite.
+        UserError: a new run would overwrite the folder's content.
     """
     if output_dir is None:
         return at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
@@ -232,7 +232,7 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 
 def at(path: Path) -> RunFolder:
-    """Return the run folder; a line break in its name would be a line of scripts, logs and printed commands.
+    """Return the run folder at `path`; a line break in its name would add a line to scripts, logs and commands.
 
     Raises:
         UserError: names the folder.
@@ -242,7 +242,7 @@ def at(path: Path) -> RunFolder:
 
 
 def check_writable(run: RunFolder) -> None:
-    """Refuse a run folder that could not be made or written to; leaves nothing behind.
+    """Refuse a run folder that cannot be created or written to; leaves nothing behind.
 
     Raises:
         UserError: with the system's reason.
@@ -256,19 +256,19 @@ def check_writable(run: RunFolder) -> None:
 
 
 def _unusable(path: Path, error: OSError) -> UserError:
-    full = cannot_write(OSError(error.errno, error.strerror), path)  # the user knows the run folder, not a file in it
+    full = cannot_write(OSError(error.errno, error.strerror), path)  # names the run folder, not a temporary file in it
     return UserError(full or f"--output-dir {path}: cannot be written: {error.strerror}; choose another.")
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
-    """Return the run to resume: the one in `output_dir`, or this recipe's newest.
+    """Return the run to resume: the run in `output_dir`, or this recipe's newest run.
 
     Raises:
-        UserError: there is none, it is another recipe's, or it has no complete checkpoint.
+        UserError: there is no run, it is another recipe's, or it has no complete checkpoint.
     """
     if output_dir is None:
         found = sorted((runs() / recipe.name).glob("*/recipe.json"), reverse=True)
-        # Pages of one name in different folders have runs of one name.
+        # Pages with the same name in different folders have runs with the same name.
         same = (RunFolder(file.parent) for file in found if from_dict(read_json(file)).page == recipe.page)
         run = next(same, None)
         if run is None:
@@ -288,10 +288,10 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Return whether the run has finished, and was not merely stopped.
+    """Return True if the run has finished, and was not merely stopped.
 
     Raises:
-        UserError: its summary is there and cannot be read.
+        UserError: its summary exists and cannot be read.
     """
     try:
         run.summary.stat()
@@ -304,23 +304,23 @@ def is_finished(run: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def explained(place: Path) -> Iterator[None]:
-    """Add what to do to an error of the system while checkpoints and logs are read or put in order.
+    """Add the fix to system errors while checkpoints and logs are read or cleaned up.
 
-    A checkpoint that cannot be read now, because a server or a disk does not answer or the files are another user's, is
-    as complete as it was: nothing may be skipped, removed or started again from step 0 for it.
+    A checkpoint that cannot be read now, because a server or a disk does not answer or the files belong to another
+    user, is still complete: nothing may be skipped or removed, and no run may start again from step 0, because of it.
 
     Args:
-        place: what is read, for errors that do not say which file it was.
+        place: the file or folder that is read, for errors that do not name the file.
 
     Raises:
-        FileUnusable: the file, the error, and what to do.
+        FileUnusable: the file, the error, and the fix.
     """
     try:
         yield
     except OSError as error:
         raise FileUnusable(
-            f"{of_system(error, place)}\nNo complete checkpoint was touched: start the run again once that is put "
-            "right, or move a checkpoint that stays unreadable elsewhere to resume from the one before it."
+            f"{of_system(error, place)}\nNo complete checkpoint was changed: start the run again once this is fixed, "
+            "or move an unreadable checkpoint elsewhere to resume from the previous checkpoint."
         ) from error
 
 
@@ -328,51 +328,51 @@ _CHECKPOINT = re.compile(r"checkpoint-(?:0|[1-9][0-9]*)")
 
 
 def checkpoints(run: RunFolder) -> list[Path]:
-    """Return the run's checkpoints, complete or not, the newest first: folders that are named `checkpoint-STEP`.
+    """Return the run's checkpoints, complete or not, newest first: folders that are named `checkpoint-STEP`.
 
-    Any other name belongs to the user: `checkpoint-9-backup`, for example.
+    Folders with any other name, such as `checkpoint-9-backup`, belong to the user.
 
     Raises:
-        FileUnusable: they cannot be read now.
+        FileUnusable: the checkpoints cannot be read now.
     """
     found = []
     with explained(run.checkpoints):
         try:
             names = os.listdir(run.checkpoints)
         except FileNotFoundError:
-            if run.checkpoints.is_symlink():  # to a disk that is not mounted
+            if run.checkpoints.is_symlink():  # a link to a disk that is not mounted
                 raise
             return []
         for name in filter(_CHECKPOINT.fullmatch, names):
-            # A link that leads nowhere is an error: a checkpoint that was moved to another disk is not incomplete.
+            # A broken link is an error: a checkpoint that was moved to another disk is not incomplete.
             if stat.S_ISDIR((run.checkpoints / name).stat().st_mode):
                 found.append(run.checkpoints / name)
     return sorted(found, key=step_of, reverse=True)
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the complete checkpoint of the highest step, or None.
+    """Return the complete checkpoint with the highest step, or None.
 
     Raises:
-        FileUnusable: that cannot be read now.
+        FileUnusable: a checkpoint cannot be read now.
     """
     return next((one for one in checkpoints(run) if is_marked(one) and truncated(one) is None), None)
 
 
 def is_marked(checkpoint: Path) -> bool:
-    """Return whether every rank had finished writing a checkpoint.
+    """Return True if every rank had finished writing a checkpoint.
 
     Raises:
-        FileUnusable: that cannot be read now.
+        FileUnusable: the checkpoint cannot be read now.
     """
-    with explained(checkpoint):  # its folder is read, since a network file system may remember that a file is missing
+    with explained(checkpoint):  # lists the folder, since a network file system may cache that a file is missing
         return COMPLETE in os.listdir(checkpoint)
 
 
 def truncated(checkpoint: Path) -> str | None:
-    """Return the name of a file of a marked checkpoint that is missing or has another size than was written, or None.
+    """Return the name of a file of a marked checkpoint that is missing or has the wrong size, or None.
 
-    A power failure or a full disk can truncate files that were already written, the one that says so too.
+    A power failure or a full disk can truncate files that were already written, including `complete.json` itself.
     `training/checkpoint/digests.py` compares their content.
 
     Raises:
@@ -396,7 +396,7 @@ def sizes(checkpoint: Path) -> dict[str, int]:
 
 def _size(path: Path) -> int | None:
     try:
-        with path.open("rb") as file:  # opened, because a network file system may report an old size until then
+        with path.open("rb") as file:  # a network file system may report an old size until the file is opened
             return os.fstat(file.fileno()).st_size
     except FileNotFoundError:
         return None
@@ -406,8 +406,8 @@ def checkpoint_bytes(total: int, trainable: int, bytes_per_weight: int) -> int:
     """Return the size of a checkpoint on disk, in bytes, for `total` and `trainable` parameters.
 
     The engine's states take 12 bytes per trainable parameter (fp32 weight and two Adam moments, measured for ZeRO 1
-    to 3). The weights are written twice, as the engine's module state and in Hugging Face format. With adapters only
-    the trainable part is written. A tenth is added for everything else.
+    to 3). The weights are written twice, as the engine's module state and in Hugging Face format. With adapters, only
+    the trainable part is written. The estimate adds a tenth for everything else.
     """
     weights = trainable if trainable < total else total
     return int(1.1 * (12 * trainable + 2 * bytes_per_weight * weights)) + 2**20
@@ -419,15 +419,15 @@ def step_of(checkpoint: Path) -> int:
 
 
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
-    """Remove what the lost steps have left: later and incomplete checkpoints, and the metrics after `checkpoint`.
+    """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
     Args:
         run: the run.
-        checkpoint: what the run resumes from, or None if it has no complete checkpoint and starts again.
+        checkpoint: the checkpoint from which the run resumes, or None if there is none and the run starts again.
 
     Raises:
-        FileUnusable: something can be neither read nor removed; what is complete is still there.
-        UserError: no checkpoint is there, and the run has written one.
+        FileUnusable: a file can be neither read nor removed; complete checkpoints are kept.
+        UserError: there is no checkpoint, although the run has written one.
     """
     last = step_of(checkpoint) if checkpoint else -1
     if checkpoint is None:
@@ -452,15 +452,15 @@ def _check_never_saved(run: RunFolder) -> None:
     every = read_recipe(run).save_steps if trained else 0
     if every and trained > every:
         raise UserError(
-            f"{run.checkpoints} has no checkpoint, though the run has trained {trained} steps and saves every {every}; "
-            f"is its disk mounted? To start again from step 0, remove {run.metrics}."
+            f"{run.checkpoints} has no checkpoint, although the run has trained {trained} steps and saves every "
+            f"{every}; is its disk mounted? To start again from step 0, remove {run.metrics}."
         )
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, which does not count as complete from the first moment; of a link, only the link."""
+    """Remove a checkpoint, starting with the file that marks it as complete; of a link, remove only the link."""
     if folder.is_symlink():
-        print(f"{folder}: removing this link; what it leads to, {folder.readlink()}, stays", flush=True)
+        print(f"{folder}: removing this link; its target {folder.readlink()} stays", flush=True)
         folder.unlink()
         return
     (folder / COMPLETE).unlink(missing_ok=True)
@@ -468,9 +468,9 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSONL log, without those that a kill or a power failure has cut off.
+    """Return the objects of a JSONL log, without objects that a kill or a power failure has truncated.
 
-    What is cut off ends the file, or has the next start's first object behind it.
+    A truncated object is at the end of the file, or directly before the first object of the next start.
     """
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [_row(line) for line in lines if line.endswith("}\n")]
@@ -487,7 +487,7 @@ def _row(line: str) -> Any:
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write a JSONL log anew, atomically."""
+    """Replace a JSONL log atomically."""
     files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 

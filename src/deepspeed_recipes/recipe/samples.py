@@ -1,19 +1,19 @@
-"""The data that ships with the project, so that the commands of every page work the first time."""
+"""The models and data that ship with the project, with which every page's commands work without a download."""
 
 from .project import SAMPLES
 from .recipe import Data
 
 TINY_MODEL = str(SAMPLES / "tiny_model")
-"""A Qwen3 of 3M parameters, made and pre-trained here."""
+"""A Qwen3 with 3M parameters, made and pre-trained for this project."""
 TINY_TEACHER = str(SAMPLES / "tiny_teacher")
-"""The same after `tiny full`: it reads notices and answers with JSON."""
+"""The tiny model after `tiny full`: it reads notices and answers with JSON."""
 TINY_STUDENT = str(SAMPLES / "tiny_student")
-"""Two of its four layers, narrowed, 1M parameters: knows next to nothing until it is trained."""
+"""Two of the tiny model's four layers, narrowed, 1M parameters; its answers are almost random until it is trained."""
 
 HALF_TRAINED = str(SAMPLES / "half_trained_model")
-"""The same after a short supervised fine-tune: it answers in the right form, and often wrongly."""
+"""The tiny model after a short supervised fine-tune: its answers have the right form and are often wrong."""
 TINY_VISION = str(SAMPLES / "sight" / "model")
-"""A LLaVA of 0.5M parameters, made and pre-trained here: it describes drawn pictures."""
+"""A LLaVA with 0.5M parameters, made and pre-trained for this project: it describes drawn images."""
 REWARDS = str(SAMPLES / "rewards.py")
 """Functions that score an answer."""
 
@@ -24,16 +24,16 @@ PREFERENCES = Data(
     validation=f"{SAMPLES}/preferences/held_out.jsonl",
     metric="preference_accuracy",
 )
-"""The right JSON beside a plausible mistake, for the same task."""
+"""The right JSON and a plausible mistake, for the task of `CHAT`."""
 JUDGED = Data(
     path=f"{SAMPLES}/judged/train.jsonl", validation=f"{SAMPLES}/judged/held_out.jsonl", metric="judgement_accuracy"
 )
-"""Answers for the same task, half of them with a mistake, each labelled true or false."""
+"""Answers for the task of `CHAT`, half of them with a mistake, each labelled true or false."""
 SIGHT = Data(path=f"{SAMPLES}/sight/reading/train.parquet", validation=f"{SAMPLES}/sight/reading/held_out.parquet")
-"""Questions about small pictures of dials, bar charts and receipts, as conversations with pictures."""
+"""Questions about small images of dials, bar charts and receipts, as conversations with images."""
 LABELLED = Data(path=f"{SAMPLES}/labelled/train.jsonl", validation=f"{SAMPLES}/labelled/held_out.jsonl")
-"""Notices of the same world, each labelled with what it is about."""
+"""Notices like those of `CHAT`, each labelled with its topic."""
 MATCHING = Data(path=f"{SAMPLES}/matching/train.jsonl", validation=f"{SAMPLES}/matching/held_out.jsonl")
-"""Some facts of a notice, and the notice that they should find."""
+"""Facts from a notice, and the notice that a search for them should find."""
 TEXT = Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl")
 """Raw text."""

@@ -17,16 +17,16 @@ from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, REWARDS, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 EXPERTS = "mlp.experts.gate_up_proj,mlp.experts.down_proj"
-"""`Lora.target_modules` and `Lora.target_parameters` of a mixture of experts. transformers fuses a layer's experts into
-3-D weights, which are not linear layers, so `all-linear` would miss them. The router stays frozen."""
+"""`Lora.target_modules` and `Lora.target_parameters` for MoE models. transformers fuses a layer's experts into 3-D
+weights, which are not linear layers, so `all-linear` would miss them. The router stays frozen."""
 DPO_LENGTH = 2048
-"""Tokens of prompt and answer together, in each sequence of a preference pair."""
+"""Maximum tokens of prompt and answer together, in each sequence of a preference pair."""
 
 TEXT_LENGTH = 512
-"""Tokens of a text that is classified or embedded; longer ones are cut."""
+"""Maximum tokens of a text that is classified or embedded; longer texts are truncated."""
 
 RATES = {"kto": 5e-6, "simpo": 5e-6, "orpo": 8e-5, "reward": 1e-5, "dpo_full": 5e-7, "embed": 2e-5, "grpo": 1e-6}
-"""Learning rates where a page has none of its own. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
+"""Learning rates for pages that set none. Adapters by KTO and SimPO: LLaMA-Factory's examples/train_lora,
 llama3_lora_kto.yaml and llama3_lora_dpo.yaml (`pref_loss` simpo). Adapters by ORPO, all weights of a reward model, and
 all weights by DPO: TRL's examples/scripts/orpo.py and reward_modeling.py, and trl/scripts/dpo.py. Embeddings:
 sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v2.py (the Trainer's default is 5e-5).
@@ -36,16 +36,16 @@ GRPO: the default of TRL's GRPOConfig."""
 def qlora(lora: Recipe, **changes: Any) -> Recipe:
     """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
 
-    With ZeRO-2 at every size: every rank holds all of them. `qlora_zero3` is for those that are too large.
+    Every size uses ZeRO-2, so every rank holds all weights. `qlora_zero3` is for models that are too large for that.
     """
     model = replace(lora.model, quantization="nf4")
     return _changed(lora, changes, model=model, deepspeed="zero2.json")
 
 
 def qlora_zero3(lora: Recipe, **changes: Any) -> Recipe:
-    """Return `lora` on frozen 4-bit weights that the ranks share while they train (`tests/parity/test_quantised.py`).
+    """Return `lora` on frozen 4-bit weights that ZeRO-3 shards during training (`tests/parity/test_quantised.py`).
 
-    Each rank still loads them whole before ZeRO-3 shards them: half a byte per weight has to fit on one GPU.
+    Each rank still loads the whole weights before ZeRO-3 shards them: half a byte per weight has to fit on one GPU.
     """
     return qlora(lora, **{"deepspeed": "zero3_adapters.json", **changes})
 
@@ -53,7 +53,7 @@ def qlora_zero3(lora: Recipe, **changes: Any) -> Recipe:
 def dora(lora: Recipe, **changes: Any) -> Recipe:
     """Return `lora` with the weights' magnitudes trained too, at half the rank and the same scale (alpha / rank).
 
-    Half the rank is enough to do better than LoRA: arXiv:2402.09353, the rows of DoRA with halved rank.
+    DoRA with half the rank still does better than LoRA (arXiv:2402.09353, the results with halved rank).
     """
     assert lora.lora is not None
     adapters = replace(lora.lora, rank=lora.lora.rank // 2, alpha=lora.lora.alpha // 2, dora=True)
@@ -74,14 +74,14 @@ def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **c
 
 
 def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
-    """Return `lora` on preference pairs. TRL's DPO does not pack: each answer is a sequence of its own."""
+    """Return `lora` on preference pairs. TRL's DPO does not pack: each answer is a separate sequence."""
     length = min(DPO_LENGTH, lora.sequence_length)
     pairs = {"method": "dpo", "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(lora, changes, learning_rate=learning_rate, **pairs)
 
 
 def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) -> Recipe:
-    """Return `lora` on judged answers; KTO compares those of a micro-batch, so there are at least two."""
+    """Return `lora` on judged answers. KTO compares the answers of a micro-batch, so it has at least two."""
     least = {
         "sequence_length": min(DPO_LENGTH, lora.sequence_length),
         "micro_batch_size": max(2, lora.micro_batch_size),
@@ -91,7 +91,7 @@ def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) ->
 
 
 def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
-    """Return `full` on preference pairs as a reward model: a number for each answer instead of text."""
+    """Return `full` on preference pairs as a reward model, which outputs a number for each answer instead of text."""
     length = min(DPO_LENGTH, full.sequence_length)
     pairs = {"method": "reward", "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
@@ -104,7 +104,7 @@ def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes:
 
 
 def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: Any) -> Recipe:
-    """Return `full` on matching texts as a model that embeds: other pairs of the batch are what it learns from.
+    """Return `full` on matching texts as an embedding model; the other pairs of the batch are the negatives.
 
     The micro-batch is as large as the global batch allows on two ranks, up to 16 pairs.
     """
@@ -118,7 +118,7 @@ def _of_text(recipe: Recipe) -> int:
 
 
 def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: Any) -> Recipe:
-    """Return `lora` on preference pairs by ORPO, which imitates the better answers too: from a base model on."""
+    """Return `lora` on preference pairs by ORPO, which also imitates the better answers and so needs no SFT before."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method="orpo")
 
 
@@ -128,7 +128,7 @@ def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any
 
 
 def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: Any) -> Recipe:
-    """Return `full` on prompts: the model's own answers, scored by functions, as many as `global_batch_size` says."""
+    """Return `full` on prompts: `global_batch_size` answers of the model per step, scored by functions."""
     own = {"method": "grpo", "packing": False, "reward": f"{REWARDS}:exact_match"}
     return _changed(full, changes, learning_rate=learning_rate, **own)
 
@@ -139,7 +139,7 @@ def pretrain(full: Recipe, **changes: Any) -> Recipe:
 
 
 def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
-    """Return `full` learning from the distributions of the teacher that `settings` name."""
+    """Return `full` learning from the output distributions of the teacher in `settings`."""
     return _changed(full, changes, method="distill", distill=settings)
 
 
@@ -150,7 +150,7 @@ class Inherited:
     about: str
     """When to choose it, in one line: `launch.py --list` prints it."""
     start: str
-    """The page's variant that it changes: `full` or `lora`."""
+    """The page's variant from which it is derived: `full` or `lora`."""
     change: Callable[[Recipe], Recipe]
 
 
@@ -186,17 +186,17 @@ INHERITED: dict[str, Inherited] = {
         _dpo_lora,
     ),
     "kto_lora": Inherited(
-        "Answers judged good or bad (KTO) with adapters: when there are labels and no pairs; after SFT.",
+        "Answers judged good or bad (KTO) with adapters: when answers have labels but no pairs; after SFT.",
         "lora",
         kto,
     ),
     "orpo_lora": Inherited(
-        "Preference pairs (ORPO) with adapters: imitates the better answers too, so it needs no SFT before it.",
+        "Preference pairs (ORPO) with adapters: also imitates the better answers, so it needs no SFT first.",
         "lora",
         orpo,
     ),
     "simpo_lora": Inherited(
-        "Preference pairs (SimPO) with adapters: as `dpo_lora`, but no reference model is computed; after SFT.",
+        "Preference pairs (SimPO) with adapters: like `dpo_lora`, but without a reference model; after SFT.",
         "lora",
         simpo,
     ),
@@ -206,22 +206,22 @@ INHERITED: dict[str, Inherited] = {
         _dpo_full,
     ),
     "reward": Inherited(
-        "A reward model from preference pairs, all weights: rates an answer by a number, to rank or filter.",
+        "A reward model from preference pairs, all weights: gives each answer a number, to rank or filter answers.",
         "full",
         reward,
     ),
     "classify": Inherited(
-        "A classifier from labelled texts, all weights: gives a text one of the classes that the data has.",
+        "A classifier from labelled texts, all weights: gives each text one of the classes in the data.",
         "full",
         classify,
     ),
     "embed": Inherited(
-        "Embeddings from pairs of texts that belong together, all weights: to search and to find duplicates.",
+        "Embeddings from pairs of texts that belong together, all weights: for search and to find duplicates.",
         "full",
         embed,
     ),
     "grpo": Inherited(
-        "Its own answers, scored by a function (GRPO), all weights: when a program can check an answer.",
+        "The model's own answers, scored by a function (GRPO), all weights: when a program can check an answer.",
         "full",
         grpo,
     ),
@@ -233,19 +233,19 @@ INHERITED: dict[str, Inherited] = {
 }
 """The variants that a page has without defining them, in the order in which `launch.py --list` shows them."""
 
-NO_IMAGES = "the model reads images, and this variant is not tested with them; take full or lora"
+NO_IMAGES = "the model reads images, and this variant is not tested with them; use full or lora"
 MOE_4_BITS = (
     "transformers keeps all experts of a layer, most of the weights, in one 3-D weight,\n"
-    "which bitsandbytes does not pack in 4 bits. Take lora with deepspeed=zero3_moe.json, which shards it over the GPUs"
+    "which bitsandbytes does not pack in 4 bits. Use lora with deepspeed=zero3_moe.json, which shards it over the GPUs"
 )
-MOE_DORA = "PEFT has no DoRA for a layer's experts, which transformers keeps in one 3-D weight; take lora"
-"""Why a vision-language model, or a mixture of experts, does not inherit a variant."""
+MOE_DORA = "PEFT has no DoRA for a layer's experts, which transformers keeps in one 3-D weight; use lora"
+"""Why a vision-language or MoE model does not inherit a variant."""
 
 _CLASSES = "transformers has no sequence classifier of this architecture"
 NO_HEADS = {"reward": _CLASSES, "classify": _CLASSES, "embed": "not tested with this architecture"}
-"""`WITHOUT` of a page whose architecture transformers does not classify with."""
+"""`WITHOUT` of a page for whose architecture transformers has no sequence classifier."""
 
-_BASE = "a base model without a chat template: of the methods that follow SFT only dpo_lora is offered"
+_BASE = "a base model without a chat template; dpo_lora is the only method after SFT that it offers"
 BASE_MODEL = dict.fromkeys(
     ("kto_lora", "orpo_lora", "simpo_lora", "dpo_full", "reward", "classify", "embed", "grpo"), _BASE
 )
@@ -253,12 +253,12 @@ BASE_MODEL = dict.fromkeys(
 
 
 def is_mixture(model: Model) -> bool:
-    """Return whether a model is a mixture of experts."""
+    """Return True if a model is an MoE model."""
     return any("experts" in key for key in model.config)
 
 
 def ruled_out(models: Mapping[str, Model]) -> dict[str, str]:
-    """Return the inherited variants that a page's models do not allow, each with the reason."""
+    """Return the inherited variants that a page's models do not support, each with the reason."""
     reasons: dict[str, str] = {}
     if any(map(is_mixture, models.values())):
         reasons |= {"qlora": MOE_4_BITS, "dora": MOE_DORA}
@@ -268,5 +268,5 @@ def ruled_out(models: Mapping[str, Model]) -> dict[str, str]:
 
 
 def _changed(recipe: Recipe, changes: dict[str, Any], **shared: Any) -> Recipe:
-    """Return a recipe with what its variant shares on every page, and with a page's own changes, which win."""
+    """Return a recipe with the changes that its variant has on every page, overridden by the page's own changes."""
     return replace(recipe, **shared | changes)

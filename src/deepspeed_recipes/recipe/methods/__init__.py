@@ -1,1 +1,1 @@
-"""What a method of training is, as far as planning, checking and launching know it; standard library only."""
+"""Training methods, as far as planning, checking and launching depend on them; standard library only."""

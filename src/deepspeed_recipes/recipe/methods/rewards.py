@@ -1,4 +1,4 @@
-"""The reward functions that a recipe names, `FILE.py:FUNCTION` with commas; checked without running the user's code."""
+"""Reads and checks a recipe's reward functions (`FILE.py:FUNCTION`, comma-separated) without running user code."""
 
 import ast
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ EXAMPLE = "reward=src/deepspeed_recipes/samples/rewards.py:exact_match"
 
 @dataclass(frozen=True)
 class Function:
-    """A function in a file of the user."""
+    """A function in one of the user's files."""
 
     path: str
     name: str
@@ -21,10 +21,10 @@ class Function:
 
 
 def functions(reward: str | None) -> list[Function]:
-    """Return what the recipe's `reward` names.
+    """Return the functions that the recipe's `reward` names.
 
     Raises:
-        UserError: nothing, or not of the form FILE.py:FUNCTION.
+        UserError: `reward` is empty or not of the form FILE.py:FUNCTION.
     """
     found = [text.strip() for text in (reward or "").split(",") if text.strip()]
     if not found:
@@ -36,7 +36,7 @@ def functions(reward: str | None) -> list[Function]:
             raise UserError(f"reward={text}: write FILE.py:FUNCTION, e.g. {EXAMPLE}.")
         named.append(Function(path, name))
     if len({function.name for function in named}) < len(named):
-        raise UserError(f"reward={reward}: two functions of the same name, which is what their numbers are logged by.")
+        raise UserError(f"reward={reward}: two functions have the same name, by which rewards are logged; rename one.")
     return named
 
 
@@ -44,7 +44,7 @@ def weights(reward: str | None, reward_weights: str | None) -> list[float]:
     """Return the weight of each function.
 
     Raises:
-        UserError: not one number for each.
+        UserError: there is not exactly one finite number per function.
     """
     named = functions(reward)
     if reward_weights is None:
@@ -56,16 +56,16 @@ def weights(reward: str | None, reward_weights: str | None) -> list[float]:
     if len(found) != len(named) or any(abs(weight) == float("inf") or weight != weight for weight in found):
         raise UserError(
             f"grpo.reward_weights={reward_weights}: reward names {len(named)} functions, so {len(named)} numbers are "
-            f"expected, with commas ({','.join(['1'] * len(named))})."
+            f"expected, separated by commas ({','.join(['1'] * len(named))})."
         )
     return found
 
 
 def check_files(reward: str | None) -> None:
-    """Look for each function in its file, without running it.
+    """Check that each function is defined in its file, without running the file.
 
     Raises:
-        UserError: the file is not there or not Python, or has no such function.
+        UserError: the file is missing or not Python, or does not define the function.
     """
     for function in functions(reward):
         key = f"reward={function}"
@@ -85,22 +85,22 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
     found = defined.get(function.name)
     if found is None:
         if not _may_be_assigned(function.name, tree):
-            has = f"it has {', '.join(defined)}" if defined else "it defines none"
+            has = f"it defines {', '.join(defined)}" if defined else "it defines no functions"
             raise UserError(f"{key}: no function of that name in the file; {has}.")
         return
     if isinstance(found, ast.AsyncFunctionDef):
-        raise UserError(f"{key}: an async function; write `def {function.name}(answer, example)`.")
+        raise UserError(f"{key}: must not be async; write `def {function.name}(answer, example)`.")
     least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
     most = len(found.args.posonlyargs + found.args.args)
     if least > 2 or (most < 2 and found.args.vararg is None):
         raise UserError(
-            f"{key}: is called with two arguments, so write `def {function.name}(answer, example)`: the text, and the "
-            "fields of its example."
+            f"{key}: must take two arguments, the answer's text and the fields of its example; write "
+            f"`def {function.name}(answer, example)`."
         )
 
 
 def _may_be_assigned(name: str, tree: ast.Module) -> bool:
-    """Return whether the file may define the name in another way: by an import or an assignment."""
+    """Return True if the file may define the name by an import or an assignment."""
     for node in ast.walk(tree):
         if isinstance(node, ast.alias) and ((node.asname or node.name) == name or node.name == "*"):
             return True

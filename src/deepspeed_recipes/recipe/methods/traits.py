@@ -1,6 +1,6 @@
-"""What is particular to each method, for everything that must know: data, limits, memory, metrics.
+"""The traits of each method, for every module that depends on the method: data, limits, memory, metrics.
 
-Nothing else asks for a method by its name; `training/methods/` has the module of the same name that trains.
+No other module compares a method's name; `training/methods/` has a module of the same name, which trains.
 """
 
 from collections.abc import Mapping
@@ -9,26 +9,26 @@ from typing import Literal
 
 Method = Literal["sft", "dpo", "pretrain", "reward", "kto", "orpo", "simpo", "classify", "embed", "distill", "grpo"]
 Examples = Literal["conversations", "texts", "pairs", "judged answers", "labelled texts", "matching texts", "prompts"]
-"""What a method reads: an example of `pairs` is a prompt with a chosen and a rejected answer; of `judged answers` a
-prompt with one answer, and whether it is good; of `labelled texts` a text or conversation and its class; of `matching
-texts` an anchor, a text that it should find, and perhaps one that it should not."""
+"""The kind of example that a method reads. `pairs`: a prompt with a chosen and a rejected answer; `judged answers`: a
+prompt with one answer and a label good or bad; `labelled texts`: a text or conversation and its class; `matching
+texts`: an anchor, a text that it should find, and optionally a text that it should not find."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What is particular to a method."""
+    """Everything that depends on the method."""
 
     title: str
-    """Its name in a sentence."""
+    """The method's name in a sentence."""
     examples: Examples
     packs: bool = False
     """`packing` applies: several documents can share a sequence. Otherwise TRL's trainer tokenizes the examples."""
     sequences: int = 1
-    """How many sequences of an example go through the model at once."""
+    """Number of sequences of an example that pass through the model at once."""
     reference: bool = False
-    """The loss compares with the model as it was before training: without adapters a second model is held."""
+    """The loss compares with the model before training; without adapters a second model is held."""
     precomputes: bool = False
-    """What the reference model says can be computed before training: `dpo.precompute`."""
+    """The reference model's log-likelihoods can be computed before training: `dpo.precompute`."""
     teacher: bool = False
     """The loss compares with another model, the recipe's `distill.teacher`; always in tiles."""
     scores: bool = False
@@ -36,34 +36,34 @@ class Traits:
     embeds: bool = False
     """The trained model has no head: hidden states become a vector for each sequence."""
     metric: str | None = None
-    """What the run is judged by; None: what `data.metric` says."""
+    """The metric that judges the run, or None if `data.metric` names it."""
     beside: str | None = None
-    """A share that the last line shows beside the metric."""
+    """A second metric, a share, that the last line shows after the metric."""
     unit: str = "nats"
-    """Of the margin between a pair's answers."""
+    """Unit of the margin between a pair's answers."""
     loss: str = "loss per token (nats)"
-    """What the curve of the loss shows."""
+    """Title of the loss curve."""
     least_micro_batch: int = 1
-    """Examples that a rank must have at once."""
+    """Smallest micro-batch that the method can compare answers in."""
     tiles: bool = False
     """Its loss is always computed in tiles, from TRL's log-probabilities of tokens."""
     whole_loss: str | None = None
-    """Why `tiled_loss` does not apply; None: it does."""
+    """Why `tiled_loss` does not apply, or None if it does."""
     rollouts: bool = False
     """The model writes the answers that it learns from, and functions score them."""
     own_loss: bool = False
-    """Its loss is computed here, without the load-balancing loss of a mixture's routers."""
+    """Its loss is computed here, without the load-balancing loss of an MoE model's routers."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """By the layout's field: why the method does not train with it."""
+    """Why the method does not train with a kind of parallelism, by the layout's field."""
 
     @property
     def headless(self) -> bool:
-        """Whether the trained model has no logits over the vocabulary."""
+        """True if the trained model has no logits over the vocabulary."""
         return self.scores or self.embeds
 
 
 def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
-    """Return why a method that needs log-likelihoods of whole answers does not train with each field of the layout."""
+    """Return, for each field of the layout, why a method that needs likelihoods of whole answers excludes it."""
     if models == 1:
         pipeline = f"{title} needs the likelihoods of two answers, and a pipeline returns one loss of all tokens"
         expert = f"expert parallelism is tested with the loss of all tokens, and not with {title}'s"
@@ -79,7 +79,7 @@ def _excluded(title: str, does: str, models: int = 2) -> dict[str, str]:
 
 
 def _own_head(model: str, output: str) -> dict[str, str]:
-    """Return why a model that scores whole sequences does not train with each field of the layout."""
+    """Return, for each field of the layout, why a model that scores whole sequences does not train with it."""
     return {
         "tensor": f"{model}'s head is not among the layers that are tested to be split correctly",
         "sequence": f"{output} is read at the last token, which only one of the ranks has",
@@ -89,7 +89,7 @@ def _own_head(model: str, output: str) -> dict[str, str]:
 
 
 def _without_reference(title: str) -> Traits:
-    """Return the traits of a method on pairs that compares nothing with the model as it was before training."""
+    """Return the traits of a method on pairs that needs no reference model."""
     return Traits(
         title,
         "pairs",

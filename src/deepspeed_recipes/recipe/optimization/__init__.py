@@ -1,1 +1,1 @@
-"""What updates the weights, and which of them: optimizers, adapters, and what each can be combined with."""
+"""Optimizers and adapters, and the settings with which each can be combined."""

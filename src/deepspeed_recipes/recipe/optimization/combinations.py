@@ -1,4 +1,4 @@
-"""What the optimizer, the adapters' start and the noise of a recipe can be combined with; for the rest, why not."""
+"""Refuses layouts and DeepSpeed files that a recipe's optimizer, adapters or noise cannot be combined with."""
 
 from collections.abc import Iterator
 
@@ -10,26 +10,26 @@ EXCLUDES = {
     "muon": {
         "tensor": "Muon orthogonalises whole matrices, and a tensor-parallel rank has parts of them",
         "pipeline": "DeepSpeed's Muon is tested with data parallelism, and not with its pipeline",
-        "expert": "AdamW would train a mixture's experts, which are stacks of matrices and most of its weights",
+        "expert": "AdamW would train the experts, which are stacks of matrices and hold most of the weights",
     },
     "adamw_8bit": dict.fromkeys(
         ("tensor", "pipeline", "expert"), "bitsandbytes' optimizer is tested with data and sequence parallelism only"
     ),
     "layer_decay": {
-        "pipeline": "a pipeline's layers have other names, from which layer_decay cannot tell their depth",
+        "pipeline": "a pipeline's layers have other names, from which layer_decay cannot read their depth",
         "expert": "DeepSpeed's AutoEP puts all experts into one parameter group, which has one learning rate",
     },
     "lora.plus_ratio": {"pipeline": "LoRA+ is tested with whole models, and not with a pipeline's stages"},
     "lora.init": dict.fromkeys(
         ("tensor", "pipeline"), "PiSSA decomposes whole matrices of the whole model, and each rank has a part of it"
     ),
-    "lora.fused": {"tensor": "a rank has parts of an adapter, whose products it sums over ranks one by one"},
+    "lora.fused": {"tensor": "a rank has a part of each adapter, whose products are summed over ranks one by one"},
     "neftune_alpha": {
         "sequence": "NEFTune's noise depends on the length of a document, and each rank has only a part of it",
         "pipeline": "NEFTune is tested with whole models, and not with a pipeline's stages",
     },
 }
-"""By what a recipe uses, by the layout's field: why it does not train with it."""
+"""Why a setting does not train with a kind of parallelism, by the setting and the layout's field."""
 
 
 def used(recipe: Recipe) -> Iterator[str]:
@@ -49,7 +49,7 @@ def used(recipe: Recipe) -> Iterator[str]:
 
 
 def excluded(recipe: Recipe, technique: str) -> Iterator[str]:
-    """Yield why what a recipe uses does not train with a field of the layout."""
+    """Yield the reasons why a recipe's settings do not train with a kind of parallelism."""
     for key in used(recipe):
         if why := EXCLUDES.get(key, {}).get(technique):
             yield why
@@ -96,7 +96,7 @@ def refused(recipe: Recipe, file: DeepSpeedFile) -> Iterator[tuple[str, str]]:
     if recipe.precision == "fp16":
         yield "Muon is tested in bf16 and fp32", "precision=bf16"
     if file.partition_size > 1 or zero.get("zero_quantized_gradients"):
-        yield "Muon needs whole gradients, without hpZ and quantised ones", "deepspeed=zero3.json"
+        yield "Muon needs whole gradients, so neither hpZ nor quantised gradients", "deepspeed=zero3.json"
     if file.stage == 3 and zero.get("reduce_scatter") is True:
         yield "Muon needs whole gradients, so not reduce_scatter: true", "the file without that key"
     if file.deepcompile:

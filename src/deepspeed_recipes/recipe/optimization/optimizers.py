@@ -1,12 +1,12 @@
-"""Which optimizers there are, and why others are not."""
+"""The available optimizers, and the reasons why others are not available."""
 
 from collections.abc import Mapping
 from typing import Literal
 
 Optimizer = Literal["adamw", "adamw_8bit", "muon"]
 
-_FLAT = "ZeRO updates flat pieces of all weights together, in which there are no {what}"
-_BY_LAYER = "it updates {what}, and ZeRO all weights at once"
+_FLAT = "ZeRO updates flat pieces of all weights together, which contain no {what}"
+_BY_LAYER = "it updates {what}, and ZeRO updates all weights at once"
 IMPOSSIBLE: Mapping[str, str] = {
     **dict.fromkeys(("galore", "apollo", "q_galore"), _FLAT.format(what="matrices whose gradients it could project")),
     **dict.fromkeys(("adafactor", "came"), _FLAT.format(what="rows and columns whose means it could keep")),
@@ -16,10 +16,10 @@ IMPOSSIBLE: Mapping[str, str] = {
     **dict.fromkeys(("lomo", "adalomo"), _BY_LAYER.format(what="each weight within the backward pass")),
     "lisa": _BY_LAYER.format(what="a few layers that it draws anew"),
 }
-"""Optimizers that people ask for, by their names -> why they cannot train sharded by DeepSpeed."""
+"""Names of other well-known optimizers -> why they cannot train weights that DeepSpeed shards."""
 
 
 def impossible(name: str) -> str | None:
-    """Return why an optimizer cannot train here, also under a name of TrainingArguments such as `galore_adamw_8bit`."""
+    """Return why an optimizer is not available, or None; also for TrainingArguments' names (`galore_adamw_8bit`)."""
     words = name.lower().replace("-", "_")
     return next((why for known, why in IMPOSSIBLE.items() if known in words), None)

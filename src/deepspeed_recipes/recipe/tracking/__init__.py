@@ -1,1 +1,1 @@
-"""The trackers that a run can report to, and what is particular to Weights & Biases."""
+"""The trackers to which a run can report, and the settings of Weights & Biases."""

@@ -1,4 +1,4 @@
-"""The trackers by name, what each needs, and the settings of Weights & Biases."""
+"""The names of the trackers, the check that they are installed, and the settings of Weights & Biases."""
 
 import difflib
 import importlib.util
@@ -9,7 +9,7 @@ from typing import Literal
 from ..errors import UserError, redact
 
 NAMES = ("wandb", "tensorboard", "mlflow", "trackio")
-"""Each tracker, its Python module and its package are called the same."""
+"""Names of the trackers; each is also the name of its Python module and package."""
 
 
 @dataclass(frozen=True)
@@ -19,27 +19,27 @@ class Wandb:
     mode: Literal["online", "offline", "disabled"] = "online"
     """`online` falls back to `offline` when the machine has no API key."""
     project: str = "deepspeed-recipes"
-    """The project that the run belongs to, in Trackio too; of MLflow the experiment."""
+    """Project of the run in W&B and Trackio; in MLflow, the experiment."""
     entity: str | None = None
-    """The user or team that owns the project; None: W&B's default for the key."""
+    """User or team that owns the project. None uses W&B's default for the API key."""
     group: str | None = None
-    """Runs of one group are shown together; a sweep sets it."""
+    """Group of the run; W&B shows the runs of a group together. A sweep sets this key."""
     job_type: str | None = None
-    """What a run is within its group, such as `train`."""
+    """Role of the run within its group, such as `train`."""
     tags: str | None = None
-    """Further tags, with commas, beside the family, the method and the DeepSpeed file."""
+    """More tags, separated by commas, in addition to the family, the method and the DeepSpeed file."""
     artifacts: bool = False
     """After the run, add its export and report.html to the W&B run as artifacts."""
     examples: bool = False
-    """Show held-out examples with their answers in every tracker, and examples of the data in the report among the
-    artifacts. Without it no text of the data leaves the run folder."""
+    """Show held-out examples with their answers in every tracker, and examples of the data in the report that is an
+    artifact. `false` keeps all text of the data in the run folder."""
 
 
 def check(chosen: Sequence[str]) -> None:
     """Refuse a tracker that does not exist, or that is named twice.
 
     Raises:
-        UserError: names the nearest.
+        UserError: names the nearest tracker.
     """
     for name in chosen:
         if name not in NAMES:
@@ -54,7 +54,7 @@ def check_installed(chosen: Sequence[str]) -> None:
     """Refuse a tracker whose library is not installed.
 
     Raises:
-        UserError: says how to install it.
+        UserError: names the command that installs it.
     """
     for name in chosen:
         if importlib.util.find_spec(name) is None:
