@@ -303,7 +303,7 @@ def test_the_cheapest_and_the_smallest_are_what_they_are_called():
 @pytest.mark.every
 def test_hardware_that_no_deadline_leaves_is_named(capsys):
     assert main.run("plan", ("llama3-1b", "--which-gpu", "--tokens", "1000T", "--deadline", "1h")) == 2
-    assert "nothing meets it with up to 16 nodes; of those with a price the nearest is" in capsys.readouterr().err
+    assert "no hardware meets it with up to 16 nodes; the fastest with a known price is" in capsys.readouterr().err
 
 
 @pytest.mark.every
@@ -443,7 +443,7 @@ MISTAKES = {
     ("llama3-8b", "--which-gpu", *EIGHT): "--which-gpu and --gpu: give one of them",
     ("llama3-8b", "--which-gpu", "--longest"): "--which-gpu and --longest: give one of them",
     ("llama3-8b", "--which-gpu", "--price", "3"): "--price 3: of which instance?",
-    ("llama3-8b", *EIGHT, "--longest", "sequence_length=99"): "--longest looks for the sequence length",
+    ("llama3-8b", *EIGHT, "--longest", "sequence_length=99"): "--longest searches for the sequence length",
     ("llama3-8b", *EIGHT, "--method", "dpo_lorra"): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
     ("llama3-8b", "dpo_lorra", *EIGHT): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
 }
@@ -491,7 +491,7 @@ def test_a_misspelled_option_is_answered_in_a_line(words, said, capsys):
 
 def test_an_empty_file_has_no_tokens(tmp_path):
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match=r"empty\.jsonl: holds no text to train on; give --tokens"):
+    with pytest.raises(UserError, match=r"empty\.jsonl: has no text to train on; give --tokens"):
         plan.main(["llama3-8b", *EIGHT, f"data.path={tmp_path}/empty.jsonl"])
 
 

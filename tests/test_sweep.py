@@ -52,9 +52,9 @@ MISTAKES = {
     "no list": (["max_steps=3"], "nothing to sweep over: list the values of a key"),
     "nothing": ([], "nothing to sweep over"),
     "unknown key": (["lerning_rate=1,2"], "Did you mean 'learning_rate'?"),
-    "one value": (["learning_rate=1e-4,"], "one value only; list at least two"),
+    "one value": (["learning_rate=1e-4,"], "has only one value; list at least two"),
     "one value twice": (["learning_rate=1e-4,0.0001"], "0.0001 is listed twice"),
-    "key twice": (["seed=1,2", "seed=3"], "seed is named twice"),
+    "key twice": (["seed=1,2", "seed=3"], "seed is given twice"),
     "type": (["lora.rank=8,many"], "lora.rank=many: must be a whole number"),
     "not an override": (["rank"], "'rank' is not an override"),
     "too many": (["seed=" + ",".join(map(str, range(65)))], "65 trials (65 of seed) are more than 64"),
@@ -62,7 +62,7 @@ MISTAKES = {
     "fewer than asked": (["seed=1,2", "--random", "5"], "there are only 2 different trials"),
     "range in a grid": (["learning_rate=1e-5..1e-3"], "a range needs --random N"),
     "range backwards": (["learning_rate=1e-3..1e-5", "--random", "3"], "from a lower number to a higher one"),
-    "seed of a grid": (["seed=1,2", "--seed", "3"], "--seed 3 needs --random N"),
+    "seed of a grid": (["seed=1,2", "--seed", "3"], "--seed 3: only with --random N"),
     "fixed value": (["seed=1,2", "dpo.beta=0"], "dpo.beta=0.0: must be above 0"),
 }
 

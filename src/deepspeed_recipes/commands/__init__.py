@@ -1,1 +1,1 @@
-"""The commands: what `ds-recipes launch` runs, and scripts/launch.py in a checkout; a module each, with a `main`."""
+"""The commands, run as `ds-recipes launch` or, in a checkout, scripts/launch.py: one module each, with a `main`."""

@@ -1,4 +1,4 @@
-"""`python -m deepspeed_recipes.commands COMMAND ...`: what `ds-recipes` is, without an installation."""
+"""`python -m deepspeed_recipes.commands COMMAND ...` is `ds-recipes COMMAND ...` without an installation."""
 
 import sys
 

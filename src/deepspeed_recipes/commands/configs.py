@@ -1,4 +1,4 @@
-"""Copy a DeepSpeed JSON that ships with the project, to read, to change, or to use in another project.
+"""Copy one of the project's DeepSpeed JSON files, to read, to change, or to use in another project.
 
     ds-recipes configs copy zero3                 writes ./zero3.json
     ds-recipes configs copy zero3_offload conf    writes conf/zero3_offload.json
@@ -19,13 +19,13 @@ from .main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Copy a file, say where it is, and return 0.
+    """Copy a file, print its path, and return 0.
 
     Raises:
         UserError: as `copy` raises it.
     """
     parser = Parser("configs", __doc__, epilog=f"configs: {', '.join(names())}")
-    parser.add_argument("action", choices=["copy"], help="what to do")
+    parser.add_argument("action", choices=["copy"], help="copy is the only action")
     parser.add_argument("name", metavar="NAME", help="one of the configs below, with or without .json")
     parser.add_argument(
         "folder", nargs="?", type=Path, default=Path(), metavar="DIR", help="default: the current folder"
@@ -54,6 +54,6 @@ def copy(name: str, folder: Path) -> Path:
         raise UserError(f"unknown config {name!r}; {hint}There are: {', '.join(names())}.")
     file = folder / f"{stem}.json"
     if file.exists():
-        raise UserError(f"{file}: exists already; name another folder, or remove it first.")
+        raise UserError(f"{file}: already exists; name another folder, or remove the file first.")
     files.write_bytes(file, (CONFIGS / file.name).read_bytes())
     return file

@@ -1,7 +1,7 @@
 """List the recipes, their sizes and their variants, with a line on when to choose each.
 
-    ds-recipes list              everything, to read
-    ds-recipes list llama3       one family: its sizes, its variants, and the hardware that each is predicted to need
+    ds-recipes list              every family as text
+    ds-recipes list llama3       one family: its sizes, its variants, and the predicted hardware for each
     ds-recipes list --json       every recipe as JSON: parameters, DeepSpeed file, layout
 
 `ds-recipes launch` takes a name from the list: `ds-recipes launch llama3-8b lora`; the size may be left out if there is
@@ -33,18 +33,18 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def listing(as_json: bool, only: str | None = None) -> str:
-    """Return every family with its sizes and variants, or the tables of one; as JSON, every recipe with its settings.
+    """Return every family with its sizes and variants, or one family's tables, or every recipe as JSON.
 
     Args:
-        as_json: rather than text.
-        only: the page to list, by its family or its file; None: all of the project's.
+        as_json: return JSON with every recipe's settings instead of text.
+        only: the page to list, by its family or its file, or None for all of the project's pages.
     """
     module = pages.known_page(pages.split(only)[0]) if only else None
     modules = [module] if module else list(map(pages.page, pages.families()))
     if as_json:
         return json.dumps([entry(recipe) for module in modules for recipe in pages.recipes(module)], indent=2)
     if module:
-        from . import family  # the planner takes longer to import than everything takes to list
+        from . import family  # importing the planner takes longer than listing everything
 
         return family.text(module)
     lines = []
@@ -55,7 +55,7 @@ def listing(as_json: bool, only: str | None = None) -> str:
 
 
 def entry(recipe: Recipe) -> dict[str, Any]:
-    """Return one recipe of the JSON list."""
+    """Return a recipe's entry in the JSON list."""
     return {
         "recipe": pages.typed(recipe),
         "family": recipe.family,

@@ -1,12 +1,12 @@
-"""Publish an exported model on the Hugging Face Hub, after showing what goes out.
+"""Publish an exported model on the Hugging Face Hub, after printing the list of files to upload.
 
     ds-recipes publish my-model OWNER/NAME --dry-run
     ds-recipes publish my-model OWNER/NAME --private
     ds-recipes publish runs/tiny-3m-full/20261121-101500/export OWNER/NAME
 
-Weights, tokenizer, configuration, model card and training/ go out, in one commit. A folder with anything else in it, a
-file with a credential or a path of this machine, and a repository that has other files are refused. It needs a token:
-`hf auth login`, or HF_TOKEN.
+Weights, tokenizer, configuration, model card and training/ are uploaded in one commit. A folder with any other file, a
+file with a credential or a path on this machine, and a repository that has other files are refused. The command needs a
+token: `hf auth login`, or HF_TOKEN.
 """
 
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show what goes out, push it, and return 0.
+    """Print the files, upload them, and return 0.
 
     Raises:
-        UserError: not a model folder, something in it that must not go out, or the Hub refuses.
+        UserError: not a model folder, a file that must not be published, or the Hub refuses.
     """
     parser = Parser("publish", __doc__)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run's export/, or what ds-recipes export wrote")
-    parser.add_argument("name", metavar="OWNER/NAME", help="the model's name on the Hub; it is made if it is new")
-    parser.add_argument("--private", action="store_true", help="only you, or your organisation, can see it")
-    parser.add_argument("--dry-run", action="store_true", help="show what would go out, and send nothing")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run's export/, or ds-recipes export output")
+    parser.add_argument("name", metavar="OWNER/NAME", help="the model's name on the Hub; created if it is new")
+    parser.add_argument("--private", action="store_true", help="only you, or your organisation, can access it")
+    parser.add_argument("--dry-run", action="store_true", help="print the files, and upload nothing")
     options = parser.parse_args(arguments)
     from ..export import contents, push
 
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files = contents.files(folder)
     print(push.show(folder, options.name, files, options.private), flush=True)
     if not any(file.name == contents.CARD for file in files):
-        print("without a model card: ds-recipes export writes a README.md for what a run has trained")
+        print("there is no model card: ds-recipes export writes a README.md for a run's model")
     if options.dry_run:
-        print("nothing was sent (--dry-run)")
+        print("nothing was uploaded (--dry-run)")
         return 0
     target = push.look(options.name, files, options.private)
     print(push.push(target, files, options.private))

@@ -1,12 +1,12 @@
-"""Show what a run came to, or compare several: verdict, curves, memory, answers, data, recipe, versions.
+"""Show a run's results, or compare several runs: verdict, curves, memory, answers, data, recipe, versions.
 
     ds-recipes report runs/tiny-3m-full/20261121-101500
     ds-recipes report runs/tiny-3m-full/20261121-101500 runs/tiny-3m-full/20261121-103000 --output compared.html
     ds-recipes report --index
 
-Every run writes its report.html when it ends. This prints the same as text, also of a run that is still training or
-that has failed; --output writes it as one HTML file that needs no network. Of several runs it shows their results, the
-differences of their recipes, and their curves over steps and over tokens.
+Every run writes its report.html when it ends. This command prints the same report as text, also for a run that is still
+training or has failed; --output writes it as one HTML file that needs no network. For several runs it shows their
+results, the differences between their recipes, and their curves over steps and over tokens.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,14 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, write it where that is asked for, and return 0.
+    """Print the report, write it to --output if given, and return 0.
 
     Raises:
-        UserError: not a run folder, nothing was logged, or runs that cannot be compared.
+        UserError: not a run folder, a run without logged steps, or runs that cannot be compared.
     """
     parser = Parser("report", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; several are compared")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the report as an HTML file, too")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report as an HTML file")
     parser.add_argument("--index", action="store_true", help="write runs/index.html, the list of all runs")
     options = parser.parse_args(arguments)
     if options.output is not None:
@@ -60,4 +60,4 @@ def for_runs(paths: Sequence[Path], output: Path | None) -> None:
             html.write(output, document)
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror}; choose another.") from error
-        print(f"\nas a page: {output}")
+        print(f"\nHTML report: {output}")

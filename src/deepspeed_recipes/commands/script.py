@@ -1,4 +1,4 @@
-"""A page run as a script: `python recipes/llama3.py 8b lora ...` is `launch llama3-8b lora ...`."""
+"""Runs a page as a script: `python recipes/llama3.py 8b lora ...` is `launch llama3-8b lora ...`."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -11,7 +11,7 @@ from . import launch
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the launcher on the page that `words` begins with, and return its exit status.
+    """Run the launcher on the page named by the first of `words`, and return its exit status.
 
     Raises:
         UserError: there is no such size.
@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def overview(module: ModuleType, name: str) -> str:
-    """Return the sizes and variants of a page, as its --help shows them."""
+    """Return the sizes and variants of a page, for its --help."""
     sizes = [f"  {size:<12} {pages.human(model.parameters)}, {model.path}" for size, model in module.SIZES.items()]
     variants = [f"  {variant:<12} {pages.about(pages.variant(module, variant))}" for variant in pages.variants(module)]
     usage = f"usage: python {name} {'SIZE ' if len(sizes) > 1 else ''}VARIANT [key=value ...] [--gpus N] [--draft] ..."

@@ -1,13 +1,13 @@
 """Add a model family: a page is one Python file with the family's sizes and its variants.
 
     ds-recipes page new myfamily            write ./myfamily.py, a working page to fill in
-    ds-recipes page check ./myfamily.py     find what is left to fill in, and what the page states wrongly
+    ds-recipes page check ./myfamily.py     list the TODOs that are left and the errors on the page
     ds-recipes page compare llama3-8b       compare the dimensions on a page with the model's config.json on the Hub
-    ds-recipes page template llama3-8b      say how the assistant's tokens are found in the model's chat template
+    ds-recipes page template llama3-8b      print how the assistant's tokens are found in the model's chat template
 
-What `new` writes trains at once, shrunken and without a download: `ds-recipes launch ./myfamily.py full --draft`. The
-others need the training stack, and `compare` and `template` a network. `check` and `compare` without a name take every
-page.
+The page that `new` writes can be trained immediately, shrunken and without a download: `ds-recipes launch ./myfamily.py
+full --draft`. The other actions need the training stack, and `compare` and `template` also need a network. `check` and
+`compare` without a name process every page.
 """
 
 import re
@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
         UserError: there is no such page, or it cannot be written, read or compared.
     """
     parser = Parser("page", __doc__)
-    parser.add_argument("action", choices=["new", "check", "compare", "template"], help="what to do")
+    parser.add_argument("action", choices=["new", "check", "compare", "template"], help="one of the actions above")
     parser.add_argument("names", nargs="*", metavar="FAMILY[-SIZE]", help="the family, or one of its sizes")
     options = parser.parse_args(words)
     if options.action in ("new", "template") and len(options.names) != 1:
@@ -35,10 +35,10 @@ def main(words: Sequence[str] | None = None) -> int:
     names = options.names or pages.families()
     if options.action == "new":
         written = new(names[0], Path())
-        print(f"written: {written}; try it: {command('launch')} ./{written} full --draft")
+        print(f"written: {written}; to try it: {command('launch')} ./{written} full --draft")
         return 0
     require("transformers")
-    # Each imports seconds' worth of packages, which `new` does without.
+    # These imports take seconds, and `new` does not need them.
     if options.action == "check":
         from . import docstring
 
@@ -57,15 +57,15 @@ def new(family: str, folder: Path) -> Path:
     """Write the page of a new family from the template, and return it.
 
     Raises:
-        UserError: an invalid name, the name of a page that ships, or a file that exists.
+        UserError: an invalid name, the name of one of the project's pages, or a file that exists.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", family):
         raise UserError(f"invalid family name {family!r}: write lower-case letters, digits and underscores, no dash.")
     if family in pages.families():
-        raise UserError(f"{family}: this family has a page already; choose another name.")
+        raise UserError(f"{family}: this family already has a page; choose another name.")
     file = folder / f"{family}.py"
     if file.exists():
-        raise UserError(f"{file}: exists already.")
+        raise UserError(f"{file}: already exists; choose another name.")
     text = (PAGES / f"{pages.TEMPLATE}.py").read_text(encoding="utf-8")
     text = re.sub(rf"python scripts/launch\.py {pages.TEMPLATE}(-\w+)?", f"{command('launch')} ./{family}.py", text)
     text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)

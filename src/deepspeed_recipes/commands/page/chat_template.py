@@ -1,4 +1,4 @@
-"""`ds-recipes page template`: whether a chat template tells which tokens are the assistant's."""
+"""`ds-recipes page template`: reports how a chat template marks the assistant's tokens."""
 
 from ...recipe import pages
 from ...training.data import chat_templates

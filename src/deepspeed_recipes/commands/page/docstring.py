@@ -1,4 +1,4 @@
-"""Check a page: placeholders, first lines, the number of parameters against the dimensions, and the commands."""
+"""Checks a page: placeholders, first lines, the number of parameters against the dimensions, and the commands."""
 
 import inspect
 import re
@@ -12,11 +12,11 @@ from ...recipe import overrides, pages
 from ...recipe.errors import UserError
 
 LAUNCH = re.compile(r"^ *(?:python scripts/launch\.py|[\w-]+ launch) (.+)$", re.MULTILINE)
-"""A command of a docstring: of a checkout, or of an installed package."""
+"""A command in a docstring, as typed in a checkout or with an installed package."""
 PLACEHOLDER = "TODO"
-"""What the template has wherever the author has to write something."""
+"""Marks the places of the template that the author has to fill in."""
 TOLERANCE = 0.01
-"""Tolerance between the published number of parameters and that which the dimensions give."""
+"""Relative tolerance between the published number of parameters and the number from the dimensions."""
 
 
 def check_all(names: Sequence[str]) -> bool:
@@ -46,12 +46,12 @@ def _placeholders(module: ModuleType) -> Iterator[str]:
 def _first_lines(module: ModuleType) -> Iterator[str]:
     name = Path(str(module.__file__)).stem
     if not (module.__doc__ or "").startswith(f"{name}: "):
-        yield f"the docstring has to begin with the page's name, `{name}: `, and say what the family is"
+        yield f"the docstring has to begin with the page's name, `{name}: `, and describe the family"
     things = {pages.family_of(module): module} | {one: pages.variant(module, one) for one in pages.variants(module)}
     for one, thing in things.items():
         line = pages.about(thing)
         if len(line) <= 20 or not line.endswith((".", ".)")):
-            yield f"{one}: the first line of the docstring, which --list shows, is not a sentence: {line!r}"
+            yield f"{one}: the first line of the docstring, which --list prints, is not a sentence: {line!r}"
 
 
 def _parameters(module: ModuleType) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _commands(module: ModuleType) -> Iterator[str]:
     doc = module.__doc__ or ""
     commands = [shlex.split(line, comments=True) for line in LAUNCH.findall(doc)]
     if len(commands) < 2 or not any("=" in word for word in commands[1]):
-        yield "the docstring needs a command that runs the page, and one that changes a setting with key=value"
+        yield "the docstring needs a command that runs the page, and a command that sets a key with key=value"
     for recipe, variant, *changes in commands:
         page, size = pages.split(recipe)
         size = size or next(iter(module.SIZES))

@@ -13,7 +13,7 @@ from ...recipe.recipe import Model
 
 
 def compare_all(names: Sequence[str]) -> bool:
-    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return whether any of them differs from the Hub.
+    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return True if a page differs from the Hub.
 
     Raises:
         UserError: there is no such page, or a model cannot be reached.
@@ -36,7 +36,7 @@ def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
 
 
 def compare(model: Model) -> list[str]:
-    """Return each way in which a page's model differs from what the Hub (or a folder) holds.
+    """Return the differences between a page's model and the model on the Hub (or in a folder).
 
     Raises:
         UserError: the model cannot be reached.
@@ -50,7 +50,7 @@ def compare(model: Model) -> list[str]:
     found = differences(model.config, config)
     count = parameters(model.path)
     if count is not None and abs(count / model.parameters - 1) > 0.01:
-        found.append(f"parameters: the page says {model.parameters:,}, the Hub {count:,}")
+        found.append(f"parameters: the page has {model.parameters:,}, the Hub {count:,}")
     return found
 
 
@@ -58,11 +58,11 @@ def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str
     """Return the dimensions on a page that differ from a configuration."""
     ours = AutoConfig.for_model(**stated)
     names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
-    return [f"{name}: the page says {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
+    return [f"{name}: the page has {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
 
 
 def parameters(path: str) -> int | None:
-    """Return how many parameters the Hub counts in the safetensors files; None if it does not say."""
+    """Return the Hub's parameter count of the safetensors files, or None if it is unavailable."""
     try:
         return sum(get_safetensors_metadata(path).parameter_count.values())
     except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):

@@ -10,23 +10,23 @@
     ds-recipes plan llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
     ds-recipes plan qwen3-8b --method qlora --gpu 4090 --longest
 
-A plan is a file in configs/, a layout, a micro-batch size and whether to checkpoint. Plans that cannot run are left
-out, those that are likely to need more memory than there is do not fit, and those of whose kind published runs needed
-up to more than there is are tight: they may run out of memory, and are not recommended. Plans are ranked by predicted
-tokens per second and GPU; a simpler plan is preferred if it reaches 95 % of a more complex one's speed, and 90 % where
-that one splits the model. `micro-batch` is the sequences of a forward pass x passes per optimizer step. Planning needs
-neither a GPU nor the weights, and for a recipe not even a network.
+A plan is a file in configs/, a layout, a micro-batch size, and gradient checkpointing on or off. Plans that cannot run
+are left out. A plan does not fit if it is likely to need more memory than the GPUs have. A plan is tight if some
+published runs of its kind needed more memory than the GPUs have: it may run out of memory and is not recommended. Plans
+are ranked by predicted tokens per second and GPU. A simpler plan is preferred if it reaches 95 % of the speed of a more
+complex plan, or 90 % if the complex plan splits the model. `micro-batch` is the sequences of a forward pass x passes
+per optimizer step. Planning needs neither a GPU nor the weights, and for a recipe no network either.
 
---tokens, or data.path and epochs, gives every plan's hours, and dollars where the price is known: list prices of a date
-for the clouds' instances, or --price. --deadline finds how many such GPUs end in time, --which-gpu the cheapest and the
-smallest hardware, --longest the longest sequence. A method is any variant of the recipe, as `ds-recipes launch --list
+--tokens, or data.path and epochs, adds every plan's hours, and dollars if the price is known: a dated list price for
+cloud instances, or --price. --deadline finds the number of GPUs that finish in time, --which-gpu the cheapest and the
+smallest hardware, and --longest the longest sequence. A method is any variant of the recipe; `ds-recipes launch --list
 FAMILY` lists them.
 
-key=value changes the recipe as in ds-recipes launch. The planner keeps what you set there (deepspeed=zero3.json,
-layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
+key=value changes the recipe as in ds-recipes launch. The planner keeps every setting that you give
+(deepspeed=zero3.json, layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
 
-Exit status: 0; 1 if nothing fits for sure (the table shows what comes nearest); 2 for a mistake on the command line,
-or a deadline that nothing meets.
+Exit status: 0; 1 if no plan certainly fits (the table shows the nearest plans); 2 for a mistake on the command line, or
+a deadline that no plan meets.
 """
 
 import argparse
@@ -48,11 +48,11 @@ from . import files, which_gpu, workload
 from .options import parser, recipe_of, request_of, with_method
 
 WIDTH = 160
-"""Characters of the widest table, with hours and dollars."""
+"""Width of the widest table in characters, with hours and dollars."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the plans, and return the exit status: 1 where nothing fits.
+    """Print the plans, and return the exit status: 1 if no plan fits.
 
     Raises:
         UserError: a mistake on the command line, or a file that cannot be read or written.
@@ -92,7 +92,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _remarks(
     arguments: argparse.Namespace, request: PlanRequest, result: SearchResult, work: Workload | None
 ) -> Iterator[str]:
-    """Yield what is to be said of the best plan: what was looked for, and what other methods reach."""
+    """Yield remarks on the best plan: the length or deadline that was searched for, and what other methods reach."""
     if result.best is None:
         return
     if arguments.longest:
@@ -110,19 +110,19 @@ def _remarks(
 def answer(
     arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
 ) -> tuple[PlanRequest, SearchResult]:
-    """Return the plans for what is asked, and the request that they answer: of more GPUs, or of longer sequences.
+    """Return the plans and their request, which may have more GPUs (--deadline) or longer sequences (--longest).
 
     Raises:
-        UserError: a deadline without tokens, or one that nothing meets.
+        UserError: a deadline without tokens, or a deadline that no plan meets.
     """
     if arguments.deadline:
         hours = workload.deadline(arguments.deadline)
         if work is None or arguments.longest:
-            raise UserError("--deadline: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
+            raise UserError("--deadline needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
         return deadline.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
     return longest.longest(request) if arguments.longest else (request, strategies.search(request))
 
 
 def console() -> Console:
-    """Return the console for the table: as wide as the terminal, or wide enough for it where there is none."""
+    """Return the console for the table: as wide as the terminal, or as the widest table without a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -1,4 +1,4 @@
-"""What `ds-recipes plan` writes: the best plan's DeepSpeed JSON, the script that starts it, and the figure."""
+"""Writes the files of `ds-recipes plan`: the best plan's DeepSpeed JSON, its launch script, and the figure."""
 
 import contextlib
 import copy
@@ -25,7 +25,7 @@ PLANS_DRAWN = 8
 
 @contextlib.contextmanager
 def system_errors_of(flag: str, path: Path) -> Iterator[None]:
-    """Turn a system error, such as a folder that cannot be written, into one that names the option.
+    """Turn a system error, such as a folder that cannot be written, into a message that names the option.
 
     Raises:
         UserError: names the flag, the path and the reason.
@@ -38,7 +38,7 @@ def system_errors_of(flag: str, path: Path) -> Iterator[None]:
 
 
 def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
-    """Write the resolved DeepSpeed JSON, to use anywhere, and `launch.sh`, which starts the plan here."""
+    """Write the resolved DeepSpeed JSON, for use in any project, and `launch.sh`, which starts the plan."""
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     resolved = folder / "deepspeed.json"
@@ -50,7 +50,7 @@ def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
 
 
 def for_engine(request: PlanRequest, plan: Plan) -> dict:
-    """Return the plan's configuration as the engine gets it."""
+    """Return the plan's configuration as the engine receives it."""
     recipe, setup = plan.recipe, plan.setup
     numbers = Numbers(
         micro_batch_size=setup.micro_batch_size,
@@ -75,7 +75,7 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
         ("tensor_parallel", "autotp_size", setup.layout.tensor),
         ("expert_parallel", "autoep_size", setup.layout.expert),
     ):
-        # In a pipeline the stages are split before DeepSpeed gets them.
+        # In a pipeline the stages are split before DeepSpeed receives them.
         if size > 1 and setup.layout.pipeline == 1:
             config[block] = config.get(block, {}) | {key: size}
     ours = Path(recipe.deepspeed).name == recipe.deepspeed  # a name in configs/, not a path
@@ -83,10 +83,10 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
 
 
 def _with_buckets_of_a_layer(config: dict, layer: int) -> dict:
-    """Return a configuration whose gradients are reduced by the layer, or in the smaller buckets that it has.
+    """Return a configuration that reduces gradients layer by layer, or in the file's buckets if these are smaller.
 
-    They are reduced while the layer before is computed; in small models the shipped bucket would hold several layers',
-    and the last bucket is reduced when there is nothing left to compute.
+    The gradients of a layer are reduced while the previous layer is computed. In small models a bucket of the shipped
+    size would hold several layers, and nothing would be left to compute while the last bucket is reduced.
     """
     file = parse(config)
     shipped = file.zero.get("reduce_bucket_size")
@@ -94,7 +94,7 @@ def _with_buckets_of_a_layer(config: dict, layer: int) -> dict:
 
 
 def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
-    """Return a shell script that starts the launcher, on several nodes with a hostfile; it takes further key=value."""
+    """Return a shell script that starts the launcher, with a hostfile on several nodes; it accepts more key=value."""
     shipped = CONFIGS / plan.recipe.deepspeed
     recipe = plan.recipe
     if plan.file.content != json.loads(shipped.read_text(encoding="utf-8")):
@@ -110,7 +110,7 @@ def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
         ]
         lines += ['hosts=$(realpath "${1:?hostfile: a line HOST slots=N per node}") || exit', "shift"]
         start = start.replace(f"--hostfile {table.HOSTS}", '--hostfile "$hosts"')
-    checkout = os.environ.get(TYPED)  # where `python scripts/launch.py` is typed
+    checkout = os.environ.get(TYPED)  # the folder in which `python scripts/launch.py` works
     where = [f"cd {shlex.quote(checkout)} || exit"] if checkout else []
     return "\n".join([*lines, *where, f'{start} "$@"', ""])
 

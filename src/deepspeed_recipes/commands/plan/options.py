@@ -1,4 +1,4 @@
-"""The command line of `ds-recipes plan`, and the request that it makes."""
+"""The command line of `ds-recipes plan`, and its conversion to a request."""
 
 import argparse
 import math
@@ -16,11 +16,11 @@ from ...recipe.recipe import Layout, Recipe
 from ..main import Parser
 
 NODE = 16
-"""The most GPUs of one node."""
+"""Largest number of GPUs in a node."""
 
 
 def parser(about: str | None) -> argparse.ArgumentParser:
-    """Return the command line; `about` is the help's text."""
+    """Return the command line's parser; `about` is the text of its help."""
     result = Parser("plan", about)
     result.add_argument(
         "model", help="RECIPE[-SIZE] (also a page's path), a Hub id, or the path to a config.json or its folder"
@@ -33,29 +33,37 @@ def parser(about: str | None) -> argparse.ArgumentParser:
         help="full (default), lora, qlora or another variant, and changes of the recipe, as in ds-recipes launch",
     )
     result.add_argument("--method", metavar="VARIANT", help="another way to name the variant")
-    result.add_argument("--gpus", type=int, metavar="N", help="GPUs of one node")
+    result.add_argument("--gpus", type=int, metavar="N", help="GPUs per node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
     result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
-    result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="instead of --gpu, for any other GPU")
-    result.add_argument("--host-memory", type=_gib, metavar="GIB", help="of one node (default: unknown, not checked)")
-    result.add_argument("--nvme", type=_gib, metavar="GIB", help="of one node's local drives (default: none)")
+    result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="memory of one GPU, instead of --gpu")
     result.add_argument(
-        "--network", type=float, metavar="GBITS", help="between nodes (default: what is usual for the GPU)"
+        "--host-memory", type=_gib, metavar="GIB", help="host memory of one node (default: unknown, not checked)"
+    )
+    result.add_argument("--nvme", type=_gib, metavar="GIB", help="local drives of one node (default: none)")
+    result.add_argument(
+        "--network", type=float, metavar="GBITS", help="Gbit/s between nodes (default: the usual rate for the GPU)"
     )
     result.add_argument(
         "--sequence-length", type=_length, metavar="S", help="in tokens, 4096 or 4k (default: the recipe's)"
     )
-    result.add_argument("--tokens", metavar="N", help="to train, such as 500M: each plan's hours (or give data.path)")
     result.add_argument(
-        "--price", action="append", default=[], metavar="DOLLARS", help="per hour of a node; also INSTANCE=DOLLARS"
+        "--tokens", metavar="N", help="tokens to train, such as 500M, for each plan's hours (or give data.path)"
     )
     result.add_argument(
-        "--spot", metavar="12h", help="a node is interrupted after so long, on average: hours with restarts"
+        "--price",
+        action="append",
+        default=[],
+        metavar="DOLLARS",
+        help="price of a node per hour; also INSTANCE=DOLLARS",
     )
-    result.add_argument("--deadline", metavar="8h", help="how many GPUs train the tokens in so long")
-    result.add_argument("--which-gpu", action="store_true", help="the smallest hardware, and the cheapest to rent")
-    result.add_argument("--longest", action="store_true", help="the longest sequence that fits")
-    result.add_argument("--json", action="store_true", help="print the answer as JSON")
+    result.add_argument(
+        "--spot", metavar="12h", help="average time until a spot node is interrupted; hours then include restarts"
+    )
+    result.add_argument("--deadline", metavar="8h", help="find the number of GPUs that train the tokens in this time")
+    result.add_argument("--which-gpu", action="store_true", help="find the smallest and the cheapest hardware")
+    result.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
+    result.add_argument("--json", action="store_true", help="print the plans as JSON")
     result.add_argument(
         "--explain", action="store_true", help="give reasons for every plan, and show plans that do not fit"
     )
@@ -65,19 +73,19 @@ def parser(about: str | None) -> argparse.ArgumentParser:
 
 
 def _gib(text: str) -> float:
-    """Return GiB: `64`, `64G`, `64GB` or `64 GiB`, which people mean alike."""
+    """Return GiB from `64`, `64G`, `64GB` or `64 GiB`, which people use with the same meaning."""
     number = re.fullmatch(r"([-+]?[0-9.]+(?:e[0-9]+)?)\s*(?:g|gb|gib)?", text.strip().lower())
     try:
         size = float(number[1] if number else text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text} is not a size in GiB, such as 64") from None
-    if 2**32 <= size < math.inf:  # what is not a number, or infinite, is refused with what is below 0
-        raise argparse.ArgumentTypeError(f"{text[:40]} is more memory than there is; write GiB, such as 64")
+    if 2**32 <= size < math.inf:  # nan and infinity are refused later, together with negative sizes
+        raise argparse.ArgumentTypeError(f"{text[:40]} is more memory than any machine has; write GiB, such as 64")
     return size
 
 
 def _length(text: str) -> int:
-    """Return tokens: `4096` or `4k`, of 1,024 each."""
+    """Return tokens from `4096` or `4k`; k is 1,024."""
     number = re.fullmatch(r"([-+]?[0-9]+)\s*(k?)", text.strip().lower().replace("_", ""))
     if number is None:
         raise argparse.ArgumentTypeError(f"{text} is not a number of tokens, such as 4096 or 4k")
@@ -85,7 +93,7 @@ def _length(text: str) -> int:
 
 
 def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Return the command line with the variant as its `method`, whether or not it was the second word.
+    """Return the command line with the variant as its `method`, given as the second word or with --method.
 
     Raises:
         UserError: two variants are named.
@@ -99,19 +107,19 @@ def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
-    """Return the request that the command line makes.
+    """Return the request from the command line.
 
     Raises:
         UserError: names a flag, its value and what to write instead.
     """
     if arguments.gpus is not None and arguments.gpus > NODE:
         raise UserError(
-            f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} in all write "
-            f"for instance --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
+            f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} GPUs in total "
+            f"write, for instance, --gpus 8 --nodes {max(2, arguments.gpus // 8)}."
         )
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
-    if not arguments.deadline:  # which looks for as many GPUs as a layout needs
+    if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
         try:
             check_layout(recipe, hardware, keys)
         except UserError as error:
@@ -124,7 +132,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     """Return the machines that the command line names.
 
     Raises:
-        UserError: they contradict each other, or name nothing known.
+        UserError: the options contradict each other, or name unknown hardware.
     """
     hardware = cluster(
         arguments.gpu,
@@ -142,7 +150,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
-    """Return the recipe with the user's settings, and the keys that the planner keeps: theirs and the variant's own.
+    """Return the recipe with the user's settings, and the keys that the planner keeps: the user's and the variant's.
 
     Raises:
         UserError: names the setting and what to write instead.
@@ -155,19 +163,20 @@ def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
             raise UserError(f"--sequence-length {arguments.sequence_length} and sequence_length=...: give one of them.")
         changes.append(f"sequence_length={arguments.sequence_length}")
     if arguments.longest and any(change.startswith("sequence_length=") for change in changes):
-        raise UserError("--longest looks for the sequence length; leave yours out.")
+        raise UserError("--longest searches for the sequence length; leave your sequence length out.")
     if "model.path" in keys:
-        raise UserError("model.path=...: the model is the first word, a Hub id or the path to its config.json.")
+        raise UserError("model.path=...: give the model as the first word, a Hub id or the path to its config.json.")
     recipe = overrides.apply(page, changes)
     if (method := model_recipe.method_of(recipe)) != model_recipe.method_of(page):
         raise UserError(
-            f"--method {arguments.method}: your key=value settings make it {method}; write --method {method}."
+            f"--method {arguments.method}: your key=value settings change the method to {method}; write --method "
+            f"{method}."
         )
     return recipe, frozenset(keys) | model_recipe.pinned(page)
 
 
 def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> None:
-    """Refuse layout sizes that are impossible, whatever the planner would choose for the others.
+    """Refuse layout sizes that are impossible whatever the planner chooses for the others.
 
     Raises:
         UserError: names the size, why it is impossible, and the nearest possible one.
@@ -175,6 +184,6 @@ def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> No
     given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
     file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
     micro = recipe.traits.least_micro_batch
-    batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # of whole groups of answers, too
+    batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # also a multiple of GRPO's groups of answers
     alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
     limits.check(alone, hardware.gpus, file)

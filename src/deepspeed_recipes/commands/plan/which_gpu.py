@@ -1,4 +1,4 @@
-"""`ds-recipes plan --which-gpu`: no GPU is named, and the answer is which to take."""
+"""`ds-recipes plan --which-gpu`: finds the smallest and the cheapest hardware for a recipe."""
 
 import argparse
 import json
@@ -18,25 +18,25 @@ from . import workload
 from .options import recipe_of
 
 USUAL = 1e9
-"""Tokens to compare hardware by, where the user has not said how many."""
+"""Number of tokens with which hardware is compared, if the user gives none."""
 OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "figure")
-"""Those that --which-gpu answers itself, or that need one hardware."""
+"""Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
 
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
-    """Print which hardware is the smallest and which the cheapest, and return the exit status.
+    """Print the smallest and the cheapest hardware, and return the exit status.
 
     Raises:
-        UserError: an option contradicts the question, or no hardware fits, or none in time.
+        UserError: an option contradicts --which-gpu, or no hardware fits or meets the deadline.
     """
     given = next((name for name in OPTIONS if getattr(arguments, name) is not None), "")
     if given or arguments.nodes != 1 or arguments.longest:
         option = given.replace("_", "-") or ("longest" if arguments.longest else "nodes")
-        raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all hardware as it is.")
+        raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
     work = workload.workload(arguments, recipe, keys) or Workload(USUAL, workload.prices(arguments.price))
     if work.prices.any_node is not None:
-        raise UserError(f"--price {work.prices.any_node:g}: of which instance? --price p5.48xlarge=55, for instance.")
+        raise UserError(f"--price {work.prices.any_node:g}: name the instance, for example --price p5.48xlarge=55.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None
     request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
     priced = which_gpu.by_price(request, work, hours)
@@ -52,11 +52,11 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         return 0
     console.print(f"{table.asked(on_first)}, {work.tokens:,.0f} tokens")
     console.print(hardware.table(shown, least, work))
-    console.print("\nSmallest: the fewest GPUs, of those the ones with the least memory.")
+    console.print("\nSmallest: the fewest GPUs, and among equal numbers the least memory.")
     for note in table.cost_notes(first.plan, work):
         console.print(f"\n{note}")
     if arguments.tokens is None and not work.about:
-        console.print("\nA billion tokens are assumed: give --tokens, or data.path and epochs.")
+        console.print("\nThis assumes a billion tokens; to change that, give --tokens, or data.path and epochs.")
     console.print(f"\n{_more(arguments, first)}", soft_wrap=True)
     return 0
 
@@ -73,13 +73,13 @@ def _more(arguments: argparse.Namespace, first: Choice) -> str:
 def _nothing(
     arguments: argparse.Namespace, request: strategies.PlanRequest, work: Workload, hours: float | None
 ) -> str:
-    """Return that no hardware fits, or which comes nearest to the deadline."""
+    """Return the message that no hardware fits, or that none meets the deadline, with the fastest hardware."""
     if hours is None:
-        return f"{arguments.model} fits on no hardware of the catalogue, up to {which_gpu.NODES[-1]} nodes."
+        return f"{arguments.model} does not fit on any hardware of the catalogue, up to {which_gpu.NODES[-1]} nodes."
     near = which_gpu.fastest(request, work)
     if near is None:
-        return f"{arguments.model} fits on no hardware of the catalogue, whatever the deadline."
+        return f"{arguments.model} does not fit on any hardware of the catalogue, whatever the deadline."
     return (
-        f"--deadline {arguments.deadline}: nothing meets it with up to {which_gpu.NODES[-1]} nodes; of those with a "
-        f"price the nearest is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
+        f"--deadline {arguments.deadline}: no hardware meets it with up to {which_gpu.NODES[-1]} nodes; the fastest "
+        f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
     )

@@ -1,4 +1,4 @@
-"""How much is to be trained: tokens, counted or estimated from the data, and the hours that there are for it."""
+"""The amount of training: tokens, as given or estimated from the data, and the deadline in hours."""
 
 import argparse
 import math
@@ -17,29 +17,29 @@ from ...training.data import text_files, updates
 from ...training.data.forms import formats
 
 CHARACTERS = 4
-"""Of English text per token, about, with today's tokenizers; other languages have fewer."""
+"""Characters of English text per token, approximately, with today's tokenizers; other languages have fewer."""
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
-"""Bytes of data that are read before a run: about a second."""
+"""Largest size of the data, in bytes, that is read before a run; it takes about a second."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 
 def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
-    """Return what is to be trained; None where nobody has said how much.
+    """Return the amount of training, or None if the user has not given it.
 
     Args:
-        arguments: with `tokens`, `price` and `spot` as typed.
-        recipe: with the user's settings.
-        keys: of the settings that the user has given; `data.path`, `epochs` and `max_steps` say how much, too.
+        arguments: the command line, with `tokens`, `price` and `spot` as typed.
+        recipe: the recipe with the user's settings.
+        keys: the keys that the user has set; `data.path`, `epochs` and `max_steps` also determine the amount.
 
     Raises:
-        UserError: the tokens or a price are no number, or the data cannot be counted.
+        UserError: the tokens or a price are not a number, or the data cannot be counted.
     """
     found = _workload(arguments, recipe, keys)
     if arguments.spot is None:
         return found
     if found is None:
-        raise UserError("--spot: how much is to be trained? Add --tokens 500M, or data.path=... epochs=3.")
+        raise UserError("--spot needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
     return replace(found, node_hours=deadline(arguments.spot, "--spot"))
 
 
@@ -61,21 +61,21 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
 
 
 def few_steps(plan: Plan, work: Workload) -> str | None:
-    """Return what is wrong with a run's number of optimizer steps; None: nothing."""
+    """Return a warning if a run has too few optimizer steps, or None."""
     if (steps := work.steps(plan)) >= updates.ENOUGH:
         return None
     made = f"{steps} step{'s' * (steps > 1)} of {plan.recipe.global_batch_size} sequences"
     return (
-        f"{made} are too few to learn much from: take a smaller global_batch_size, more epochs, or a shorter "
+        f"{made} are too few to learn much from: use a smaller global_batch_size, more epochs, or a shorter "
         "sequence_length."
     )
 
 
 def tokens(text: str) -> float:
-    """Return a number of tokens as people write it: `2e9`, `500M`, `1.5B`, `10_000_000`.
+    """Return the number of tokens from text such as `2e9`, `500M`, `1.5B` or `10_000_000`.
 
     Raises:
-        UserError: it is no number, or not above 0.
+        UserError: the text is not a number, or not above 0.
     """
     match = re.fullmatch(r"([0-9][0-9.,_]*(?:e[0-9]+)?)\s*([kmbgt]?)", text.strip().lower())
     try:
@@ -91,7 +91,7 @@ def deadline(text: str, flag: str = "--deadline") -> float:
     """Return the hours of `8h`, `90m`, `2d` or `1d12h`.
 
     Raises:
-        UserError: it is no such time.
+        UserError: the text is not such a time.
     """
     parts = re.findall(r"([0-9.]+)\s*([dhm])", text.strip().lower())
     try:
@@ -104,16 +104,16 @@ def deadline(text: str, flag: str = "--deadline") -> float:
 
 
 def tokens_of(recipe: Recipe) -> tuple[float, float]:
-    """Return about how many tokens an epoch has, and the document of a token on average, from local files' characters.
+    """Return the approximate tokens of an epoch, and the average length of the document to which a token belongs.
 
-    No tokenizer is loaded.
+    Both are estimated from the characters of local files; no tokenizer is loaded.
 
     Raises:
-        UserError: the data is not local text, or is not in a form that the method reads.
+        UserError: the data is not local text, or not in a format that the method reads.
     """
     lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
     if not sum(lengths):
-        raise UserError(f"data.path={' '.join(names(recipe.data.path))}: holds no text to train on; give --tokens.")
+        raise UserError(f"data.path={' '.join(names(recipe.data.path))}: has no text to train on; give --tokens.")
     share = min(1.0, (recipe.data.max_examples or len(lengths)) / max(1, len(lengths)))
     whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
     attended = sum(length * min(length, whole) for length in lengths) / sum(lengths)
@@ -121,7 +121,7 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
 
 
 def document_length(recipe: Recipe) -> float | None:
-    """Return the tokens of the document that a token is in, on average; None without packing, or of large data."""
+    """Return the average length of the document to which a token belongs, or None without packing or for large data."""
     try:
         small = recipe.packs and sum(file.stat().st_size for file in _files(recipe)) <= QUICK
         return tokens_of(recipe)[1] if small else None
@@ -139,20 +139,20 @@ def _files(recipe: Recipe) -> Iterator[Path]:
             raise UserError(f"data.path={name}: no such file.")
         if not local:
             raise UserError(
-                f"data.path={name}: cannot be counted here, only local .jsonl, .json, .csv and .txt; give --tokens."
+                f"data.path={name}: only local .jsonl, .json, .csv and .txt files can be counted; give --tokens."
             )
         yield from local
 
 
 def _examples(file: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
     located = text_files.read(file)
-    if recipe.data.columns:  # their text is what counts, whatever the columns hold
+    if recipe.data.columns:  # only the amount of text matters, not the columns' meaning
         return (example for _, example in located)
     return formats.converted(located, recipe.method, recipe.data.form)
 
 
 def _characters(value: Any) -> int:
-    """Return the characters of all text in an example; a preference pair reads its prompt twice."""
+    """Return the number of characters in an example; a preference pair's prompt counts twice."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -1,11 +1,11 @@
-"""Make a smaller model of a larger one's weights: the start of a student, for distillation.
+"""Make a smaller model from a larger model's weights, as an untrained student for distillation.
 
     ds-recipes shrink src/deepspeed_recipes/samples/tiny_teacher --layers 2 --output student
     ds-recipes shrink Qwen/Qwen3-4B --layers 18 --intermediate 4864 --output student
 
-Of the layers, --layers keeps that many, evenly spaced, the first and the last among them; --intermediate keeps the
-neurons of each feed-forward part whose weights have the largest norms. The tokenizer stays the same, so that the larger
-model can teach the smaller one (variant `distill`). Until it is trained, what it says is nonsense.
+--layers keeps that many layers, evenly spaced, including the first and the last. --intermediate keeps that many neurons
+of each feed-forward layer, those whose weights have the largest norms. The tokenizer stays the same, so that the larger
+model can teach the smaller one (variant `distill`). The smaller model writes nonsense until it is trained.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,18 @@ from ..main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the smaller model, say what it has become, and return 0.
+    """Write the smaller model, print its size, and return 0.
 
     Raises:
-        UserError: no such model, or sizes that cannot be cut out of it.
+        UserError: no such model, or sizes that the model cannot be cut to.
     """
     parser = Parser("shrink", __doc__)
     parser.add_argument("model", metavar="MODEL", help="a folder, a run's export/ or a Hub id")
-    parser.add_argument("--layers", type=int, metavar="N", help="how many layers to keep (default: all)")
+    parser.add_argument("--layers", type=int, metavar="N", help="number of layers to keep (default: all)")
     parser.add_argument(
-        "--intermediate", type=int, metavar="N", help="width of the feed-forward parts (default: as is)"
+        "--intermediate", type=int, metavar="N", help="width of the feed-forward layers (default: unchanged)"
     )
-    parser.add_argument("--hidden", type=int, metavar="N", help="refused, with the reason")
+    parser.add_argument("--hidden", type=int, metavar="N", help="not supported; prints the reason")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
     options = parser.parse_args(arguments)
     from ...export import shrink

@@ -4,13 +4,13 @@
     ds-recipes sweep llama3-8b lora --draft max_steps=50 learning_rate=1e-5..1e-3 --random 12 --seed 1
     ds-recipes sweep tiny full learning_rate=1e-4,3e-4 --output-dir runs/sweeps/mine      # again: continues it
 
-A key with several values, with commas, is varied; a key with one value holds for all trials. The grid has every
-combination; --random N takes N of them, and may take numbers from ranges (1e-5..1e-3; factors are uniform). Values of
-keys that have commas themselves, such as data.path, are listed with semicolons.
+A key with several values, separated by commas, is varied; a key with one value is the same in all trials. The grid has
+every combination; --random N draws N of them, and also accepts ranges of numbers (1e-5..1e-3, drawn uniformly on a log
+scale). Separate the values with semicolons if they may contain commas, as those of data.path do.
 
-Every trial is a run in the sweep's folder, with its own report, and one group in the trackers. At the end there is one
-table, in the terminal, in results.json and in sweep.png; a failed trial is a row with its reason. The same command with
-the same --output-dir continues a sweep: trials that have finished are not run again.
+Every trial is a run in the sweep's folder with its own report; in the trackers all trials are one group. The sweep ends
+with one table, in the terminal, in results.json and in sweep.png; a failed trial is a row with its reason. The same
+command with the same --output-dir continues a sweep: trials that have finished are not run again.
 
 Exit status: 0; 1 if a trial failed; 2 for a mistake on the command line; 130 after Ctrl-C.
 """
@@ -37,16 +37,16 @@ from . import space, table, trials
 from .trials import Result, Sweep
 
 MOST = 64
-"""Trials that are run without being asked for with --most."""
+"""Default for --most: the largest number of trials."""
 WIDTH = 160
-"""Characters of the table where there is no terminal."""
+"""Width of the table in characters, without a terminal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials, show the table, and return the exit status.
 
     Raises:
-        UserError: a mistake on the command line; nothing has been started.
+        UserError: a mistake on the command line; no trial has started.
     """
     options = parse(arguments)
     found = space.read(options.overrides)
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.max_restarts is not None:
         restarts.check(page, options.max_restarts)
     if options.seed is not None and options.random is None:
-        raise UserError(f"--seed {options.seed} needs --random N: a grid has nothing random.")
+        raise UserError(f"--seed {options.seed}: only with --random N; a grid uses no seed.")
     chosen = (
         space.grid(found, options.most)
         if options.random is None
@@ -82,10 +82,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("sweep", __doc__)
     parser.add_argument("recipe", metavar="RECIPE[-SIZE]", help="as in ds-recipes launch")
     parser.add_argument("variant", metavar="VARIANT", help="as in ds-recipes launch")
-    parser.add_argument("overrides", nargs="*", metavar="key=value[,value]", help="what to set, and what to vary")
-    parser.add_argument("--random", type=int, metavar="N", help="N trials at random instead of every combination")
-    parser.add_argument("--seed", type=int, metavar="S", help="of --random (default: 0)")
-    parser.add_argument("--most", type=int, default=MOST, metavar="N", help=f"allow so many trials (default: {MOST})")
+    parser.add_argument("overrides", nargs="*", metavar="key=value[,value]", help="keys to set and to vary")
+    parser.add_argument("--random", type=int, metavar="N", help="N random trials instead of every combination")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of --random (default: 0)")
+    parser.add_argument(
+        "--most", type=int, default=MOST, metavar="N", help=f"largest number of trials (default: {MOST})"
+    )
     parser.add_argument("--output-dir", type=Path, metavar="D", help="the sweep's folder (default: in runs/sweeps/)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--draft", action="store_true", help="as in ds-recipes launch: a shrunken, random model")
@@ -96,7 +98,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def words_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the launcher's options of every trial."""
+    """Return the launcher's options for every trial."""
     words: list[str] = []
     for name in ("draft", "no_plan"):
         words += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
@@ -107,7 +109,7 @@ def words_of(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
-    """Run what has not finished, show what there is, and return the exit status."""
+    """Run the trials that have not finished, print the results, and return the exit status."""
     out = sys.stderr if as_json else sys.stdout
     count = len(sweep.trials)
     print(f"{count} trials of {sweep.recipe} {sweep.variant} in {display(folder)}", file=out, flush=True)
@@ -130,7 +132,7 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
 
 
 def line(one: Result, count: int) -> str:
-    """Return what a trial came to, in a line."""
+    """Return a trial's result in one line."""
     end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {table.score(one)}"
     return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
 

@@ -1,4 +1,4 @@
-"""Which trials a sweep has: all combinations of the values that keys list, or some of them at random."""
+"""The trials of a sweep: all combinations of the listed values, or a random selection."""
 
 import itertools
 import math
@@ -15,19 +15,19 @@ WITH_COMMAS = (
     *("lora.target_modules", "lora.target_parameters", "tracking", "wandb.tags", "profile.ranks"),
     *("reward", "grpo.reward_weights"),
 )
-"""Keys one value of which may have commas; their values are listed with semicolons."""
+"""Keys whose values may contain commas; semicolons separate several values."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """What is varied, and what all trials have in common."""
+    """The varied keys, and the settings that all trials share."""
 
     lists: dict[str, tuple[str, ...]]
     """Values by key, as typed; at least two each."""
     ranges: dict[str, tuple[str, str]]
     """Lowest and highest value by key, for random trials."""
     fixed: tuple[str, ...]
-    """`key=value` of every trial."""
+    """`key=value` words that all trials share."""
 
     @property
     def keys(self) -> list[str]:
@@ -54,7 +54,7 @@ def read(words: Sequence[str]) -> Space:
         if key not in known:
             raise UserError(overrides.unknown(key, list(known)))
         if key in lists or key in ranges or any(one.startswith(f"{key}=") for one in fixed):
-            raise UserError(f"{key} is named twice; list all its values at once: {key}=VALUE,VALUE.")
+            raise UserError(f"{key} is given twice; list all its values at once: {key}=VALUE,VALUE.")
         lowest, dots, highest = text.partition("..")
         comma = ";" if key in WITH_COMMAS else ","
         if dots and _is_number(lowest) and _is_number(highest):
@@ -73,7 +73,7 @@ def _list(key: str, text: str, comma: str, hint: Any) -> tuple[str, ...]:
     values = tuple(value.strip() for value in text.split(comma) if value.strip())
     parsed = [overrides.parse(key, value, hint) for value in values]
     if len(values) < 2:
-        raise UserError(f"{key}={redact(text)}: one value only; list at least two, or leave the {comma!r} out.")
+        raise UserError(f"{key}={redact(text)}: has only one value; list at least two, or leave the {comma!r} out.")
     for at, value in enumerate(parsed):
         if value in parsed[:at]:
             raise UserError(f"{key}={redact(text)}: {values[at]} is listed twice.")
@@ -83,15 +83,15 @@ def _list(key: str, text: str, comma: str, hint: Any) -> tuple[str, ...]:
 def _range(key: str, lowest: str, highest: str, hint: Any) -> tuple[str, str]:
     low, high = (overrides.parse(key, text, hint) for text in (lowest, highest))
     if not isinstance(low, int | float) or isinstance(low, bool) or low >= high:
-        raise UserError(f"{key}={lowest}..{highest}: a range goes from a lower number to a higher one.")
+        raise UserError(f"{key}={lowest}..{highest}: a range goes from a lower to a higher number.")
     return lowest, highest
 
 
 def grid(space: Space, most: int) -> list[list[str]]:
-    """Return the overrides of every combination, in the order in which they are listed.
+    """Return the overrides of every combination, in the order in which the values are listed.
 
     Raises:
-        UserError: there are more than `most`, or a range has no end of values.
+        UserError: there are more than `most`, or a key has a range, which a grid cannot enumerate.
     """
     if space.ranges:
         key, (low, high) = next(iter(space.ranges.items()))
@@ -101,7 +101,7 @@ def grid(space: Space, most: int) -> list[list[str]]:
         sizes = " x ".join(f"{len(values)} of {key}" for key, values in space.lists.items())
         raise UserError(
             f"{count} trials ({sizes}) are more than {most}: list fewer values, try some with --random {most}, or "
-            f"allow them with --most {count}."
+            f"allow all with --most {count}."
         )
     pairs = [[f"{key}={value}" for value in values] for key, values in space.lists.items()]
     return [list(trial) for trial in itertools.product(*pairs)]
@@ -110,10 +110,11 @@ def grid(space: Space, most: int) -> list[list[str]]:
 def at_random(space: Space, count: int, seed: int, most: int) -> list[list[str]]:
     """Return `count` different combinations, the same for the same seed.
 
-    Of a range whose ends are above 0 the logarithm is uniform: rates differ by factors. Whole numbers stay whole.
+    Values from a range above 0 are uniform on a log scale, since learning rates differ by factors. Whole numbers stay
+    whole.
 
     Raises:
-        UserError: fewer than two or more than `most`, or more than there are.
+        UserError: `count` is below two, above `most`, or larger than the number of different combinations.
     """
     if count < 2:
         raise UserError(f"--random {count}: must be at least 2.")
@@ -127,7 +128,10 @@ def at_random(space: Space, count: int, seed: int, most: int) -> list[list[str]]
         found[tuple(trial)] = None
         if len(found) == count:
             return [list(trial) for trial in found]
-    raise UserError(f"--random {count}: there are only {len(found)} different trials; list more values, or ask fewer.")
+    raise UserError(
+        f"--random {count}: there are only {len(found)} different trials; list more values, or use --random "
+        f"{max(2, len(found))}."
+    )
 
 
 def _drawn(chance: random.Random, lowest: str, highest: str) -> str:

@@ -1,4 +1,4 @@
-"""A sweep's results: as a table in the terminal, and as one plot."""
+"""Shows a sweep's results as a table in the terminal and as a plot."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,18 +31,18 @@ HEADS = ("held-out loss", "training loss", "tokens/s", "seconds")
 
 
 def score(one: Result) -> str:
-    """Return a result's score as it is shown."""
+    """Return a result's score, formatted."""
     return "-" if one.score is None else metrics.shown(one.metric, one.score)
 
 
 def numbers(one: Result) -> list[str]:
-    """Return the other numbers of a row, as `HEADS` names them."""
+    """Return the other numbers of a row, in the order of `HEADS`."""
     given = ((one.held_out_loss, ".4f"), (one.loss, ".4f"), (one.tokens_per_second, ",.0f"), (one.seconds, ".0f"))
     return ["-" if value is None else f"{value:{form}}" for value, form in given]
 
 
 def draw(results: Sequence[Result], keys: Sequence[str], file: Path) -> bool:
-    """Draw the score over each key that was varied; return whether there was anything to draw."""
+    """Draw the score over each varied key; return False if no trial has a score."""
     done = [one for one in results if one.score is not None]
     if not done:
         return False
@@ -63,7 +63,7 @@ def draw(results: Sequence[Result], keys: Sequence[str], file: Path) -> bool:
             if min(places) > 0 and max(places) >= 5 * min(places):
                 axis.set_xscale("log")
         except ValueError:
-            pass  # words: matplotlib puts each in a place of its own
+            pass  # words: matplotlib treats them as categories
         axis.plot(places, [one.score for one in done], "o", alpha=0.6)
         axis.plot(places[done.index(best)], best.score, "*", markersize=14, label=f"best: trial {best.trial}")
         axis.set_xlabel(key)

@@ -1,4 +1,4 @@
-"""Runs a sweep's trials with the launcher, one after the other, and reads what became of them."""
+"""Runs a sweep's trials with the launcher, one after the other, and reads their results."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from ...recipe.methods.metrics import higher_is_better
 from ...recipe.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
 
 PLAN = "sweep.json"
-"""What a sweep is; written before its first trial."""
+"""The file with a sweep's definition, written before the first trial."""
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """All trials of a sweep, which its folder holds as `sweep.json`."""
+    """All trials of a sweep; `sweep.json` in its folder has the same fields."""
 
     recipe: str
     variant: str
     options: tuple[str, ...]
-    """Of the launcher, for every trial."""
+    """The launcher's options for every trial."""
     fixed: tuple[str, ...]
     trials: tuple[tuple[str, ...], ...]
-    """The overrides of each trial beside the fixed ones."""
+    """The overrides of each trial, in addition to `fixed`."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Result:
     status: int
     """The launcher's exit status."""
     reason: str | None = None
-    """Why it failed."""
+    """Why the trial failed."""
     metric: str = "loss"
-    """What `score` is: the run's metric on the held-out data, or the training loss where there is none."""
+    """The metric of `score`: the run's metric on the held-out data, or the training loss without held-out data."""
     score: float | None = None
     held_out_loss: float | None = None
     loss: float | None = None
@@ -53,15 +53,15 @@ class Result:
 
 
 def opened(folder: Path, sweep: Sweep) -> None:
-    """Make a sweep's folder, or continue the sweep that it holds.
+    """Create a sweep's folder, or continue the sweep in it.
 
     Raises:
-        UserError: it holds another sweep, or something else.
+        UserError: the folder has another sweep, or other files.
     """
     plan = folder / PLAN
     if plan.exists():
         if read_json(plan) != json.loads(json.dumps(asdict(sweep))):
-            raise UserError(f"--output-dir {folder} has another sweep; give the command that it was started with.")
+            raise UserError(f"--output-dir {folder} has another sweep; repeat the command that started it.")
         return
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"--output-dir {folder} exists and is not a sweep; choose a new or empty folder.")
@@ -69,18 +69,18 @@ def opened(folder: Path, sweep: Sweep) -> None:
 
 
 def folder_of(folder: Path, trial: int) -> RunFolder:
-    """Return the run folder of a trial, which are counted from 1."""
+    """Return the run folder of a trial; trials are numbered from 1."""
     return RunFolder(folder / f"trial-{trial:03}")
 
 
 def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], Path], int]) -> Result:
-    """Run or resume a trial, unless it has finished, and return what became of it.
+    """Run or resume a trial, unless it has finished, and return its result.
 
     Args:
-        sweep: the plan.
-        folder: the sweep's.
-        trial: its number, from 1.
-        start: runs the launcher with words, its output in a file, and returns its exit status.
+        sweep: the sweep.
+        folder: the sweep's folder.
+        trial: the trial's number, from 1.
+        start: runs the launcher with the given words, writes its output to a file, and returns its exit status.
     """
     overrides, place = sweep.trials[trial - 1], folder_of(folder, trial)
     log = folder / f"{place.path.name}.log"
@@ -96,8 +96,8 @@ def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], 
 
 
 def launch(words: Sequence[str], log: Path) -> int:
-    """Run the launcher with its output in `log`; a Ctrl-C reaches it too, and it is waited for."""
-    # Not -m: command.txt would begin with the path of a file that cannot be run.
+    """Run the launcher with its output in `log`, pass Ctrl-C on to it, and wait until it ends."""
+    # Not -m: command.txt would begin with the path of a file that cannot be executed.
     code = (
         "import sys; sys.argv[0] = 'launch'; from deepspeed_recipes.commands.main import run; sys.exit(run('launch'))"
     )
@@ -109,7 +109,7 @@ def launch(words: Sequence[str], log: Path) -> int:
                 try:
                     status = process.wait()
                     break
-                except KeyboardInterrupt:  # a second one ends its ranks at once
+                except KeyboardInterrupt:  # a second Ctrl-C ends the ranks immediately
                     stopped = True
                     process.send_signal(signal.SIGINT)
         if stopped:
@@ -118,7 +118,7 @@ def launch(words: Sequence[str], log: Path) -> int:
 
 
 def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int, log: Path) -> Result:
-    """Return a trial's row: its numbers where it has finished, else the reason."""
+    """Return a trial's row: its numbers if it has finished, otherwise the reason."""
     if not is_finished(place):
         return Result(trial, overrides, status or 1, reason(place, log))
     summary: dict[str, Any] = read_json(place.summary)
@@ -138,15 +138,15 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
 
 
 def reason(place: RunFolder, log: Path) -> str:
-    """Return the line of a trial's output that says why it failed: the launcher's last, without its name."""
+    """Return the line of a trial's output with the reason: the launcher's last line, without the launcher's name."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    said = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
-    last = said[-1:] or [line for line in lines if line.strip()][-1:]
-    return redact(last[0].partition(": ")[2] if said else last[0]) if last else "it said nothing"
+    errors = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
+    last = errors[-1:] or [line for line in lines if line.strip()][-1:]
+    return redact(last[0].partition(": ")[2] if errors else last[0]) if last else "no output"
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results, best first: by score, then by held-out loss; failed ones last, in their order."""
+    """Return the results, best first: by score, then by held-out loss; failed trials last, in their order."""
 
     def key(one: Result) -> tuple[bool, float, float, int]:
         score = math.inf if one.score is None else -one.score if higher_is_better(one.metric) else one.score
