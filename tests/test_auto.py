@@ -152,7 +152,7 @@ def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "auto: name a model, a folder or a Hub id; ds-recipes launch auto MODEL"),
+        ([], "auto: name a model folder or a Hub id; ds-recipes launch auto MODEL"),
         (["learning_rate=1e-5"], "auto: name a model"),
         (["somewhere/model", "lora", "full"], "auto: too many words: full"),
         (["no/such/folder"], "no/such/folder: no such file or folder"),

@@ -17,7 +17,7 @@ def said(recipe, variant, *words):
 
 def test_a_recipe_of_a_tiny_model_is_not_lent_to_a_large_one():
     text = said("tiny", "lora", "model.path=Qwen/Qwen2.5-7B-Instruct")
-    assert "learning_rate=0.004 precision=fp32 sequence_length=256 are those of tiny-3m" in text
+    assert "learning_rate=0.004 precision=fp32 sequence_length=256 are the settings of tiny-3m" in text
     assert "qwen3 with 3.05M parameters; Qwen/Qwen2.5-7B-Instruct is qwen2 with 7.62B parameters" in text
     assert text.endswith("\nWhat fits: ds-recipes launch qwen2_5-7b lora model.path=Qwen/Qwen2.5-7B-Instruct")
     assert "; Qwen/Qwen1.5-7B is about 7.00B parameters" in said("tiny", "lora", "model.path=Qwen/Qwen1.5-7B")

@@ -75,7 +75,7 @@ FILES = [
     ("zero2_offload.json", "optimizer=adamw_8bit", "offloaded states with its own AdamW; use optimizer=adamw, or deep"),
     ("zero3_offload.json", "optimizer=muon", "offloaded states with its own AdamW"),
     ("bf16_states.json", "optimizer=adamw_8bit", "bf16_optimizer_states is for Adam"),
-    ("zero3_hpz.json", "optimizer=muon", "without hpZ and quantised ones; use deepspeed=zero3.json"),
+    ("zero3_hpz.json", "optimizer=muon", "neither hpZ nor quantised gradients; use deepspeed=zero3.json"),
     ("zero0.json", "optimizer=muon", "trains in fp32 only; use deepspeed=zero1.json"),
 ]
 

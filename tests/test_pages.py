@@ -222,7 +222,7 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
             "parameters=1,235,814,400, but its dimensions give",
         ),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters=1,640,000,000, but its dimensions give"),
-        ("a model of our own, made of the template.", "a model.", "--list shows, is not a sentence"),
+        ("a model of our own, made of the template.", "a model.", "--list prints, is not a sentence"),
         ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
         ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
         ("python scripts/launch.py mine-1b lora --draft\n", "\n", "needs a command that runs the page"),

@@ -225,5 +225,5 @@ def test_the_launcher_prints_what_a_resumed_run_changes(tmp_path, capsys):
     command = ["tiny", "full", "--resume", "--output-dir", str(tmp_path), "--gpus", "2", "--dry-run"]
     for changes in (["learning_rate=1e-05", "weight_decay=0.5"], []):
         assert launch.main([*command, *changes]) == 0
-        said = f"resuming with other settings than before: {' '.join(changes)}\n" in capsys.readouterr().out
+        said = f"resuming with changed settings: {' '.join(changes)}\n" in capsys.readouterr().out
         assert said == bool(changes)

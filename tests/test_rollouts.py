@@ -275,4 +275,4 @@ def test_a_run_folder_alone_does_not_say_which_code_scores_the_answers(tiny, fun
     (run.checkpoints / "checkpoint-1" / "complete.json").write_text("{}", encoding="utf-8")
     words = ["tiny", "grpo", "--resume", "--output-dir", str(run.path), "--dry-run"]
     assert main.run("launch", words) == 2
-    assert "a run folder's word is not enough to run that code" in capsys.readouterr().err
+    assert "refusing to run code named only in a run folder" in capsys.readouterr().err

@@ -4,11 +4,11 @@
     ds-recipes launch tiny full
     ds-recipes launch tiny lora learning_rate=2e-3 lora.rank=8
     ds-recipes launch tiny full --resume
-    ds-recipes launch auto MODEL          # a folder or Hub id without a recipe borrows the nearest one
+    ds-recipes launch auto MODEL          # a folder or Hub id without a recipe borrows the nearest recipe
 
-The launcher checks everything that can be checked beforehand, writes the run folder, prints the `deepspeed` command,
-starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume` continues
-it. With `--max-restarts N` the launcher itself resumes after a crash or a hang.
+The launcher checks everything that can be checked before the run, writes the run folder, prints the `deepspeed`
+command, starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume`
+continues it. With `--max-restarts N` the launcher itself resumes after a crash or a hang.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
 def check(
     recipe: Recipe, page: Recipe, folder: RunFolder | None, machines: Machines, options: argparse.Namespace
 ) -> None:
-    """Check what can be checked before a rank starts, and print what may be a mistake.
+    """Check everything that can be checked before a rank starts, and print warnings about likely mistakes.
 
     Raises:
         UserError: the run cannot work.
@@ -129,9 +129,9 @@ def check(
     if folder:
         universal_checkpoint.check(recipe, folder, file, machines.ranks)
         if changed := overrides.differences(page, recipe):
-            print(f"resuming with other settings than before: {' '.join(changed)}", flush=True)
+            print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
     restarts.check(recipe, options.max_restarts)
-    if not machines.allocation:  # a cluster's nodes have an environment of their own
+    if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
     examples = preflight.check_data(recipe)
     for warning in (
@@ -157,7 +157,7 @@ def show(recipe: Recipe, folder: RunFolder, machines: Machines, options: argpars
 def start(recipe: Recipe, folder: RunFolder, machines: Machines, options: argparse.Namespace, plan: Plan | None) -> int:
     """Start the ranks, wait for them, conclude the run, and return its exit status."""
     require("deepspeed")
-    if not machines.elsewhere:  # with several hosts, the preflight says what each of them lacks
+    if not machines.elsewhere:  # with several hosts, the preflight reports what each host lacks
         compile_ops(recipe, machines.ranks, machines.gpus)
     attempts: HostAttempts | RayAttempts | LocalAttempts
     if machines.pool:
@@ -170,7 +170,7 @@ def start(recipe: Recipe, folder: RunFolder, machines: Machines, options: argpar
 
         def attempt(ranks: int) -> Outcome:
             outcome = attempts.start(ranks)
-            lock.check()  # what follows puts the folder in order for another attempt
+            lock.check()  # the next steps clean up the folder for another attempt
             return outcome
 
         if options.resume:
@@ -183,10 +183,10 @@ def start(recipe: Recipe, folder: RunFolder, machines: Machines, options: argpar
             forecast.compare(folder, plan)
         finally:
             conclude.at_end(folder, zero_traffic.of_run)
-            write.at_end(folder)  # of a run that has failed, too; here, so that it costs the ranks nothing
+            write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
         afterwards.upload(folder)
         if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):
-            # Leave nothing after a mistake that only the ranks could find.
+            # Remove the folder after a mistake that only the ranks could detect.
             shutil.rmtree(folder.path, ignore_errors=True)
         return status
 
@@ -196,7 +196,7 @@ def prepare(recipe: Recipe, folder: RunFolder, ranks: int, nodes: int) -> int:
     with run_lock.hold(folder.path):
         run_folder.write_recipe(folder, recipe)
         record(folder)
-    print(f"{folder.path} is prepared for {nodes * ranks} ranks, which any of these starts, and restarts:")
+    print(f"{folder.path} is prepared for {nodes * ranks} ranks; start or restart them with one of:")
     for name, command in other_launchers.commands(folder, ranks, nodes).items():
         print(f"{name:12} {command}")
     return 0
@@ -205,8 +205,8 @@ def prepare(recipe: Recipe, folder: RunFolder, ranks: int, nodes: int) -> int:
 def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     """Return the recipe to start from and, with --resume, the run that it continues.
 
-    Only the page and the command line may allow changed data or other people's code, a model's or a reward function's,
-    never a file in a run folder.
+    Only the page and the command line may permit changed data or the code of a model or a reward function; a file in a
+    run folder never may.
 
     Raises:
         UserError: no such recipe, or nothing to resume.
@@ -225,15 +225,15 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
         raise UserError(f"{folder.path} has a run of {held.model.path}, not of {options.model}; add --output-dir.")
     if held.traits.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
         raise UserError(
-            f"reward={held.reward}: a run folder's word is not enough to run that code; if it is yours, repeat "
-            "reward=FILE.py:FUNCTION with --resume."
+            f"reward={held.reward}: refusing to run code named only in a run folder; if you trust it, add "
+            "reward=FILE.py:FUNCTION to --resume."
         )
     model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
     return replace(held, model=model, data=replace(held.data, changed=False), profile=page.profile), folder
 
 
 def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
-    """Return the recipe with what --profile, --nsys and --draft ask for."""
+    """Return the recipe with the settings of --profile, --nsys and --draft."""
     if options.profile or options.nsys:
         steps = options.profile or recipe.profile.steps or window.AUTO
         recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
@@ -243,10 +243,10 @@ def with_options(recipe: Recipe, options: argparse.Namespace) -> Recipe:
 
 
 def with_profile(recipe: Recipe, folder: RunFolder, machines: Machines) -> Recipe:
-    """Return the recipe with the steps and ranks to record, if any, and say what the traces need.
+    """Return the recipe with the steps and ranks to record, if any, and print the disk space that the traces need.
 
     Raises:
-        UserError: no such steps or ranks, or no room.
+        UserError: no such steps or ranks, or too little disk space.
     """
     config = preflight.with_dimensions(recipe).model.config
     known = replace(recipe, model=replace(recipe.model, config=config))
@@ -271,10 +271,10 @@ def check_sizes(recipe: Recipe) -> None:
 def with_best_plan(
     recipe: Recipe, page: Recipe, changes: Sequence[str], hardware: Cluster | None, documents: float | None
 ) -> Recipe:
-    """Return the recipe with what the planner chooses for these GPUs; without GPUs, with its page's DeepSpeed file.
+    """Return the recipe with the planner's choice for these GPUs or, without GPUs, with its page's DeepSpeed file.
 
     Raises:
-        UserError: nothing fits.
+        UserError: no plan fits.
     """
     recipe = replace(recipe, deepspeed=page.deepspeed)
     if hardware is None or recipe.draft.enabled:

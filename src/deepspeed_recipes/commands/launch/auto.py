@@ -1,4 +1,4 @@
-"""`ds-recipes launch auto MODEL`: the recipe of the nearest page, for a model that has none, and what it takes over."""
+"""`ds-recipes launch auto MODEL`: borrows the recipe of the nearest page for a model without a page."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,21 +9,21 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 
 AUTO = "auto"
-"""What is typed instead of a recipe's name."""
+"""The word on the command line in place of a recipe's name."""
 VARIANT = "lora"
-"""Where none is named: it fits the most hardware, and forgets the least."""
+"""The default variant: LoRA fits the most hardware, and the model forgets least."""
 TAKEN = ("learning_rate", "schedule.kind", "weight_decay", "global_batch_size", "sequence_length", "deepspeed")
 ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
-"""The keys that are shown."""
+"""Keys that are printed if the recipe has adapters."""
 
 
 def borrow(model: str, variant: str) -> Recipe:
-    """Return the recipe for a model's folder or Hub id, with its own dimensions; its page's where it has one.
+    """Return the recipe for a model's folder or Hub id with the model's dimensions: its own page's, or the nearest.
 
-    Of another architecture than the page's, a shrunken model says whether its documents may be packed.
+    If the model's architecture is not the page's, a test with a shrunken model decides if documents are packed.
 
     Raises:
-        UserError: there is no such model, it is not a decoder, or no page of a model like it has the variant.
+        UserError: there is no such model, it is not a decoder, or no page of a similar model has the variant.
     """
     recipe = model_recipe.find(model, variant, to_launch=True)
     if recipe.packs and not _is_of_page(recipe) and not _keeps_documents_apart(recipe):
@@ -32,7 +32,7 @@ def borrow(model: str, variant: str) -> Recipe:
 
 
 def said(recipe: Recipe) -> str:
-    """Return which page was borrowed, what was taken over from it, and its other variants."""
+    """Return a text with the borrowed page, the settings that it provides, and its other variants."""
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))
     taken = overrides.as_typed(page, [*TAKEN, *(ADAPTERS if page.lora else ())])
@@ -48,37 +48,37 @@ def said(recipe: Recipe) -> str:
 
 
 def _own(recipe: Recipe, page: Recipe) -> Iterator[str]:
-    """Yield what differs from the page, but for the model's path."""
+    """Yield the settings that differ from the page, except the model's path."""
     found = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
     if found:
         yield f"its own: {' '.join(found)}"
 
 
 def _is_of_page(recipe: Recipe) -> bool:
-    """Return whether the model's architecture is the page's, whose packing is tested."""
+    """Return True if the model's architecture is the page's, with which packing is tested."""
     page = pages.find(pages.typed(recipe), recipe.variant)
     return bool(page.model.config["model_type"] == recipe.model.config["model_type"])
 
 
 def _keeps_documents_apart(recipe: Recipe) -> bool:
-    """Return whether packed documents stay apart in a shrunken model of this architecture."""
-    from transformers import AutoConfig, AutoTokenizer  # seconds that no other recipe waits for
+    """Return True if packed documents stay apart in a shrunken model of this architecture."""
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds, and only `auto` needs it
 
     from ...training.model import attention, draft, packing_check
 
     config = AutoConfig.for_model(**recipe.model.config)
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     try:
-        # The last candidate is what a run computes with where nothing faster is right.
+        # The last candidate is the implementation that a run uses if no faster one is correct.
         return packing_check.keeps_documents_apart(
             config, tokenizer, attention.candidates(recipe, config, on_gpu=False)[-1]
         )
-    except Exception:  # a model's own code may raise anything; unpacked it may well train
+    except Exception:  # a model's own code may raise any error; without packing the model may still train
         return False
 
 
 def words(typed: list[str | None]) -> tuple[str, str, list[str]]:
-    """Return model, variant and overrides of what follows `auto` on the command line.
+    """Return the model, variant and overrides from the words after `auto` on the command line.
 
     Raises:
         UserError: no model is named, or more than one variant.
@@ -86,7 +86,7 @@ def words(typed: list[str | None]) -> tuple[str, str, list[str]]:
     given = [word for word in typed if word]
     names, changes = [word for word in given if "=" not in word], [word for word in given if "=" in word]
     if not names or len(names) > 2:
-        what = f"too many words: {' '.join(names[2:])}" if names else "name a model, a folder or a Hub id"
+        what = f"too many words: {' '.join(names[2:])}" if names else "name a model folder or a Hub id"
         raise UserError(f"auto: {what}; ds-recipes launch auto MODEL [VARIANT] [key=value ...]")
     if "model.path" in overrides.keys_of(changes):
         raise UserError("model.path=...: with auto the model is the first word: ds-recipes launch auto MODEL")

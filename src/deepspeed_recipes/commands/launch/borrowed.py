@@ -1,4 +1,4 @@
-"""Whether a recipe is borrowed: set for another model than the one that `model.path` names. Standard library only."""
+"""Warns about a borrowed recipe, set for a model other than `model.path`. Standard library only."""
 
 import json
 import math
@@ -12,27 +12,27 @@ from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 
 FAR = 10
-"""Times as many parameters, or as few, for which a recipe's settings no longer suit."""
+"""Ratio of parameter counts above which a recipe's settings no longer suit a model."""
 SETTINGS = ("learning_rate", "precision", "sequence_length")
-"""What depends on the model above all."""
+"""Settings that depend most on the model."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What can be known of a model without loading it."""
+    """The properties of a model that are found without loading it."""
 
     kinds: tuple[str, ...] = ()
-    """Its `model_type`, of the text model too; empty: unknown."""
+    """The `model_type` of the model and of its text model; empty if unknown."""
     parameters: float | None = None
     exact: bool = True
-    """Whether they were counted, and not read from its name."""
+    """True if the parameters were counted, False if their number is from the model's name."""
 
 
 def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
-    """Return what to say where settings are those of another architecture or size; None: nothing.
+    """Return a warning if settings are meant for another architecture or size, or None.
 
     Args:
-        recipe: with the model's path as the ranks open it.
+        recipe: the recipe, with the model's path as the ranks open it.
         page: the recipe before the user changed it.
         given: the keys that the user has set.
     """
@@ -45,14 +45,15 @@ def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
     about = "" if found.exact else "about "
     size = [f"{about}{pages.human(round(found.parameters))} parameters"] if found.parameters else []
     return (
-        f"warning: a borrowed recipe: {' '.join(overrides.as_typed(recipe, borrowed))} are those of "
+        f"warning: a borrowed recipe: {' '.join(overrides.as_typed(recipe, borrowed))} are the settings of "
         f"{pages.typed(page)}, a {theirs.config.get('model_type')} with {pages.human(theirs.parameters)} parameters; "
-        f"{recipe.model.path} is {' with '.join([*found.kinds[:1], *size]) or 'another'}.{_advice(recipe, found)}"
+        f"{recipe.model.path} is {' with '.join([*found.kinds[:1], *size]) or 'another model'}."
+        f"{_advice(recipe, found)}"
     )
 
 
 def look(path: str) -> Found:
-    """Return what a model's folder says, or, of a Hub id, the page that has it, or its name."""
+    """Return a model's properties from its folder or, for a Hub id, from its page or its name."""
     folder = Path(path)
     if folder.is_dir():
         config = read_json(folder / "config.json")
@@ -66,14 +67,14 @@ def look(path: str) -> Found:
 
 
 def _elements(file: Path) -> int:
-    """Return how many numbers a safetensors file says that it holds; 0 for one that is damaged."""
+    """Return the number of elements in a safetensors file's header, or 0 if the file is damaged."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
             header = json.loads(opened.read(min(length, 2**27)))
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return 0  # the ranks say what is wrong with it
+        return 0  # the ranks report the error
 
 
 def _same_kind(found: Found, model: Model) -> bool:
@@ -81,19 +82,19 @@ def _same_kind(found: Found, model: Model) -> bool:
 
 
 def _distance(found: Found, model: Model) -> float:
-    """Return how far apart two sizes are, as a logarithm; 0 where one is unknown."""
+    """Return the distance between two sizes as a logarithm, or 0 if a size is unknown."""
     return abs(math.log(found.parameters / model.parameters)) if found.parameters and model.parameters else 0.0
 
 
 def _models() -> Iterator[tuple[str, Model]]:
-    """Yield every model of the catalogue with its recipe's name; what suits the tiny ones suits nothing else."""
+    """Yield every model of the catalogue with its recipe's name, except the tiny models, which are no reference."""
     for family in pages.families():
         if not family.startswith("tiny"):
             yield from ((f"{family}-{size}", model) for size, model in pages.page(family).SIZES.items())
 
 
 def _advice(recipe: Recipe, found: Found) -> str:
-    """Return the recipe that fits: of the same architecture, or else of the name's family, and of the nearest size."""
+    """Return the recipe that fits: the same architecture, or else the family in the name, at the nearest size."""
     own = [(name, model) for name, model in _models() if found.kinds and model.config.get("model_type") in found.kinds]
     title = Path(recipe.model.path).name.lower()
     alike = [(name, model) for name, model in _models() if re.match(r"[a-z]+", name)[0] in title]  # type: ignore[index]

@@ -1,4 +1,4 @@
-"""The override keys as `ds-recipes launch --help` explains them: type, default and meaning, read from `spec`."""
+"""The override keys for `ds-recipes launch --help`: type, default and meaning, read from the `recipe` package."""
 
 import ast
 import dataclasses
@@ -18,7 +18,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.tracking import trackers
 
 MODULES = (vocabulary, settings, lora, trackers)
-"""Where the sections of a recipe are."""
+"""The modules that define the sections of a recipe."""
 WIDTH = 100
 
 
@@ -28,9 +28,9 @@ class Key:
 
     name: str
     kind: str
-    """Its type, as a person reads it."""
+    """The key's type, for display."""
     default: str
-    """Where the page says nothing."""
+    """The default if the page sets none."""
     meaning: str
     """The field's documentation, as one paragraph."""
 
@@ -41,7 +41,7 @@ class Key:
         return f"  {self.name:<27} {self.kind}{self._default()}\n      {about}"
 
     def long(self) -> str:
-        """Return everything about it."""
+        """Return name, type, default and the whole meaning."""
         meaning = textwrap.indent(textwrap.fill(self.meaning, WIDTH), "    ")
         return f"{self.name}: {self.kind}{self._default()}\n{meaning}"
 
@@ -51,12 +51,12 @@ class Key:
 
 def overview() -> str:
     """Return all keys, for the end of --help."""
-    head = "override keys (--help KEY says more; a page may set another default, which --dry-run shows):"
+    head = "override keys (--help KEY explains one; a page may set another default, which --dry-run prints):"
     return "\n".join([head, *(key.short() for key in keys().values())])
 
 
 def explained(word: str) -> str:
-    """Return what a key means, or each key of a section such as `lora`.
+    """Return the explanation of a key, or of each key of a section such as `lora`.
 
     Raises:
         UserError: there is no such key; names the nearest.
@@ -80,7 +80,7 @@ def keys() -> dict[str, Key]:
 
 
 def type_name(hint: Any) -> str:
-    """Return a field's type as a person reads it: `true | false | selective | feed_forward`."""
+    """Return a field's type for display: `true | false | selective | feed_forward`."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " | ".join(type_name(option) for option in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:

@@ -1,4 +1,4 @@
-"""Where a run's ranks start: on this machine, on the hosts of a hostfile, or on what a cluster gives."""
+"""The machines of a run: this machine, the hosts of a hostfile, or the nodes of a cluster."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -16,35 +16,35 @@ from ...recipe.recipe import Recipe
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run; without a pool, a Ray cluster or an allocation only this one, unless it is prepared."""
+    """The machines of a run: only this machine without a pool, Ray cluster or allocation, unless with --prepare."""
 
     pool: HostPool | None
     cluster: RayCluster | None
     allocation: scheduler.Allocation | None
     gpus: int
-    """Of this machine, which may have no part in the run."""
+    """GPUs of this machine, which may not be part of the run."""
     ranks: int
     ranks_each: int
-    """Of the machine that has most."""
+    """Largest number of ranks on a machine."""
     hardware: Cluster | None
-    """For the planner; None: not known, or hosts that differ."""
+    """The hardware for the planner, or None if it is unknown or the hosts differ."""
 
     @property
     def reserved(self) -> bool:
-        """Whether something else than this command decides which machines there are."""
+        """True if a hostfile, a Ray cluster or a scheduler determines the machines."""
         return bool(self.pool or self.cluster or self.allocation)
 
     @property
     def elsewhere(self) -> bool:
-        """Whether this machine may have no ranks."""
+        """True if this machine may have no ranks."""
         return bool(self.pool or self.allocation or (self.cluster and self.cluster.nodes))
 
 
 def machines_of(options: argparse.Namespace, recipe: Recipe, pool: HostPool | None) -> Machines:
-    """Return where the ranks start.
+    """Return the machines on which the ranks start.
 
     Raises:
-        UserError: a cluster that does not answer, or that has too little.
+        UserError: a cluster does not answer, or has too few GPUs.
     """
     gpus, nodes = visible_gpus(), options.nodes or 1
     cluster, allocation = ray_cluster.of(options), scheduler.allocation_of(options, recipe)
@@ -68,7 +68,7 @@ def machines_of(options: argparse.Namespace, recipe: Recipe, pool: HostPool | No
 
 
 def pool_of(options: argparse.Namespace) -> HostPool | None:
-    """Return the selected hosts; None: no hostfile.
+    """Return the selected hosts, or None without a hostfile.
 
     Raises:
         UserError: the hostfile or the selection is wrong.
@@ -79,7 +79,7 @@ def pool_of(options: argparse.Namespace) -> HostPool | None:
 
 
 def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:
-    """Return the hardware for the planner: this machine, or hosts like it; None if the hosts differ."""
+    """Return the hardware for the planner: this machine or equal hosts, or None if the hosts differ."""
     if pool is None:
         return forecast.machines(ranks)
     equal = pool.ranks == pool.most_ranks * len(pool.hosts)

@@ -1,4 +1,4 @@
-"""The options of `ds-recipes launch`: which there are, which need one another, and which exclude each other."""
+"""The options of `ds-recipes launch`, and the checks that they do not contradict each other."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from ..main import Parser
 from . import keys
 
 ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
-"""Options each of which says what starts the ranks."""
+"""Options that select how the ranks are started; a run has at most one of them."""
 NEEDS = {
     "nodes": ENGINES,
     **dict.fromkeys(("address", "submit"), ("ray",)),
@@ -23,14 +23,14 @@ NEEDS = {
     "image": ("kubernetes", "sagemaker", "skypilot"),
     "volume": ("kubernetes", "skypilot"),
 }
-"""Options for several machines, and which others they need one of."""
+"""Options for several machines, each with the options of which it needs one."""
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other, or that nothing would read.
+    """Refuse options that contradict each other, or that would be ignored.
 
     Raises:
-        UserError: names them, and what is needed.
+        UserError: names the options, and the option that is missing.
     """
     if options.nodes is not None and options.nodes < 1:
         raise UserError(f"--nodes {options.nodes}: must be at least 1.")
@@ -47,13 +47,13 @@ def check_options(options: argparse.Namespace) -> None:
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
     """Read the command line; options and key=value may come in any order."""
     parser = Parser("launch", description, epilog=keys.overview(), add_help=False)
-    parser.add_argument("-h", "--help", nargs="?", action=Help, metavar="KEY", help="show this, or explain a key")
+    parser.add_argument("-h", "--help", nargs="?", action=Help, metavar="KEY", help="print this help, or explain a key")
     parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
     )
-    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants; with RECIPE its own")
+    parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants, or RECIPE's only")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument(
         "--gpus",
@@ -73,11 +73,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument(
         "--profile",
         metavar="FIRST:LAST",
-        help="record these steps (without a value: 4:6) and say where their time went, in the run folder's profile/",
+        help="record these steps (without a value: 4:6) and report where the time went, in the run folder",
     )
-    parser.add_argument("--nsys", action="store_true", help="record them with Nsight Systems instead, on GPUs")
+    parser.add_argument("--nsys", action="store_true", help="record the steps with Nsight Systems instead, on GPUs")
     parser.add_argument("--draft", action="store_true", help="train a shrunken, randomly initialised model instead")
-    parser.add_argument("--no-plan", action="store_true", help="start even if the planner says that it does not fit")
+    parser.add_argument("--no-plan", action="store_true", help="start even if the plan does not fit")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the recipe and the command; write and start nothing"
     )
@@ -86,34 +86,34 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     several.add_argument(
         "--include", default="", metavar="H", help="only these hosts, in DeepSpeed's form host1@host2:0,2"
     )
-    several.add_argument("--exclude", default="", metavar="H", help="all but these hosts, in the same form")
+    several.add_argument("--exclude", default="", metavar="H", help="all except these hosts, in the same form")
     several.add_argument("--nodes", type=int, metavar="N", help="number of hosts (default: all) or cluster nodes (1)")
     several.add_argument(
         "--master-addr", metavar="A", help="address for the rendezvous of the ranks (default: the first host's)"
     )
     several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, and follow its log")
     several.add_argument(
-        "--partition", metavar="P", help="with --slurm; set the account and so on by SBATCH_ACCOUNT ..."
+        "--partition", metavar="P", help="with --slurm; variables such as SBATCH_ACCOUNT set the account and the rest"
     )
-    several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves before it and requeues")
+    several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves and requeues before it")
     several.add_argument(
         "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
     )
-    several.add_argument("--ray", action="store_true", help="on a Ray cluster; without --address on this machine")
+    several.add_argument("--ray", action="store_true", help="run on a Ray cluster; without --address on this machine")
     several.add_argument(
-        "--address", metavar="A", help="with --ray: HOST:6379 of a cluster, auto, or http://HOST:8265, its dashboard"
+        "--address", metavar="A", help="with --ray: HOST:6379 of a cluster, auto, or its dashboard, http://HOST:8265"
     )
     several.add_argument(
-        "--submit", action="store_true", help="with a dashboard's address: submit the job that is printed"
+        "--submit", action="store_true", help="with a dashboard's address: also submit the job, not only print it"
     )
     several.add_argument("--sagemaker", action="store_true", help="write the script of a SageMaker training job")
     several.add_argument("--skypilot", action="store_true", help="write a SkyPilot task, for machines of any cloud")
     several.add_argument(
         "--prepare",
         action="store_true",
-        help="write the run folder; print how torchrun, mpirun or srun starts its ranks",
+        help="write the run folder, and print the torchrun, mpirun and srun commands that start its ranks",
     )
-    several.add_argument("--image", metavar="I", help=f"of jobs: the project's image (default: {manifests.IMAGE})")
+    several.add_argument("--image", metavar="I", help=f"the jobs' container image (default: {manifests.IMAGE})")
     several.add_argument(
         "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {manifests.VOLUME})"
     )
@@ -131,10 +131,10 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
 
 
 class Help(argparse.Action):
-    """`--help`, or `--help KEY` for what a key means."""
+    """`--help`, or `--help KEY` to explain a key."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
-        """Print it and end."""
+        """Print the help and exit."""
         if values is None:
             parser.print_help()
         else:
