@@ -1,13 +1,13 @@
-"""Check whether this machine is ready: versions, GPUs, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
+"""Check that this machine is ready: versions, GPUs, compilers, DeepSpeed's ops, memory limits, disks, other hosts.
 
     ds-recipes doctor            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
     ds-recipes doctor --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
-    ds-recipes doctor --prove    # does this stack train what it should? about 2 minutes
+    ds-recipes doctor --prove    # compare training on this stack with plain PyTorch; about 2 minutes
 
---prove trains a small model with every technique beside a plain PyTorch loop, and looks for the known defects of
-DeepSpeed and transformers, on the versions and devices that are here.
+--prove trains a small model with every technique, compares it with a plain PyTorch loop, and tests for the known
+defects of DeepSpeed and transformers, with the installed versions and on this machine's devices.
 
-Exit status: 1 if something would stop a run, or a technique trains something else; else 0.
+Exit status: 1 if something would stop a run, or if a technique does not train like plain PyTorch; otherwise 0.
 """
 
 import argparse
@@ -30,31 +30,31 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the checks, print them, and return the exit status.
 
     Raises:
-        UserError: an option's value that means nothing, or a hostfile that the launcher would refuse.
+        UserError: an option's value is invalid, or the launcher would refuse the hostfile.
     """
-    os.environ |= ops.environment()  # look for compiled ops where runs do
+    os.environ |= ops.environment()  # search for compiled ops in the same folder as runs
     parser = Parser("doctor", __doc__)
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="print the result as JSON, or write it to FILE"
     )
     parser.add_argument("--build", action="store_true", help="also compile DeepSpeed's ops, one after another")
-    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="where checkpoints go (default: runs)")
-    parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs"), help="folder for checkpoints (default: runs)")
+    parser.add_argument("--checkpoint-gib", type=float, metavar="GIB", help="size of one checkpoint, to check the disk")
     parser.add_argument(
         "--nvme", type=Path, metavar="DIR", help="measure this folder's speed with direct I/O (256 MiB)"
     )
     parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
-    group = parser.add_argument_group("does this stack train what it should?")
-    group.add_argument("--prove", action="store_true", help="train with every technique beside a plain loop")
+    group = parser.add_argument_group("compare training on this stack with plain PyTorch")
+    group.add_argument("--prove", action="store_true", help="train with every technique, and compare with a plain loop")
     group.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
-    group.add_argument("--only", metavar="NAME,...", help="these techniques and known defects, e.g. zero3,tensor")
-    group.add_argument("--reports", type=Path, metavar="DIR", help="write a report for upstream for each defect found")
+    group.add_argument("--only", metavar="NAME,...", help="only these techniques and known defects, e.g. zero3,tensor")
+    group.add_argument("--reports", type=Path, metavar="DIR", help="write an upstream bug report for each defect found")
     arguments = parser.parse_args(words)
     if arguments.json not in (None, "-"):
         files.check_writable("--json", Path(arguments.json))
     if arguments.prove:
         parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile"), "not with --prove")
-        from ..prove import command  # a machine that is not ready yet has none of its packages
+        from ..prove import command  # needs packages that a machine may not have before it is ready
 
         return command.run(arguments)
     parser.refuse(arguments, ("gpus", "only", "reports"), "only with --prove")
@@ -70,7 +70,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def write(result: Any, file: str) -> None:
-    """Print a result as JSON, or write it to a file unless that is `-`."""
+    """Write a result as JSON to a file, or print it if `file` is `-`."""
     if file == "-":
         print(json.dumps(result, indent=2))
     else:

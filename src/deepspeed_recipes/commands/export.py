@@ -7,12 +7,12 @@
     ds-recipes export runs/tiny-3m-full/20261121-101500 --quantize int8 --output my-model-int8
     ds-recipes export runs/tiny-3m-full/20261121-101500 --gguf q4_k_m --output my-model-gguf
 
-The folder holds a whole model, or the adapter if the run trained one; --merge writes the base model with the adapter
-merged into it. --add adds other adapters of the same base model, each times its weight. --quantize writes a smaller
-model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and int8-bitsandbytes for
-transformers. It is measured beside the original on the run's held-out examples, and refused if it lost more than two
-points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make gguf` installs what it needs), which
-is measured in the same way. Only safetensors are read, never pickles.
+The folder has a whole model, or the adapter if the run trained an adapter; --merge writes the base model with the
+adapter merged into it. --add adds other adapters of the same base model, each multiplied by its weight. --quantize
+writes a smaller model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and
+int8-bitsandbytes for transformers. The smaller model is compared with the original on the run's held-out examples, and
+refused if it lost more than two points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make
+gguf` installs the converter), which is compared in the same way. Only safetensors are read, never pickles.
 """
 
 import argparse
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder, say what it holds, and return 0.
+    """Write the folder, print its contents, and return 0.
 
     Raises:
         UserError: there is nothing to export, it cannot be loaded, or the folder is not empty.
@@ -43,16 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "source", type=Path, metavar="RUN_FOLDER_OR_CHECKPOINT", help="a run's folder, or a checkpoint in it"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="where to write: a new or empty folder"
+        "--output", type=Path, required=True, metavar="DIR", help="a new or empty folder for the result"
     )
     parser.add_argument("--merge", action="store_true", help="merge a LoRA adapter into its base model")
     parser.add_argument(
-        "--add", action="append", default=[], metavar="RUN=WEIGHT", help="add another adapter, times WEIGHT; repeatable"
+        "--add", action="append", default=[], metavar="RUN=WEIGHT", help="add another adapter times WEIGHT; repeatable"
     )
     parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
     parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
     parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="with --quantize: examples, if the run's are gone")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="examples to compare a smaller model on")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
     parser.add_argument(
         "--allow-drop", type=float, default=DROP, metavar="P", help="percentage points it may lose (default: 2)"
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.add:
         return add(options.source, source, options.weight, options.add, options.output.resolve(), options.merge)
     if options.weight is not None:
-        raise UserError("--weight is about a sum of adapters: add others with --add RUN=WEIGHT.")
+        raise UserError(f"--weight {options.weight:g}: only for a sum of adapters; add others with --add RUN=WEIGHT.")
     from ..training import export
 
     kind = export.write(source, options.output.resolve(), options.merge)
@@ -75,10 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def smaller(options: argparse.Namespace, source: Path) -> int:
-    """Write a quantised copy or a GGUF file, print what it has lost, and return 0.
+    """Write a quantised copy or a GGUF file, print its loss in quality, and return 0.
 
     Raises:
-        UserError: an unknown kind, a model that cannot be written so, or one that lost too much.
+        UserError: an unknown kind, a model that does not support it, or too large a loss.
     """
     if options.add:
         raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
@@ -94,7 +94,7 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
 
 
 def quantize(options: argparse.Namespace, source: Path) -> list[str]:
-    """Write a quantised copy, and return what to print of it."""
+    """Write a quantised copy, and return the lines to print."""
     from ..export.quantize import write
 
     kind, output = write.kind_of(options.quantize), options.output.resolve()
@@ -107,7 +107,7 @@ def quantize(options: argparse.Namespace, source: Path) -> list[str]:
 
 
 def gguf(options: argparse.Namespace, source: Path) -> list[str]:
-    """Write a GGUF file, and return what to print of it."""
+    """Write a GGUF file, and return the lines to print."""
     from ..export.gguf import write
 
     output = options.output.resolve()
@@ -119,7 +119,7 @@ def gguf(options: argparse.Namespace, source: Path) -> list[str]:
 
 @contextlib.contextmanager
 def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldOut | None"]:
-    """Yield the held-out examples that a model is measured on, for as long as they are needed; None: unknown."""
+    """Yield the held-out examples for measuring a model, or None if they are unknown."""
     from transformers import utils
 
     from ..export.evaluate import candidates, held_out
@@ -131,10 +131,10 @@ def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldO
 
 
 def find_model(source: Path) -> Path:
-    """Return the folder with the weights: a run's export, or else its newest complete checkpoint; else `source`.
+    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is no run.
 
     Raises:
-        UserError: no such folder, or a run that has not saved anything yet.
+        UserError: no such folder, or a run that has not saved a checkpoint yet.
     """
     source = source.resolve()
     if not source.is_dir():
@@ -146,8 +146,8 @@ def find_model(source: Path) -> Path:
         return run.export
     if (run.unverified / CHECK_FAILED).exists():
         raise UserError(
-            f"{source}: the export of this run failed its check: reloaded, it computes other logits than the trained "
-            f"model ({run.unverified / CHECK_FAILED}). Name a checkpoint to export that instead."
+            f"{source}: the export of this run failed its check: after reloading, its logits differ from the trained "
+            f"model's ({run.unverified / CHECK_FAILED}). Name a checkpoint to export that instead."
         )
     checkpoint = newest_checkpoint(run)
     if checkpoint is None:
@@ -156,7 +156,7 @@ def find_model(source: Path) -> Path:
 
 
 def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:
-    """Write the weighted sum of adapters, or the base model with it, and return 0.
+    """Write the weighted sum of adapters, or the base model merged with the sum, and return 0.
 
     Raises:
         UserError: not RUN=WEIGHT, or adapters that cannot be added up.
@@ -197,5 +197,5 @@ def _number(typed: str, factor: str) -> float:
 
 
 def _nearest(output: Path) -> Path:
-    """Return the nearest folder above `output` that exists: what is renamed has to be on the same disk."""
+    """Return the nearest existing folder above `output`; a folder can only be renamed on the same disk."""
     return next(folder for folder in output.parents if folder.is_dir())

@@ -1,4 +1,4 @@
-"""The tables of one family, as `list FAMILY` prints them: its sizes, its variants, and the hardware they need."""
+"""The tables that `list FAMILY` prints: a family's sizes, its variants, and the hardware that they need."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +21,12 @@ METHODS = {
     "embed": "pairs",
     "distill": "distill",
 }
-"""What the table calls a method whose name is not an acronym."""
+"""Names in the table for methods that are not acronyms."""
 NONE = "-"
 
 
 def text(module: ModuleType) -> str:
-    """Return what is known of a family before a run: four blocks, of which three are tables."""
+    """Return the description of a family: its first line, and the tables of sizes, variants and hardware."""
     known = pages.variants(module)
     recipes = {name: [pages.build(module, size, name) for size in module.SIZES] for name in known}
     about = [(name, pages.about(pages.variant(module, name))) for name in known]
@@ -52,7 +52,7 @@ def size_row(module: ModuleType, size: str) -> tuple[str, ...]:
     try:
         profile = profile_of(model.config)
         dimensions = (str(len(profile.layers)), str(profile.hidden_size), str(profile.attention_heads))
-    except UserError:  # a model that has to be profiled first, without the training stack
+    except UserError:  # the model has to be profiled first, and the training stack is not installed
         pass
     context = (model.config.get("text_config") or model.config).get("max_position_embeddings")
     path = Path(model.path)
@@ -62,7 +62,7 @@ def size_row(module: ModuleType, size: str) -> tuple[str, ...]:
 
 
 def _variant(name: str, recipes: Sequence[Recipe]) -> tuple[str, ...]:
-    """Return the row of a variant; the sizes are named where they have different DeepSpeed files."""
+    """Return a variant's row, which names the sizes if they have different DeepSpeed files."""
     method, adapters = recipes[0].method, recipes[0].lora is not None
     sizes: dict[str, list[str]] = {}
     for recipe in recipes:
@@ -79,7 +79,7 @@ def _hardware(sizes: Sequence[str], recipes: dict[str, list[Recipe]]) -> str:
         return f"  No hardware is predicted: {first_line(error)}"
     meaning = (
         f"  Predicted, not measured: the smallest hardware on which each variant fits, one {' or '.join(SINGLE)},\n"
-        f"  or several {GPU}; {NONE}: not on {MOST:,}. The planner has other GPUs, the memory and the speed.\n"
+        f"  or several {GPU}; {NONE}: not on {MOST:,}. ds-recipes plan shows other GPUs, the memory and the speed.\n"
     )
     return meaning + "\n" + _table([("variant", *sizes), *rows])
 

@@ -1,4 +1,4 @@
-"""`ds-recipes COMMAND ...`: the program for all commands, and what they share: help, errors, exit status."""
+"""`ds-recipes COMMAND ...`: the entry point of all commands, with their shared help, errors and exit status."""
 
 import argparse
 import importlib
@@ -23,24 +23,24 @@ COMMANDS = {
     "plan": "predict what fits and how fast it trains, before a GPU is rented",
     "check": "lint DeepSpeed JSON",
     "resolve": "turn a DeepSpeed template into JSON that plain DeepSpeed loads",
-    "configs": "copy a DeepSpeed JSON that ships with the project",
+    "configs": "copy one of the project's DeepSpeed JSON files",
     "page": "add a model family: start a page, compare it with the Hub, check its chat template",
     "doctor": "check that this machine is ready to train",
-    "report": "show what a run came to, or compare several",
+    "report": "show a run's results, or compare several runs",
     "export": "turn a run or a checkpoint into a Hugging Face folder",
-    "shrink": "make a smaller model of a larger one's weights, for distillation",
-    "generate": "talk to a fine-tuned model, here or on a server",
-    "evaluate": "measure models beside each other on held-out examples",
-    "serve": "answer over OpenAI's protocol with a fine-tuned model",
-    "publish": "put an exported model on the Hugging Face Hub",
+    "shrink": "make a smaller model from a larger model's weights, for distillation",
+    "generate": "chat with a fine-tuned model, locally or on a server",
+    "evaluate": "measure and compare models on held-out examples",
+    "serve": "serve a fine-tuned model over OpenAI's protocol",
+    "publish": "upload an exported model to the Hugging Face Hub",
     "sweep": "run a recipe with several settings and compare them",
-    "benchmark": "measure recipes, and compare them with what people would use instead",
+    "benchmark": "measure recipes, and compare them with the usual alternatives",
 }
 EXAMPLES = """
 Start here:
   ds-recipes launch tiny full                    fine-tune a tiny model on any machine, in minutes
   ds-recipes plan llama3-8b --gpu H100 --gpus 8  which configuration fits, how fast it is, and why
-  ds-recipes check my_deepspeed.json             find what is wrong with it, with the fix
+  ds-recipes check my_deepspeed.json             find the errors in a DeepSpeed file, with a fix for each
 
 launch, sweep, export, shrink, generate, evaluate, serve, publish and benchmark need more:
   pip install "deepspeed-recipes[train]"
@@ -69,7 +69,7 @@ def overview() -> str:
 
 
 _NO_GPU = "Setting accelerator to CPU"
-"""What DeepSpeed announces on stdout where there is no GPU, amid a command's answers or JSON."""
+"""DeepSpeed's line on stdout without a GPU, which would appear in the middle of a command's output or JSON."""
 
 
 def run_page(page: str, words: Sequence[str]) -> int:
@@ -82,18 +82,18 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
 
     Args:
         name: the command.
-        words: its command line, `sys.argv`'s if None.
-        typed: how its error messages begin, `program(name)` if None.
+        words: the command line, or None for `sys.argv`'s.
+        typed: the name that begins error messages, or None for `program(name)`.
     """
     typed = typed or program(name)
-    os.environ |= python_path(os.environ)  # for whatever a command starts
+    os.environ |= python_path(os.environ)  # for the processes that a command starts
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     logging.getLogger("DeepSpeed").addFilter(lambda record: not record.getMessage().startswith(_NO_GPU))
     try:
         for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
-            if os.path.exists(part):  # before whatever opens it waits for a writer, or reads without end
+            if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
                 check_ends(part)
         return importlib.import_module(f".{name}", __package__).main(words)
     except UserError as error:
@@ -124,12 +124,12 @@ _LONG = re.compile(r"\S{300,}")
 
 
 def _said(text: str) -> str:
-    """Return text for a terminal: without control characters, and without the middle of a name that would fill it."""
+    """Return text for a terminal: without control characters, and with very long names shortened."""
     return _LONG.sub(lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
 
 
 def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
-    """Return whether an error is about a file that the command line names, or one in or above such a folder."""
+    """Return True if an error is about a file named on the command line, or about a file in or a folder above it."""
     typed = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
     named = [Path(os.path.abspath(word)) for word in typed if word and "\0" not in word]
     about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
@@ -137,7 +137,7 @@ def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
 
 
 def _written(words: Sequence[str] | None) -> str | None:
-    """Return the folder or file that a command line asks to write to."""
+    """Return the folder or file that the command line names for output, or None."""
     words = sys.argv[1:] if words is None else words
     for at, word in enumerate(words):
         option, equals, value = word.partition("=")
@@ -147,9 +147,9 @@ def _written(words: Sequence[str] | None) -> str | None:
 
 
 def without(package: str) -> str:
-    """Return what to do if a command needs a package that is not installed."""
+    """Return the message for a command that needs a package that is not installed."""
     return (
-        f"{sys.executable} has no {package}: activate the environment (source .venv/bin/activate), or make it "
+        f"{sys.executable} has no {package}: activate the environment (source .venv/bin/activate), or create it "
         'first: make install in a checkout, pip install "deepspeed-recipes[train]" elsewhere.'
     )
 
@@ -158,7 +158,7 @@ class Parser(argparse.ArgumentParser):
     """The command line of one command."""
 
     def __init__(self, name: str, about: str | None, epilog: str | None = None, add_help: bool = True) -> None:
-        """`about` is the help's text, laid out as it is written."""
+        """`about` is the text of the help; its line breaks are kept."""
         super().__init__(
             prog=program(name),
             description=about,
@@ -168,13 +168,13 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """End with a line that names the mistake and what to write instead, not with the whole usage."""
+        """Exit with a line that names the mistake and the fix, instead of the whole usage."""
         self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
 
     def parse_trusting(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parse arguments, with an option that permits models to run their own Python code."""
         self.add_argument(
-            "--trust-remote-code", action="store_true", help="run the model's own Python code: read it first"
+            "--trust-remote-code", action="store_true", help="run the model's own Python code; read that code first"
         )
         options = self.parse_args(arguments)
         if options.trust_remote_code:
@@ -182,15 +182,15 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def refuse(self, options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-        """Refuse options that nothing would read.
+        """Refuse options that the command would ignore.
 
         Args:
-            options: what was parsed.
+            options: the parsed command line.
             names: the options, as attributes of `options`.
-            why: what they belong to.
+            why: the reason, such as `only with --tasks`.
 
         Raises:
-            UserError: names the first that has another value than its default.
+            UserError: names the first option that is not at its default.
         """
         for action in self._actions:
             value = getattr(options, action.dest, None)
@@ -199,20 +199,20 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(f"{action.option_strings[0]}{typed}: {why}; leave it out.")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """End with a message that quotes whatever was typed."""
+        """Exit with a message, in which quoted words are made safe for a terminal."""
         super().exit(status, message and f"{_said(message.rstrip())}\n")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return an option's values; only the system prompt may be empty.
 
-        argparse reads defaults by `_get_value` too, and some are empty.
+        This check is not in `_get_value`, with which argparse also reads defaults, since some defaults are empty.
         """
         if action.option_strings and action.dest != "system" and any(not word.strip() for word in arg_strings):
             raise argparse.ArgumentError(action, "the value is missing")
         return super()._get_values(action, arg_strings)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
-        """Return a value as its option reads it, and refuse infinite and huge numbers."""
+        """Return a value converted to its option's type, and refuse infinite and huge numbers."""
         value = super()._get_value(action, arg_string)
         if action.type in (int, float) and not (abs(value) < 2**32):  # nan is not below either
             option = "/".join(action.option_strings) or action.dest
@@ -220,13 +220,13 @@ class Parser(argparse.ArgumentParser):
         return value
 
     def nearest(self, option: str) -> str | None:
-        """Return the option that is spelled most like an unknown one; None where none is near."""
+        """Return the option whose spelling is closest to an unknown option, or None if no option is close."""
         return next(
             iter(get_close_matches(option.replace("_", "-"), self._option_string_actions, 1, cutoff=0.65)), None
         )
 
     def _in_words(self, message: str) -> str:
-        """Return argparse's complaint as one of ours."""
+        """Return argparse's error message in the style of this project."""
         if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
             near = self.nearest(unknown[1])
             hint = f"did you mean {near}?" if near else f"{self.prog} --help lists the options."

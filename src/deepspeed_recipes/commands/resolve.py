@@ -1,11 +1,11 @@
-"""Turn a template into JSON that plain deepspeed.initialize loads: every "auto" becomes a concrete value.
+"""Turn a template into JSON that plain deepspeed.initialize loads, with a concrete value for every "auto".
 
     ds-recipes resolve zero3.json --model path/to/config.json --world-size 8 micro_batch_size=2
 
-Missing values default to those of TrainingArguments (precision=fp32, micro_batch_size=1, learning_rate=5e-5 ...); only
-the model's hidden size is used. Imports neither torch nor DeepSpeed.
+Missing values default to those of TrainingArguments (precision=fp32, micro_batch_size=1, learning_rate=5e-5 ...). Of
+the model, only the hidden size is read. The command imports neither torch nor DeepSpeed.
 
-Exit status: 0; 1 if the template does not fit the numbers; 2 for a mistake on the command line.
+Exit status: 0; 1 if the template does not fit the given values; 2 for a mistake on the command line.
 """
 
 import argparse
@@ -71,10 +71,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def find(name: str) -> Path:
-    """Return the template at a path, or of that name in configs/.
+    """Return the template at a path, or the file of that name in configs/.
 
     Raises:
-        UserError: there is none; names the nearest.
+        UserError: there is no such template; names the nearest.
     """
     path = located(name)
     if not path.exists():
@@ -86,7 +86,7 @@ def find(name: str) -> Path:
 
 
 def numbers_of(arguments: argparse.Namespace) -> Numbers:
-    """Return the numbers on the command line.
+    """Return the numbers from the command line.
 
     Raises:
         UserError: an unknown key or a wrong value; names the key, the value and the fix.
@@ -158,7 +158,7 @@ def accumulate(numbers: Numbers, batch: int) -> Numbers:
 
 
 def architecture(name: str) -> dict:
-    """Return the model's config at a path, or of a recipe.
+    """Return the model config at a path, or a recipe's.
 
     Raises:
         UserError: neither a readable file nor a recipe.

@@ -1,14 +1,14 @@
 """Measure one or several models on held-out examples: runs, checkpoints, adapters, folders and servers.
 
     ds-recipes evaluate runs/tiny-3m-full/20261121-101500
-    ds-recipes evaluate runs/tiny-3m-full/20261121-101500 --base             # beside the model before training
+    ds-recipes evaluate runs/tiny-3m-full/20261121-101500 --base             # compared with the model before training
     ds-recipes evaluate runs/tiny-3m-full/20261121-101500 runs/tiny-3m-lora/20261121-103000
     ds-recipes evaluate my-model http://localhost:8000 --data HELD_OUT.jsonl
 
-The metric and the examples are those of the first run that is named, unless --metric and --data say otherwise. Every
-score has its 95 % interval (Wilson's; of a loss by bootstrap), and neighbours in the table are compared on the same
-examples by an exact paired test (McNemar's; of a loss the sign test). Results go to evaluation.json in the folder of
-each run that is named, and into its report. A server is any that speaks OpenAI's protocol; OPENAI_API_KEY is its key.
+The metric and the examples are those of the first run on the command line, unless --metric and --data name others.
+Every score has its 95 % interval (Wilson's; bootstrap for a loss), and neighbours in the table are compared on the same
+examples with an exact paired test (McNemar's; the sign test for a loss). Results are written to evaluation.json in each
+run's folder, and to the run's report. Any server with OpenAI's protocol can be measured; OPENAI_API_KEY is its key.
 
 --tasks measures tasks of lm-evaluation-harness instead (`make serving` installs it), with the same table and test.
 """
@@ -51,15 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = Parser("evaluate", __doc__)
-    parser.add_argument("models", nargs="+", metavar="RUN|FOLDER|URL", help="what to measure, side by side")
-    parser.add_argument("--base", action="store_true", help="also the model that the first one was before training")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="other examples than the run's held-out ones")
-    parser.add_argument("--metric", metavar="M", help="another metric than the run's: exact_match, loss, ...")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples")
-    parser.add_argument("--model", metavar="NAME", help="which model of a server that has several")
+    parser.add_argument("models", nargs="+", metavar="RUN|FOLDER|URL", help="models to measure and compare")
+    parser.add_argument("--base", action="store_true", help="also measure the first model before its training")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="examples to use instead of the run's held-out ones")
+    parser.add_argument("--metric", metavar="M", help="metric to use instead of the run's: exact_match, loss, ...")
+    parser.add_argument("--limit", type=int, metavar="N", help="measure only the first N examples")
+    parser.add_argument("--model", metavar="NAME", help="name of the model on a server that has several")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON, with every answer")
     parser.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness, by name")
-    parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with tasks of your own")
+    parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with your own tasks")
     options = parser.parse_trusting(arguments)
     if options.tasks:
         parser.refuse(options, ("data", "metric"), "--tasks have their own examples and metrics")
@@ -90,7 +90,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str
 
 
 def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Have lm-evaluation-harness measure every model, print the comparisons and return them.
+    """Measure every model with lm-evaluation-harness, print the comparisons and return them.
 
     Raises:
         UserError: no such task, or the harness failed.
@@ -111,9 +111,9 @@ def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Na
 
 
 def keep(one: Candidate, compared: dict[str, Any]) -> None:
-    """Write the comparison into the folder of the run that a model is of, and renew the run's report.
+    """Write the comparison into the folder of a model's run, and update the run's report.
 
-    What was measured by the run's own metric and by tasks stands beside each other.
+    Results by the run's own metric and by tasks are kept together.
     """
     if one.run is None:
         return

@@ -1,11 +1,11 @@
-"""Serve a model over OpenAI's protocol: a run, a checkpoint, a model folder, or adapters side by side.
+"""Serve a model over OpenAI's protocol: a run, a checkpoint, a model folder, or several adapters of a base model.
 
     ds-recipes serve runs/tiny-3m-full/20261121-101500
     ds-recipes serve runs/tiny-3m-lora/20261121-103000 --adapter other=runs/tiny-3m-lora/20261121-110000
     ds-recipes serve my-model-int8 --port 9000 --name invoices
 
-vLLM answers where it is installed (`make serving`), else `transformers serve`. Requests get the chat template, the
-tokens that end an answer and the generation defaults that the model was trained with. Ctrl-C ends the server.
+The server is vLLM if it is installed (`make serving`), otherwise `transformers serve`. It uses the chat template, the
+end-of-answer tokens and the generation defaults with which the model was trained. Ctrl-C ends the server.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from ..main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the user ends it, and return 0.
+    """Serve until the user ends the server, and return 0.
 
     Raises:
         UserError: no such model, no server installed, the port is in use, or the server does not start.
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background without it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     with children.scratch("ds-recipes-serve-") as place:
         log = options.log or place / "server.log"
         print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
@@ -53,9 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with process.running(server, found.asked, options.host, options.port, log) as running:
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
                 running.wait()
-                raise UserError(
-                    f"{server.title} ended with status {running.returncode}; --log FILE keeps what it prints."
-                )
+                raise UserError(f"{server.title} ended with status {running.returncode}; --log FILE keeps its output.")
         except KeyboardInterrupt:
             print()
     return 0
@@ -68,25 +66,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--adapter", action="append", default=[], metavar="NAME=DIR", help="an adapter of the same base; repeatable"
     )
-    parser.add_argument("--name", help="what requests call the model (default: the recipe's name, or the folder's)")
+    parser.add_argument("--name", help="the model's name in requests (default: the recipe's name, or the folder's)")
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="default: this machine only; with 0.0.0.0 whoever reaches it may ask",
+        help="address to listen on (default: this machine only); with 0.0.0.0 every host that reaches it can use it",
     )
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="keep what the server prints")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write the server's output to FILE")
     return parser.parse_trusting(arguments)
 
 
 def ready(found: Served, engine: str, url: str) -> list[str]:
-    """Return what is printed once the server answers."""
+    """Return the lines to print as soon as the server answers."""
     names = [adapter.name for adapter in found.adapters] + [found.name]
     ask = {"model": found.asked, "messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps(ask).replace("'", "'\\''")
     return [
-        f"ready: {', '.join(names)} by {engine} at {url}/v1 (health: {url}/health; Ctrl-C ends it)",
+        f"ready: {', '.join(names)} by {engine} at {url}/v1 (health: {url}/health; Ctrl-C ends the server)",
         "",
         f"    curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         "",
@@ -100,7 +98,7 @@ def ready(found: Served, engine: str, url: str) -> list[str]:
 
 
 def _transformers(found: Served, options: argparse.Namespace, place: Path) -> engines.Engine:
-    """Return `transformers serve`, of a merged model where it is an adapter."""
+    """Return `transformers serve`; it serves an adapter as a merged model."""
     beside = place / "models"
     beside.mkdir()
     if found.adapters:
