@@ -103,7 +103,7 @@ def test_bad_input_is_answered_in_a_line(adapters, tmp_path, capsys):
         ([first, "--add", f"{other}=1", "--output", out], "an adapter for OWNER/OTHER"),
         ([first, "--add", f"{adapters / 'dora'}=1", "--output", out], "use_dora: only plain LoRA"),
         ([first, "--add", f"{TINY_MODEL}=1", "--output", out], "not an adapter"),
-        ([first, "--weight", "2", "--output", out], "--weight is about a sum"),
+        ([first, "--weight", "2", "--output", out], "--weight 2: only for a sum"),
     ):
         assert run_command("export", words) == 2
         printed = capsys.readouterr().err
