@@ -177,7 +177,7 @@ def test_a_local_base_model_is_named_relatively_and_found_where_both_were_moved(
     moved = tmp_path / "there" / "adapters" / "mine"
     assert base_model.find(moved) == tmp_path / "there" / "base"
     shutil.rmtree(tmp_path / "there" / "base")
-    with pytest.raises(UserError, match=r"the base model \.\./\.\./base is not there"):
+    with pytest.raises(UserError, match=r"the base model \.\./\.\./base does not exist"):
         base_model.find(moved)
     cached = "/cache/models--OWNER--NAME/snapshots/0123abcd"
     write_json(moved / "adapter_config.json", {base_model.KEY: cached})

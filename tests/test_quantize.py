@@ -90,7 +90,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tm
         (model, "int3", new, "choose int8, int4, fp8, nf4"),
         (model, "nf4", full, "is not empty"),
         (failed, "nf4", new, "failed its check"),
-        (scores, "nf4", new, "gives scores"),
+        (scores, "nf4", new, "returns scores"),
         (small, "nf4", new, "quantised already"),
         (model, "int8", new, "make serving"),
     ):

@@ -127,10 +127,10 @@ BAD = {
     "not base64": ({"messages": turns([part(base64="!"), TEXT])}, "not base64"),
     "more pictures than places": (
         {"images": ["a.png", "b.jpg"], "messages": turns("<image>What?")},
-        "2 pictures in 'images' and 1 places for them; write <image>",
+        "2 images in 'images' and 1 places for them; write <image>",
     ),
-    "fewer": ({"images": ["a.png"], "messages": turns("<image><image>What?")}, "1 pictures in 'images' and 2 places"),
-    "a place and no list": ({"messages": turns([part(), TEXT])}, "0 pictures in 'images' and 1 places"),
+    "fewer": ({"images": ["a.png"], "messages": turns("<image><image>What?")}, "1 images in 'images' and 2 places"),
+    "a place and no list": ({"messages": turns([part(), TEXT])}, "0 images in 'images' and 1 places"),
     "a URL": ({"messages": turns([part(url="https://a.example/b.png"), TEXT])}, "is a URL (https://a.example/b.png)"),
     "a number": ({"messages": turns([part(image=3), TEXT])}, "of type int; give the path of a file"),
     "text of a picture": (
@@ -166,7 +166,7 @@ def test_a_picture_that_is_cut_off_is_found_before_training_in_parquet_too(folde
     data = data.cast_column("images", [ImageFeature()])
     data.to_parquet(tmp_path / "data.parquet")
     recipe = seeing.recipe_for(sample("llava"), tmp_path / "data.parquet", "zero0.json")
-    with pytest.raises(UserError, match=r"data\.parquet: row 1: picture 1: cut off or damaged"):
+    with pytest.raises(UserError, match=r"data\.parquet: row 1: image 1: cut off or damaged"):
         tokenize.prepare(recipe.data.path, recipe, AutoTokenizer.from_pretrained(recipe.model.path))
 
 

@@ -1,1 +1,1 @@
-"""What makes an exported folder one to hand out: model card, record of the training, how it is published."""
+"""Prepares an exported folder for publication: model card, record of the training, licences, portable paths."""

@@ -1,4 +1,4 @@
-"""The base model of an adapter: named without a path of this machine, and found again by it."""
+"""The base model of an adapter: records it without a path of this machine, and finds it again."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from .portable import own_path, portable_path
 
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
-"""Beside an adapter that was trained on a quantised base model: how to quantise it again."""
+"""File next to an adapter that was trained on a quantised base model: how to quantise it again."""
 KEY = "base_model_name_or_path"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
@@ -35,10 +35,10 @@ def is_hub_id(name: str) -> bool:
 
 
 def make_portable(folder: Path, place: Path) -> None:
-    """Name the base model of the adapter in `folder` as it can be found from there, if it is named by a path.
+    """Name the base model of the adapter in `folder` so that it can be found from there, if it is named by a path.
 
-    A model of the project keeps its place in the checkout, one of Hugging Face's cache gets its Hub id, and any other
-    is named relatively to the adapter (`../draft_model`): both can be moved together.
+    A model of the project keeps its place in the checkout, one in Hugging Face's cache gets its Hub id, and any other
+    is named relative to the adapter (`../draft_model`): both can be moved together.
 
     Args:
         folder: holds the adapter; a whole model is left as it is.
@@ -60,7 +60,7 @@ def find(adapter: Path) -> Path:
     """Return the folder or the Hub id of an adapter's base model.
 
     Raises:
-        UserError: adapter_config.json names a folder that is not there.
+        UserError: adapter_config.json names a folder that does not exist.
     """
     name = str(read_json(adapter / ADAPTER)[KEY])
     if own := own_path(name):
@@ -69,7 +69,7 @@ def find(adapter: Path) -> Path:
     if name.startswith(".") or PurePath(name).is_absolute():
         if not place.is_dir():
             raise UserError(
-                f"{adapter / ADAPTER}: the base model {name} is not there ({place}); correct {KEY}, or name the base "
+                f"{adapter / ADAPTER}: the base model {name} does not exist ({place}); correct {KEY}, or name the base "
                 "model yourself (ds-recipes generate BASE_MODEL --adapter DIR)."
             )
         return place
@@ -77,5 +77,5 @@ def find(adapter: Path) -> Path:
 
 
 def located(name: str) -> Path:
-    """Return where a recipe's model is, whose path may be a portable one; a Hub id stays as it is."""
+    """Return the folder of a recipe's model, whose path may be portable; a Hub id is returned unchanged."""
     return own_path(name) or Path(name)

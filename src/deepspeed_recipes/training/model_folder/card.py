@@ -1,4 +1,4 @@
-"""README.md of an exported folder: a model card in the Hub's form, from what the folder itself holds."""
+"""Writes README.md of an exported folder: a model card in the Hub's form, from the content of the folder."""
 
 import re
 from dataclasses import dataclass
@@ -19,34 +19,34 @@ from .record import Record
 FILE = "README.md"
 TEMPLATE = Path(__file__).parent / "card.md.jinja"
 UNPUBLISHED = "OWNER/NAME"
-"""What the usage snippet calls the model until it has a name on the Hub."""
+"""Name of the model in the usage snippet until it has a name on the Hub."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a folder holds, as far as its card says something about it."""
+    """Properties of a folder that its card mentions."""
 
     adapter: bool
     base: str
-    """What the adapter names as its base model; empty for a whole model."""
+    """The adapter's name of its base model; empty for a whole model."""
     scores: bool
-    """A reward model, which gives a conversation a number, or a classifier."""
+    """True for a reward model, which gives a conversation a number, and for a classifier."""
     labels: tuple[str, ...]
     """The names of a classifier's classes."""
     embeds: bool
-    """An embedding model: it has no head."""
+    """True for an embedding model, which has no head."""
     quantized: bool
-    """The adapter's base is loaded in 4 bits."""
+    """True if the adapter's base is loaded in 4 bits."""
     chat: bool
-    """The tokenizer has a chat template."""
+    """True if the tokenizer has a chat template."""
     gguf: str | None = None
-    """The name of a GGUF file, which holds all of the model."""
+    """The name of a GGUF file with the whole model."""
     sees: bool = False
-    """It has a vision tower and a processor."""
+    """True for a vision-language model with its processor."""
 
 
 def write(folder: Path, name: str = UNPUBLISHED) -> bool:
-    """Write the card of an exported folder; return False, and write nothing, where its training is not recorded."""
+    """Write the card of an exported folder, or return False if its training is not recorded."""
     held = record.read(folder)
     if held is None:
         return False
@@ -59,7 +59,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
 
     Args:
         folder: the export.
-        held: what its `training/` says.
+        held: the record in its `training/`.
         name: the model's on the Hub.
     """
     contents = look(folder)
@@ -90,7 +90,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
 
 
 def look(folder: Path) -> Contents:
-    """Return what a folder holds."""
+    """Return the properties of a folder."""
     adapter = read_json(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
     tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
     return Contents(
@@ -107,7 +107,7 @@ def look(folder: Path) -> Contents:
 
 
 def metadata(held: Record, contents: Contents) -> ModelCardData:
-    """Return the card's YAML: what the Hub does not know, such as a local base model, is left out of it."""
+    """Return the card's YAML, without names that the Hub cannot resolve, such as a local base model."""
     recipe = held.recipe
     known = is_hub_id(recipe.model.path) and not recipe.draft.enabled
     adapters = ["lora"] * (recipe.lora is not None) + ["dora"] * bool(recipe.lora and recipe.lora.dora)
@@ -127,7 +127,7 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
 
 
 def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
-    """Return the run's score in the Hub's form; None where it has none."""
+    """Return the run's score in the Hub's form, or None if it has none."""
     metric, after = held.results.get("metric"), held.results.get("after")
     if not metric or after is None:
         return None
@@ -145,14 +145,14 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
 
 
 def library(contents: Contents) -> str:
-    """Return what the Hub calls the library that loads the model."""
+    """Return the Hub's name of the library that loads the model."""
     if contents.gguf:
         return "gguf"
     return "sentence-transformers" if contents.embeds else "peft" if contents.adapter else "transformers"
 
 
 def task(contents: Contents) -> str:
-    """Return what the Hub calls what the model does."""
+    """Return the Hub's name of the model's task."""
     if contents.embeds:
         return "sentence-similarity"
     if contents.sees:
@@ -161,7 +161,7 @@ def task(contents: Contents) -> str:
 
 
 def base_name(recipe: Recipe) -> str:
-    """Return what the card calls the model that was trained, in Markdown."""
+    """Return the card's name of the base model, in Markdown."""
     if recipe.draft.enabled:
         return (
             f"a randomly initialised model of the architecture of {recipe.family}-{recipe.size}, shrunken (`--draft`)"
@@ -179,12 +179,12 @@ def code(text: object) -> str:
 
 
 def plain(text: object) -> str:
-    """Return text for a line of Markdown or a table's cell, in which no character means anything."""
+    """Return text for a line of Markdown or a table's cell, with all special characters escaped."""
     return re.sub(r"([\\`*\[\]<>|#&!~])", r"\\\1", " ".join(printable(text).split()))
 
 
 def score(metric: str | None, value: Any) -> str:
-    """Return a score as a person reads it; a dash where there is none."""
+    """Return a score in readable form, or a dash if there is none."""
     if not isinstance(value, int | float):
         return "-"
     return metrics.shown(str(metric), value)

@@ -1,4 +1,4 @@
-"""What is added to exported weights, so that the folder explains itself on any machine."""
+"""Adds to exported weights the files that make the folder usable on any machine."""
 
 import shutil
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from . import base_model, card, record, response_template
 
 
 def check(source: Path, output: Path) -> None:
-    """Refuse to write over something, and to hand out an export that failed its check.
+    """Refuse to overwrite files, and to export a model that failed its check.
 
     Args:
-        source: what is to be copied or changed.
-        output: where to.
+        source: the folder to copy or change.
+        output: the new folder.
 
     Raises:
-        UserError: names the folder.
+        UserError: the message names the folder.
     """
     files.check_writable("--output", output, folder=True)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -29,30 +29,30 @@ def check(source: Path, output: Path) -> None:
 
 
 def check_smaller(source: Path, output: Path, option: str) -> None:
-    """Refuse what `option` cannot make a smaller copy of.
+    """Refuse a model of which `option` cannot make a smaller copy.
 
     Raises:
-        UserError: as `check`, or `source` is no model, gives scores or is quantised already.
+        UserError: as `check`, or `source` is not a model, returns scores or is already quantised.
     """
     check(source, output)
     adapter = (source / base_model.ADAPTER).exists()
     if not adapter and not (source / "config.json").exists():
         raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
     if card.look(source).scores:
-        raise UserError(f"{source}: {option} is for models that write text, and this one gives scores.")
+        raise UserError(f"{source}: {option} is for models that write text, and this model returns scores.")
     if not adapter and "quantization_config" in base_model.config_of(source):
-        raise UserError(f"{source}: is quantised already; use {option} on the model that it was made from.")
+        raise UserError(f"{source}: is already quantised; use {option} on the model that it was made from.")
 
 
 def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:
-    """Add the card, `training/` and the response template to weights of a run, and take out absolute paths.
+    """Add the card, `training/` and the response template to weights of a run, and remove absolute paths.
 
     Args:
         folder: holds the weights.
-        run: what trained them.
+        run: the run that trained them.
         place: the folder that it will be renamed to.
-        results: what the run's summary.json has, or will have.
-        step: of the checkpoint that they are; None: the run's result.
+        results: content of the run's summary.json, now or later.
+        step: the step of the checkpoint with these weights, or None for the run's result.
     """
     record.write(folder, record.of_run(run, results, step), run.deepspeed)
     _finish(folder, place)
@@ -81,12 +81,12 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
 
 
 def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> None:
-    """Do the same for a quantised copy, whose card and results say how it was quantised.
+    """Do the same for a quantised copy, whose card and results describe the quantisation.
 
     Args:
-        folder: holds the weights, and the original's `training/` where it had one.
+        folder: holds the weights, and the original's `training/` if it had one.
         place: the folder that it will be renamed to.
-        quantization: what `training/results.json` says of it.
+        quantization: the description for `training/results.json`.
     """
     record.add(folder, {record.QUANTIZATION: dict(quantization)})
     _finish(folder, place)

@@ -1,4 +1,4 @@
-"""What the model in a folder has on top of its layers, from what the folder says of itself."""
+"""Detects the head of the model in a folder from the folder's own files."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,18 +7,18 @@ from ...recipe.run_folder import read_json
 from .base_model import ADAPTER, config_of
 
 Head = Literal["vocabulary", "vision", "scores", "none"]
-"""Logits over the vocabulary; the same of a model with a vision tower; scores of a sequence, a reward or its classes;
-nothing, as an embedding model has it."""
+"""Logits over the vocabulary; logits of a model with a vision tower; scores of a sequence, a reward or its classes; or
+none, as in an embedding model."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-"""Where a folder keeps what its model makes of pictures."""
+"""Files with the settings of an image processor."""
 TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}
-"""What PEFT's task types say of an adapter's model."""
+"""The head of an adapter's model, by PEFT's task type."""
 LABELS = "labels.json"
-"""Beside a classifier's adapter: the names of its classes, which a whole model's config.json holds as `id2label`."""
+"""File next to a classifier's adapter with the names of its classes; config.json of a whole model has `id2label`."""
 
 
 def of_folder(folder: Path) -> Head:
-    """Return the head of the model that a folder holds, or that its adapter is for."""
+    """Return the head of the model in a folder, or of the model that its adapter is for."""
     if (folder / ADAPTER).exists():
         if sees(folder):
             return "vision"
@@ -33,12 +33,12 @@ def of_folder(folder: Path) -> Head:
 
 
 def sees(folder: Path) -> bool:
-    """Return whether a folder says what its model makes of pictures."""
+    """Return whether a folder has the settings of an image processor."""
     return any((folder / name).exists() for name in PROCESSORS)
 
 
 def labels_of(folder: Path) -> list[str]:
-    """Return the names of a classifier's classes in the order of its outputs; none of a reward model or another one."""
+    """Return the names of a classifier's classes in the order of its outputs; empty for any other model."""
     if (folder / LABELS).exists():
         return [str(name) for name in read_json(folder / LABELS)]
     names = (config_of(folder).get("id2label") if of_folder(folder) == "scores" else None) or {}

@@ -1,4 +1,4 @@
-"""The licence of a base model: as its page states it, and as the Hub calls it."""
+"""The licence of a base model: as stated by its page, and in the Hub's terms."""
 
 from pathlib import PurePath
 
@@ -19,14 +19,14 @@ _HUB_NAMES = {
 """A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
 
 OWN = PurePath("src/deepspeed_recipes/samples")
-"""Where the models are that the project has made of the one on the page, under its licence."""
+"""Folder of the models that the project has derived from the page's model, under its licence."""
 
 
 def of_base(recipe: Recipe) -> str | None:
-    """Return the licence of the model that a recipe starts from, as its page's `LICENCE` states it.
+    """Return the licence of the model that a recipe starts from, as stated by its page's `LICENCE`.
 
-    None where it starts from another model than its page's, from random weights, or from a page outside the project,
-    which is code and is not run in order to read it.
+    None if it starts from another model than its page's, from random weights, or from a page outside the project, which
+    would have to be executed.
     """
     if recipe.page or recipe.draft.enabled or recipe.family not in pages.families():
         return None
@@ -39,7 +39,7 @@ def of_base(recipe: Recipe) -> str | None:
 
 
 def metadata(licence: str | None) -> dict[str, str]:
-    """Return a licence in the words of a model card: the Hub's identifier, or `other` with its name."""
+    """Return a licence in the terms of a model card: the Hub's identifier, or `other` with its name."""
     if not licence:
         return {}
     known = _HUB_NAMES.get(licence.lower())

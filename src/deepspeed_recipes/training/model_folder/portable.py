@@ -1,4 +1,4 @@
-"""Values without the paths of this machine, so that a folder can be read, and reproduced, on another."""
+"""Removes the paths of this machine from values, so that a folder can be read, and reproduced, on another."""
 
 import re
 from pathlib import Path, PurePath
@@ -9,15 +9,15 @@ from ...recipe.project import CONFIGS, PACKAGE
 from ...recipe.recipe import Recipe, names
 
 _SNAPSHOT = re.compile(r"/(?:models|datasets)--([^/]+?)--([^/]+)/snapshots/[0-9a-f]+/?$")
-"""Where Hugging Face's cache keeps a repository."""
+"""Path of a repository in Hugging Face's cache."""
 _OWN = PurePath("src", "deepspeed_recipes")
-"""Where a checkout has the package, whatever this one's folder is."""
+"""Path of the package in a checkout, whatever the checkout's folder is."""
 _BEFORE = ("recipes", "samples")
-"""How exports called the project's samples when the package stood in `recipes/`."""
+"""The samples' place in exports from before the package moved out of `recipes/`."""
 
 
 def portable(value: Any) -> Any:
-    """Return JSON-like values in which no string is an absolute path, or a list of them with commas."""
+    """Return JSON-like values in which no string is an absolute path, or a list of these with commas."""
     if isinstance(value, dict):
         return {key: portable(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -28,10 +28,10 @@ def portable(value: Any) -> Any:
 
 
 def portable_path(path: str) -> str:
-    """Return a path as it is on every machine.
+    """Return a path that is the same on every machine.
 
-    A file of the project by its place in a checkout, one of `configs/` by its name, what Hugging Face's cache holds by
-    its Hub id, and any other file by its name alone; a relative path, or a Hub id, as it is.
+    A file of the project gets its place in a checkout, a file of `configs/` its name, a file in Hugging Face's cache
+    its Hub id, and any other file its name alone; a relative path and a Hub id are unchanged.
     """
     place = Path(path)
     if not place.is_absolute():
@@ -52,7 +52,7 @@ def portable_recipe(recipe: Recipe) -> Recipe:
 
 
 def own_path(path: str) -> Path | None:
-    """Return the file that `portable_path` calls `src/deepspeed_recipes/...`, or None if there is none."""
+    """Return the file of a portable path `src/deepspeed_recipes/...`, or None if it does not exist."""
     place = PurePath(path)
     if place.parts[:2] == _BEFORE:
         place = _OWN / place.relative_to(_BEFORE[0])

@@ -14,16 +14,16 @@ from .portable import portable, portable_recipe
 FOLDER = "training"
 RECIPE, DEEPSPEED, RESULTS = "recipe.json", "deepspeed.json", "results.json"
 QUANTIZATION = "quantization"
-"""What results.json of a quantised copy says of how it was made."""
+"""Key in results.json of a quantised copy that describes the quantisation."""
 RESULT_KEYS = ("metric", "before", "after", "logit_difference")
-"""What an export's results have of a run's summary.json."""
+"""Keys that an export's results take from the run's summary.json."""
 PROGRESS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
-"""What they have of the last object of its metrics.jsonl, and what that is called there."""
+"""Keys that they take from the last object of its metrics.jsonl, with their names there."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """How a model was trained, without a path of the machine that did it."""
+    """The record of a model's training, without paths of the machine that trained it."""
 
     recipe: Recipe
     results: Mapping[str, Any]
@@ -35,8 +35,8 @@ def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) 
 
     Args:
         run: has at least a recipe.json.
-        results: what its summary.json has, or will have: `metric`, `before`, `after`.
-        step: of the checkpoint that it is the record of; None: of the end.
+        results: content of its summary.json, now or later: `metric`, `before`, `after`.
+        step: the step of the recorded checkpoint, or None for the end of the run.
     """
     found = {key: results[key] for key in RESULT_KEYS if results.get(key) is not None}
     logged = [row for row in read_jsonl(run.metrics) if step is None or row["step"] <= step]
@@ -59,7 +59,7 @@ def at_step(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
-    """Write `training/` into an exported folder; `deepspeed` is the resolved file of the run, where there is one."""
+    """Write `training/` into an exported folder; `deepspeed` is the run's resolved file, if it has one."""
     place = folder / FOLDER
     write_json(place / RECIPE, redacted(to_dict(record.recipe)))
     write_json(place / RESULTS, dict(record.results))
@@ -68,14 +68,14 @@ def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
 
 
 def add(folder: Path, results: Mapping[str, Any]) -> None:
-    """Add results to those of an exported folder, where it has a record."""
+    """Add results to those of an exported folder, if it has a record."""
     file = folder / FOLDER / RESULTS
     if file.exists():
         write_json(file, {**read_json(file), **results})
 
 
 def read(folder: Path) -> Record | None:
-    """Return the record in an exported folder; None where it has none.
+    """Return the record in an exported folder, or None if it has none.
 
     Raises:
         UserError: it cannot be read.

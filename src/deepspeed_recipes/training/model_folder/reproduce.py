@@ -1,4 +1,4 @@
-"""The command that gives a run's recipe again, in a checkout of the project."""
+"""The command that reproduces a run's recipe in a checkout of the project."""
 
 import shlex
 
@@ -9,9 +9,9 @@ from .portable import portable_recipe
 
 
 def command(recipe: Recipe, ranks: int) -> str:
-    """Return how a portable recipe is launched: what its page has is left out.
+    """Return the command that launches a portable recipe, without the values that its page has.
 
-    A file that lies outside the project is named without its folder, since only its author has it.
+    A file outside the project is named without its folder, since only its author has it.
 
     Args:
         recipe: as `portable_recipe` returns it.
@@ -23,18 +23,18 @@ def command(recipe: Recipe, ranks: int) -> str:
 
 
 def changes(recipe: Recipe) -> list[str]:
-    """Return the overrides that turn the page's recipe into this one; all of its keys where there is no such page."""
+    """Return the overrides that turn the page's recipe into this one, or all of its keys if there is no such page."""
     page = of_page(recipe)
     if page is None:
         return overrides.as_typed(recipe, overrides.override_keys())
     found = overrides.differences(page, recipe)
-    # `data.path` changes what is held out, unless that is typed too.
+    # `data.path` changes the held-out data, unless that is given too.
     settled = portable_recipe(overrides.apply(page, found))
     return [*found, *(change for change in overrides.differences(settled, recipe) if change not in found)]
 
 
 def of_page(recipe: Recipe) -> Recipe | None:
-    """Return the recipe as its page has it, with portable paths; None where there is none in the project."""
+    """Return the recipe as its page has it, with portable paths, or None if the project has no such page."""
     if recipe.page or recipe.family not in pages.families():
         return None
     try:

@@ -1,6 +1,6 @@
-"""The tokenizer's `response_template`: how an answer is cut out of what a model has written.
+"""The tokenizer's `response_template`: extracts an answer from the text that a model has written.
 
-`transformers serve` needs it. Without one it returns the whole conversation as the answer, for most chat templates.
+`transformers serve` needs it: without it, for most chat templates, it returns the whole conversation as the answer.
 """
 
 import re
@@ -12,7 +12,7 @@ from ...recipe.run_folder import read_json, write_json
 CONFIG = "tokenizer_config.json"
 KEY = "response_template"
 HERE_ONLY = ("is_local", "local_files_only")
-"""What transformers notes in the tokenizer's configuration of how it was loaded on this machine."""
+"""Keys in the tokenizer's configuration that transformers writes about how it was loaded on this machine."""
 _ASKED, _SAID, _THOUGHT = "Where is it?", "Over there.", "Let me see."
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {
@@ -25,7 +25,7 @@ _TOOL = {
 }
 _REASONING = {"open": "<think>", "close": "</think>", "content": "text"}
 _JSON_CALLS = {
-    # The white space before a call would otherwise be an empty answer, in place of the one before it.
+    # Otherwise the white space before a call would be an empty answer that replaces the previous one.
     "open_pattern": r"\s*<tool_call>",
     "close": "</tool_call>",
     "repeats": True,
@@ -46,13 +46,13 @@ _FIELDS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("tool_calls", _JSON_CALLS, _CALLED),
     ("tool_calls", _TAGGED_CALLS, _CALLED),
 )
-"""Fields beside the answer, in the forms of Qwen's and Hermes' templates, and a message that has them."""
+"""Fields in addition to the answer, in the forms of Qwen's and Hermes' templates, and a message with them."""
 
 
 def write(folder: Path) -> bool:
     """Write the response template of the tokenizer in `folder` into its configuration; return whether it has one now.
 
-    One that the tokenizer came with stays.
+    A template that the tokenizer already has is kept.
     """
     file = folder / CONFIG
     if not file.exists():
@@ -63,7 +63,7 @@ def write(folder: Path) -> bool:
     if values.get(KEY) is None:
         try:
             found = of_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        except (OSError, ValueError):  # one that brings its own code, which does not run for this
+        except (OSError, ValueError):  # a tokenizer with its own code, which is not run for this
             found = None
         values |= {KEY: found} if found else {}
     write_json(file, values)
@@ -71,20 +71,20 @@ def write(folder: Path) -> bool:
 
 
 def of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
-    """Return the response template that follows from a tokenizer's chat template; None where none can be derived.
+    """Return the response template derived from a tokenizer's chat template, or None if none can be derived.
 
-    The answer starts after what the generation prompt adds, and ends with what the template writes behind an answer.
-    Thoughts and tool calls are fields of their own where a rendered answer that has them is parsed back into them.
+    The answer starts after the generation prompt, and ends with the text that the template writes after an answer.
+    Reasoning and tool calls become separate fields if a rendered answer that has them is parsed back into them.
     """
     try:
         opened = _rendered(tokenizer, [_user()], add_generation_prompt=True)
         asked = _rendered(tokenizer, [_user()])
         answer = _rendered(tokenizer, [_user(), {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
-    except Exception:  # a template refuses a conversation with whatever error it likes
+    except Exception:  # a template may refuse a conversation with any error
         return None
     stop = str(tokenizer.eos_token or "")
     if not opened.startswith(asked):
-        asked = asked.removesuffix(stop)  # some end every conversation with it
+        asked = asked.removesuffix(stop)  # some templates end every conversation with it
     start = opened.removeprefix(asked).partition("<think>")[0]
     close = answer.strip().removesuffix(stop).strip() or stop
     if not start.strip() or not close:
@@ -99,10 +99,10 @@ def of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
 
 
 def _closed(close: str, stop: str) -> dict[str, str]:
-    """Return where the parser ends an answer: at what the template writes, or where the model stops."""
+    """Return where the parser ends an answer: at the text that the template writes, or where the model stops."""
     if stop in ("", close):
         return {"close": close}
-    # What white space lies between the two would otherwise be an empty answer, in place of the one before it.
+    # Otherwise white space between the two would be an empty answer that replaces the previous one.
     return {"close_pattern": rf"\s*(?:{re.escape(close)}|{re.escape(stop)})"}
 
 
@@ -115,7 +115,7 @@ def _parses(tokenizer: Any, spec: dict[str, Any], message: dict[str, Any]) -> bo
         whole = _rendered(tokenizer, [_user(), {"role": "assistant", **message}], **tools)
         said = whole.rpartition(anchor)[2].rstrip()  # a model stops at the token that ends its turn
         parsed = tokenizer.parse_response(said, spec, prefix=before.rpartition(anchor)[0] + anchor)
-    except Exception:  # of the template, or of the parser
+    except Exception:  # raised by the template or the parser
         return False
     parsed = {key: value.strip() if isinstance(value, str) else value for key, value in parsed.items()}
     return parsed == {"role": "assistant", **message}

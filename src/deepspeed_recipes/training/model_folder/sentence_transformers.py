@@ -1,6 +1,6 @@
-"""The files with which sentence-transformers loads an embedding model: how its hidden states become a vector.
+"""Writes the files with which sentence-transformers loads an embedding model, including its pooling.
 
-In the form of its versions 2 to 5, which later ones read too.
+In the form of its versions 2 to 5, which later versions also read.
 """
 
 import shutil
@@ -13,17 +13,17 @@ from ...recipe.run_folder import write_json
 POOLING, NORMALIZE = "1_Pooling/config.json", "2_Normalize/config.json"
 FILES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json", POOLING, NORMALIZE)
 MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
-"""What a text goes through, and the folder of each part's settings."""
+"""The stages of an embedding, and the folder of each stage's settings."""
 
 
 def write(folder: Path, settings: Embed, hidden_size: int, longest: int) -> None:
-    """Write the files beside the weights of an embedding model or its adapter.
+    """Write the files next to the weights of an embedding model or its adapter.
 
     Args:
         folder: has the weights.
         settings: how the model was trained to embed.
         hidden_size: of the model.
-        longest: tokens of a text; longer ones are cut.
+        longest: maximum number of tokens per text; longer texts are cut.
     """
     contents: dict[str, Any] = {
         "modules.json": [
@@ -55,7 +55,7 @@ def write(folder: Path, settings: Embed, hidden_size: int, longest: int) -> None
 
 
 def copy(source: Path, folder: Path) -> None:
-    """Copy the files, where `source` has them."""
+    """Copy the files if `source` has them."""
     for name in FILES:
         if (source / name).exists():
             (folder / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The tensors in a model folder's weight files, read from their headers, and folders that no run can train.
+"""Reads the headers of a model folder's weight files, and refuses folders that no run can train.
 
 Standard library only: the launcher reads the headers before it starts anything, which takes milliseconds.
 """
@@ -17,12 +17,12 @@ from .base_model import ADAPTER, KEY, config_of
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-"""The safetensors dtypes that are weights as they are; any other needs scales, or a table, to mean something."""
+"""The safetensors dtypes that are plain weights; all others need scales, or a table."""
 _PARTS = re.compile(
     r"[._:](scale_inv|weight_scale(_2|s)?|qweight|qzeros|absmax|SCB|quant_map|W_q|qdata)$|\.quant_state\."
     r"|\.weight(_packed|_zero_point|_g_idx|_format|\._data|\._scale)$|_proj_blocks$"
 )
-"""The names that quantised formats give to scales, tables and packed weights."""
+"""Names of scales, tables and packed weights in quantised formats."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
 _ENGINE = ("global_step*", "mp_rank_*", "zero_pp_rank_*", "bf16_zero_pp_rank_*", "latest", "*.distcp")
 """File names in checkpoints of DeepSpeed, FSDP and Megatron."""
@@ -34,12 +34,12 @@ class Tensor:
     """One tensor of a weight file."""
 
     dtype: str
-    """As safetensors names it: F32, BF16, F8_E4M3, I8, ..."""
+    """Dtype in safetensors' notation: F32, BF16, F8_E4M3, I8, ..."""
     shape: tuple[int, ...]
 
 
 def check(folder: Path, key: str = "model.path") -> None:
-    """Refuse a folder whose weights training would not start from, as far as its config.json and headers show it.
+    """Refuse a folder whose weights cannot be trained, as far as its config.json and headers show.
 
     A folder that does not exist (a Hub id) is not checked.
 
@@ -115,7 +115,7 @@ def files(folder: Path, key: str = "model.path") -> list[Path]:
         if (folder / INDEX).exists():
             raise UserError(
                 f"{key}={folder}: holds two models, {WHOLE}, which transformers would load, and the files of {INDEX}; "
-                "remove the one that is not meant."
+                "remove the model that is not needed."
             )
         return [folder / WHOLE]
     if not (folder / INDEX).exists():
@@ -123,9 +123,9 @@ def files(folder: Path, key: str = "model.path") -> list[Path]:
     names = sorted(set(_weight_map(folder / INDEX).values()))
     for name in names:
         if not name.endswith(".safetensors") or Path(name).name != name:
-            raise UserError(f"{folder / INDEX}: names the file {name!r}; only .safetensors files beside it are read.")
+            raise UserError(f"{folder / INDEX}: names the file {name!r}; only .safetensors files next to it are read.")
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name}: no such file, and {INDEX} names it; copy or download it again.")
+            raise UserError(f"{folder / name}: does not exist, but {INDEX} names it; copy or download it again.")
     return [folder / name for name in names]
 
 
@@ -154,7 +154,7 @@ def _why_none(folder: Path) -> str:
 
 
 def header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file by its header: 8 bytes of its length, then JSON.
+    """Return the tensors of a safetensors file from its header: 8 bytes with its length, then JSON.
 
     Raises:
         UserError: damaged or cut off.
@@ -181,23 +181,23 @@ def header(file: Path) -> dict[str, Tensor]:
 
 
 def embedding_rows(folder: Path) -> int | None:
-    """Return how many tokens the embeddings in a folder's files have rows for, or None if that is not known."""
+    """Return the number of rows of the embeddings in a folder's files, or None if unknown."""
     rows = [one.shape[0] for name, one in tensors(folder).items() if len(one.shape) == 2 and EMBEDDING.search(name)]
     return max(rows, default=None)
 
 
 def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[str], name: str) -> None:
-    """Refuse tokens that the embeddings have no rows for: an IndexError in the first step, on GPUs an assertion.
+    """Refuse tokens without rows in the embeddings: an IndexError in the first step, on GPUs an assertion.
 
     Args:
         folder: the model's.
         tokens: the numbers of its tokenizer's tokens.
-        unwritten: those that no text and no template becomes. Gemma 3's text models have no row for the token that
-            stands for an image.
+        unwritten: tokens that no text and no template produces. Gemma 3's text models have no row for the token that
+            represents an image.
         name: the key and the folder or Hub id.
 
     Raises:
-        UserError: names both numbers.
+        UserError: the message has both numbers.
     """
     rows = embedding_rows(folder)
     count = max((number for token, number in tokens.items() if token not in unwritten), default=-1) + 1

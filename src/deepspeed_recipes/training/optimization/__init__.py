@@ -1,1 +1,1 @@
-"""How weights are trained where a recipe asks for more: optimizers, learning rates, and noise."""
+"""Optional features of the optimizer: other optimizers, learning rates per weight, and noise."""

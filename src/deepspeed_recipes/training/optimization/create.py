@@ -1,4 +1,4 @@
-"""Makes the recipe's optimizer where it is not the Trainer's own."""
+"""Creates the recipe's optimizer if it is not the Trainer's own."""
 
 import importlib.util
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from . import muon, rates
 
 
 def needed(recipe: Recipe) -> bool:
-    """Return whether the Trainer's AdamW, with one rate for all weights, is not what the recipe asks for."""
+    """Return whether the recipe needs something other than the Trainer's AdamW with one rate for all weights."""
     return recipe.optimizer != "adamw" or rates.apart(recipe)
 
 
@@ -20,7 +20,7 @@ def check(recipe: Recipe) -> None:
     """Refuse an optimizer that is not installed, before anything is loaded.
 
     Raises:
-        UserError: names the package.
+        UserError: the message names the package.
     """
     if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
@@ -30,11 +30,11 @@ def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[
     """Return the optimizer.
 
     Args:
-        recipe: says which, and which weights learn at which rate.
+        recipe: names the optimizer, and sets the rates of the weights.
         model: whose weights it updates.
-        kind: the class that the Trainer would take.
+        kind: the class that the Trainer would use.
         decayed: names of the weights that are decayed.
-        options: of AdamW, `lr` among them.
+        options: AdamW's, including `lr`.
     """
     named = dict(model.named_parameters())
     shares = rates.shares(recipe, named)
@@ -54,8 +54,8 @@ def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[
 def eight_bit() -> Any:
     """Return bitsandbytes' AdamW with moments in 8 bits.
 
-    Not as the Trainer names it: that keeps embeddings' moments in 32 bits, which it finds only without ZeRO.
+    The Trainer's own option keeps embeddings' moments in 32 bits, and finds these only without ZeRO.
     """
-    from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, for those that need it
+    from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, so only where it is used
 
     return AdamW8bit

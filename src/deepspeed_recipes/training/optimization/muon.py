@@ -1,7 +1,7 @@
 """Muon (Jordan et al. 2024) at AdamW's rates (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed's optimizer.
 
-DeepSpeed orthogonalises the updates where ZeRO still has whole gradients. Its own `optimizer` block is not used: that
-tags weights by their names only and takes one rate for all of them.
+DeepSpeed orthogonalises the updates where ZeRO still has whole gradients. Its own `optimizer` block is not used, since
+it tags weights only by their names and has one rate for all of them.
 """
 
 import math
@@ -17,11 +17,11 @@ from .rates import Group
 
 MOMENTUM = 0.95
 AS_ADAMW = 0.2
-"""The root mean square of AdamW's updates, which Muon's get too, so that both learn at one rate (arXiv:2502.16982)."""
+"""Root mean square of AdamW's updates, also used for Muon's, so that both learn at one rate (arXiv:2502.16982)."""
 
 
 def matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return what Muon trains: all matrices but embeddings and the head, also where ZeRO-3 has sharded them."""
+    """Return the weights that Muon trains: all matrices except embeddings and the head, also if ZeRO-3 shards them."""
     ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     ends += [model.get_output_embeddings() or getattr(model, "score", None)]
     excluded = {weight for end in ends if end is not None for weight in end.parameters()}
@@ -35,10 +35,10 @@ def shape(weight: torch.Tensor) -> torch.Size:
 
 
 def groups(given: Iterable[Group], chosen: set[nn.Parameter]) -> list[Group]:
-    """Return the groups, each divided into what Adam trains and, by their widths, the matrices that Muon trains.
+    """Return the groups, each divided into Adam's weights and, by their widths, Muon's matrices.
 
-    DeepSpeed scales an update by sqrt(max(1, rows / columns)), with which its root mean square is 1 / sqrt(columns) of
-    what it is to be: that factor of the rate makes it AdamW's, and is taken out of the decay again.
+    DeepSpeed scales an update by sqrt(max(1, rows / columns)), so its root mean square is 1 / sqrt(columns) of the
+    intended one. The inverse factor in the rate makes it AdamW's, and is divided out of the decay.
     """
     found: list[Group] = []
     for group in given:
@@ -62,7 +62,7 @@ def optimizer(model: nn.Module, given: Iterable[Group], **options: Any) -> torch
         torch.compiler.set_stance("force_eager")  # compiling these kernels for a CPU takes longer than they save
     chosen = matrices(model)
     for weight in model.parameters():
-        weight.use_muon = weight in chosen  # where DeepSpeed's ZeRO looks
+        weight.use_muon = weight in chosen  # read by DeepSpeed's ZeRO
     adam = {name: options[name] for name in ("betas", "eps")}
     parts = [group if group["use_muon"] else {**group, **adam} for group in groups(given, chosen)]
     sizes = [sum(math.prod(shape(weight)) for weight in some) for some in (chosen, model.parameters())]

@@ -1,7 +1,7 @@
 """Noise on the embeddings of training examples (NEFTune, Jain et al. 2023, arXiv:2310.05914).
 
-Not transformers' own: that divides by the length of the padded or packed sequence, where the paper divides by that of
-each document, and draws the same numbers on every rank.
+transformers' own NEFTune divides by the length of the padded or packed sequence, where the paper divides by the length
+of each document, and draws the same numbers on every rank.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ SPREAD = 0x9E3779B97F4A7C15
 
 
 class Noise:
-    """Adds noise to what the embedding gives, in training; the same in every run that has the same numbers."""
+    """Adds noise to the embedding's output in training; the same in every run with the same numbers."""
 
     def __init__(self, model: Any, alpha: float, seed: int, rank: int) -> None:
         """Args: the model; NEFTune's alpha; the recipe's seed; the number of the data-parallel rank."""
@@ -25,11 +25,11 @@ class Noise:
         self.handle = inner.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, step: int, lengths: torch.Tensor) -> None:
-        """Note which pass comes next.
+        """Set the next forward pass.
 
         Args:
             step: number of optimizer steps so far.
-            lengths: of the document that each token is in, [sequences, length]; 0 for padding.
+            lengths: length of each token's document, [sequences, length]; 0 for padding.
         """
         self.pass_ = self.pass_ + 1 if step == self.step else 0
         self.step = step

@@ -1,4 +1,4 @@
-"""Which share of the learning rate each weight has: layer-wise rates, and LoRA+'s for the two sides of an adapter."""
+"""The share of the learning rate of each weight: layer-wise rates, and LoRA+'s for both sides of an adapter."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -9,10 +9,10 @@ import torch
 from ...recipe.recipe import Recipe
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
-"""Where a weight's name has the number of its layer, in transformers' decoders."""
+"""Matches the number of a layer in a weight's name, in transformers' decoders."""
 EMBEDDING_ADAPTER = "lora_embedding_"
 EMBEDDING_RATE = 1e-6
-"""Of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
+"""Rate of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
 
 Group = dict[str, Any]
 """A parameter group of an optimizer: `params`, and their options."""
@@ -27,8 +27,8 @@ def shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
     """Return the share of the learning rate of each weight.
 
     Args:
-        recipe: says how the rates differ.
-        names: of all weights of the model, frozen ones too, in its order: embeddings, layers, norm and head.
+        recipe: sets the rates.
+        names: all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
     """
     known = list(names)
     return {name: depth * _side(recipe, name) for name, depth in _by_layer(known, recipe.layer_decay).items()}
@@ -47,7 +47,7 @@ def _by_layer(names: list[str], decay: float) -> dict[str, float]:
 def _side(recipe: Recipe, name: str) -> float:
     """Return LoRA+'s factor, by PEFT's grouping (`create_loraplus_optimizer`).
 
-    Not by that function itself: it takes what has one dimension for B's, and under ZeRO-3 every weight has.
+    PEFT's function takes every weight with one dimension for a B, and under ZeRO-3 every weight has one dimension.
     """
     lora = recipe.lora
     if lora is None or lora.plus_ratio == 1:

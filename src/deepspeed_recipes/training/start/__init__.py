@@ -1,1 +1,1 @@
-"""The first moments of a rank: its log, its place among the others, and a run that no launcher of ours watches."""
+"""Starts a rank: its log, its connection to the others, and runs that are started without our launcher."""

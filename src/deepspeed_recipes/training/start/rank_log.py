@@ -1,4 +1,4 @@
-"""Keeps what each rank prints in a log of its own: the last lines of a rank that died say why."""
+"""Keeps each rank's output in a log of its own: the last lines of a rank that died show why."""
 
 import contextlib
 import faulthandler
@@ -11,9 +11,9 @@ from ...recipe.run_folder import RunFolder
 
 
 def keep(run: RunFolder) -> None:
-    """Copy what this rank prints from Python to its log, and its stack if it crashes.
+    """Copy this rank's output from Python to its log, and its stack if it crashes.
 
-    What native libraries print is not copied: a pipe would buffer it, and lose it when the process is killed.
+    Output of native libraries is not copied: a pipe would buffer it, and lose it when the process is killed.
     """
     run.ranks.mkdir(parents=True, exist_ok=True)
     log = (run.ranks / f"rank-{os.environ['RANK']}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
@@ -22,7 +22,7 @@ def keep(run: RunFolder) -> None:
 
 
 class Tee:
-    """A stream that writes into a log as well."""
+    """A stream that also writes to a log."""
 
     def __init__(self, stream: TextIO, log: TextIO) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""Where the ranks meet, and which of them this is: the variables of whichever launcher has started it.
+"""Completes the variables by which ranks find each other, from those of the launcher that started them.
 
 DeepSpeed's launcher and torchrun set all of torch's variables, and `accelerate launch` is torchrun. mpirun and srun set
 their own, and an operator such as Kubeflow's sets some.
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from ...recipe.errors import UserError
 
 COMPLETE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""What torch needs; all are set for the ranks of launchers that know torch."""
+"""The variables that torch needs; launchers with support for torch set all of them."""
 WATCHED = "CROSS_RANK"
-"""Set by DeepSpeed's launcher, and so wherever ds-recipes launch watches the ranks."""
+"""Set by DeepSpeed's launcher, and so whenever ds-recipes launch watches the ranks."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 PORTS = range(20000, 30000)
-"""From which the ranks choose one by the job's name where no port is given; below those that Linux hands out."""
+"""Without a given port the ranks choose one of these by the job's name; below those that Linux assigns."""
 SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-"""A process that no launcher has started."""
+"""The variables of a process that no launcher has started."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Launcher:
     local_rank: str
     local_size: str
     job: str
-    """Differs between jobs that run at once."""
+    """The variable that differs between jobs that run at the same time."""
 
 
 LAUNCHERS = (
@@ -56,7 +56,7 @@ LAUNCHERS = (
     Launcher(
         name="srun",
         rank="SLURM_PROCID",
-        world_size="SLURM_STEP_NUM_TASKS",  # only of a step of srun's: a batch script has SLURM_PROCID too
+        world_size="SLURM_STEP_NUM_TASKS",  # only in a step of srun: a batch script has SLURM_PROCID too
         local_rank="SLURM_LOCALID",
         local_size="SLURM_STEP_TASKS_PER_NODE",
         job="SLURM_JOB_ID",
@@ -65,10 +65,10 @@ LAUNCHERS = (
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Set what is missing of torch's variables.
+    """Set those of torch's variables that are missing.
 
     Raises:
-        UserError: two launchers contradict each other, or nothing says where rank 0 is.
+        UserError: two launchers contradict each other, or the host of rank 0 is unknown.
     """
     if not ({WATCHED, TORCHRUN} & set(environment) and set(COMPLETE) <= set(environment)):
         for name, value in _found(environment).items():
@@ -90,7 +90,7 @@ def is_watched(environment: Mapping[str, str]) -> bool:
 
 
 def _found(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's variables as the launcher's own say them."""
+    """Return torch's variables from the launcher's own."""
     launcher = next((one for one in LAUNCHERS if {one.rank, one.world_size} <= set(environment)), None)
     if launcher is None:
         if not {"RANK", "WORLD_SIZE"} & set(environment):
@@ -112,7 +112,7 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
-    """Return where rank 0 is."""
+    """Return the address of rank 0."""
     if alone:
         return "127.0.0.1"
     if launcher.name == "srun":
@@ -124,7 +124,7 @@ def first_host(nodes: str) -> str:
     """Return the first name of a SLURM node list, such as `gpu01` of `gpu[01-03,7],cpu1`.
 
     Raises:
-        UserError: it is none.
+        UserError: not a node list.
     """
     match = re.match(r"([\w.-]+)(?:\[(\d+))?", nodes)
     if not match:

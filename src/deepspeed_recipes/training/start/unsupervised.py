@@ -1,7 +1,7 @@
-"""A run whose ranks another launcher has started, such as torchrun or mpirun: what our launcher does around ranks.
+"""Replaces our launcher's work around the ranks where another launcher has started them, such as torchrun or mpirun.
 
-Rank 0 does it: it keeps other writers out of the run folder, discards what steps after the newest checkpoint have left
-and, at the end, writes the verdict on recorded steps and the report. Restarts are the other launcher's.
+Rank 0 does it: it keeps other writers out of the run folder, discards the records after the newest checkpoint and, at
+the end, writes the verdict on recorded steps and the report. Restarts are left to the other launcher.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ _LOST = re.compile(
     r"(?:(?:Read|Write) error|Connection closed by peer|Connection reset by peer) \[([^\]\s]+)\]:\d+"  # gloo
     r"|(?:remote process exited|closed by remote peer|peer) ([\w.:]+)<\d+>"  # NCCL
 )
-"""The host in what gloo and NCCL say of a connection that has ended."""
+"""Matches the host in messages of gloo and NCCL about a lost connection."""
 
 
 @contextlib.contextmanager
 def kept(run: RunFolder) -> Iterator[None]:
-    """Keep the run's folder in order during a `with` block in every rank; ranks that our launcher watches need nothing.
+    """Keep the run's folder in order during a `with` block in every rank, unless our launcher watches the ranks.
 
     Raises:
         UserError: the run has finished, another process writes to it, or its checkpoint cannot be resumed.
@@ -44,7 +44,7 @@ def kept(run: RunFolder) -> Iterator[None]:
     if os.environ["RANK"] != "0":
         yield
         return
-    # A rank 0 that was moved to another host waits until its predecessor is known to be dead.
+    # If rank 0 was moved to another host, it waits until its predecessor is known to be dead.
     with run_lock.hold(run.path, wait=2 * run_lock.SILENT):
         prepare(run, int(os.environ["WORLD_SIZE"]))
         try:
@@ -55,10 +55,10 @@ def kept(run: RunFolder) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """Return a line that names the host to which a connection was lost; None: that is not what has happened.
+    """Return a line that names the host to which a connection was lost, or None if the error has another cause.
 
-    Nobody watches the ranks of other launchers, and what a library raises, in the middle of a collective, does not say
-    that another rank has died.
+    Without our launcher nothing watches the ranks, and an error raised by a library in the middle of a collective does
+    not mention that another rank has died.
     """
     match = _LOST.search(str(error))
     if match is None:
@@ -71,7 +71,7 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def prepare(run: RunFolder, world_size: int) -> None:
-    """Prepare the folder for the first start, or for a restart after steps were lost; before any rank reads it.
+    """Prepare the folder for the first start, or for a restart after steps were lost, before any rank reads it.
 
     Raises:
         UserError: the newest checkpoint cannot be read now, or cannot be converted for `world_size` ranks.

@@ -1,1 +1,1 @@
-"""What a run reports beside its own files: to Weights & Biases, TensorBoard, MLflow and Trackio."""
+"""Reports a run to Weights & Biases, TensorBoard, MLflow and Trackio, in addition to its own files."""

@@ -1,6 +1,6 @@
-"""What the launcher tells the trackers when the ranks have gone: why they failed, and what the report has become.
+"""Updates the trackers after the ranks have ended: the reason of a failure, and the final report.
 
-A rank that was killed or that hangs tells nobody; and report.html is written after the ranks have ended.
+A rank that was killed or that hangs cannot report it, and report.html is written after the ranks have ended.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from .writer import opened
 
 
 def failed(run: RunFolder, reason: str | None, status: int) -> None:
-    """End a run in the trackers that follow it, unless a rank has; `reason` is None where the user has ended it."""
+    """End a run in its trackers, unless a rank has done so; `reason` is None if the user has ended it."""
     if not run.tracking.exists() or read_json(run.tracking)["ended"] is not None:
         return
 
@@ -26,7 +26,7 @@ def failed(run: RunFolder, reason: str | None, status: int) -> None:
 
 
 def upload(run: RunFolder) -> None:
-    """Add the export and the report of a run that has finished to its W&B run, where the recipe asks for it."""
+    """Add the export and the report of a finished run to its W&B run, if the recipe uploads them."""
     if not run.summary.exists() or read_json(run.summary).get("stopped"):
         return
     recipe = read_recipe(run)
@@ -39,7 +39,7 @@ def upload(run: RunFolder) -> None:
 
 
 def _each(run: RunFolder, names: Sequence[str], action: Callable[[Any], None]) -> None:
-    """Do something in each tracker; one that fails is reported, and never fails the command."""
+    """Run `action` in each tracker; an error is reported, and never fails the command."""
     for name in names:
         try:
             action(opened(name, read_recipe(run), run, read_json(run.deepspeed) if run.deepspeed.exists() else {}))

@@ -1,4 +1,4 @@
-"""MLflow: where MLFLOW_TRACKING_URI says, or else in the run folder's `mlflow.db`."""
+"""MLflow, at MLFLOW_TRACKING_URI if it is set, otherwise in the run folder's `mlflow.db`."""
 
 import os
 import shlex
@@ -14,9 +14,9 @@ from ...recipe.run_folder import RunFolder
 from .writer import ANSWERS, run_id, settings, tags
 
 TAG = "deepspeed_recipes.run"
-"""The tag by which a restarted run finds itself."""
+"""Tag by which a restarted run finds its entry."""
 BATCH = 100
-"""Parameters that MLflow takes at a time."""
+"""Maximum number of parameters per MLflow request."""
 
 
 class Run:
@@ -28,7 +28,7 @@ class Run:
         self.client = MlflowClient(self.uri)
         name = recipe.wandb.project
         experiment = self.client.get_experiment_by_name(name)
-        files = None if elsewhere else (run.path / "mlflow").as_uri()  # else they go where the user is
+        files = None if elsewhere else (run.path / "mlflow").as_uri()  # not the working directory
         number = experiment.experiment_id if experiment else self.client.create_experiment(name, files)
         found = self.client.search_runs([number], f"tags.`{TAG}` = '{run_id(run)}'")
         self.step, self.last = 0, -1
@@ -58,11 +58,11 @@ class Run:
         self.client.log_dict(self.id, {"columns": list(ANSWERS), "data": [list(row) for row in rows]}, "answers.json")
 
     def alert(self, title: str, text: str) -> None:
-        """Keep the reason as a tag of the run."""
+        """Store the reason as a tag of the run."""
         self.client.set_tag(self.id, "alert", f"{title}: {text}"[:5000])
 
     def finish(self, summary: Mapping[str, Any], status: int) -> str:
-        """End the run: finished, or failed."""
+        """End the run as finished or failed."""
         self.client.log_dict(self.id, {**summary, "exit_status": status}, "summary.json")
         self.client.set_terminated(self.id, "FAILED" if status else "FINISHED")
         return f"MLflow       mlflow ui --backend-store-uri {shlex.quote(self.uri)}"

@@ -1,6 +1,6 @@
-"""Reads what W&B has recorded offline: W&B syncs these files and has no reader of its own.
+"""Reads W&B's offline records: W&B syncs these files but cannot read them.
 
-A record that a killed process has not written yet is not in them, which nobody else knows. The format is LevelDB's log
+They lack the records that a killed process had not written yet, which only they can show. The format is LevelDB's log
 (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes, with protocol buffers in it.
 """
 
@@ -16,11 +16,11 @@ import psutil
 HEADER, BLOCK, PIECE = 7, 32768, struct.Struct("<IHB")
 """Bytes of the file's header and of a block, and the header of a piece: checksum, length and kind."""
 COMPLETE = (1, 4)
-"""Kinds of the pieces that end a record: whole, or its last."""
+"""Kinds of pieces that end a record: a whole record, or its last piece."""
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Yield the records of a `.wandb` file, as `wandb_internal_pb2.Record`; one that is cut off ends them."""
+    """Yield the records of a `.wandb` file, as `wandb_internal_pb2.Record`, up to the first incomplete one."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, whole = file.read_bytes(), HEADER, b""
@@ -40,13 +40,13 @@ def records(file: Path) -> Iterator[Any]:
 
 
 WRITING = "wandb-core"
-"""The process that writes for a run, and for a moment survives it."""
+"""The process that writes for a run, and outlives it for a moment."""
 PATIENCE = 30
-"""Seconds that a run waits for the writer of its last start."""
+"""Seconds that a run waits for the writer of its previous start."""
 
 
 def last_step(folder: Path, run_id: str) -> int:
-    """Return the newest step in the offline parts of a run, once nobody writes them any more; -1: none."""
+    """Return the newest step in the offline parts of a run once no process writes to them, or -1 if there is none."""
     deadline = time.monotonic() + PATIENCE
     while is_written(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -58,7 +58,7 @@ def last_step(folder: Path, run_id: str) -> int:
 def is_written(folder: Path) -> bool:
     """Return whether a process of W&B still has a file in the folder open."""
     for process in psutil.process_iter(["name"]):
-        with contextlib.suppress(psutil.Error):  # it has just ended, or is another user's
+        with contextlib.suppress(psutil.Error):  # the process has just ended, or is another user's
             files = process.open_files() if process.info["name"] == WRITING else []
             if any(Path(file.path).is_relative_to(folder) for file in files):
                 return True

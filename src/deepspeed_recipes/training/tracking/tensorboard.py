@@ -56,7 +56,7 @@ class Run:
 
 
 def last_step(folder: Any) -> int:
-    """Return the newest step of the losses in a folder of event files; -1: none."""
+    """Return the newest step of the losses in a folder of event files, or -1 if there is none."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
     drawn = [tag for tag in events.Tags()["scalars"] if not tag.startswith("by_tokens/")]
     return max((event.step for tag in drawn for event in events.Scalars(tag)), default=-1)

@@ -1,4 +1,4 @@
-"""The trackers of a run, on rank 0 of the world: what is recorded when, and what happens where a run ends badly."""
+"""The trackers of a run, on rank 0 of the world: what is recorded when, and what happens if a run ends early."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,22 +18,22 @@ from .writer import Writer, numbers_of, opened
 
 @dataclass
 class Trackers:
-    """The trackers that the recipe names; none on other ranks.
+    """The trackers in the recipe; none on other ranks.
 
-    A run resumes from a checkpoint and logs the steps after it once more. A tracker has every step once: those that it
-    had before are not sent again, and those that it has missed are sent from the run's own logs. Both starts train a
-    step on the same sequences, in a rewind too, which leaves out only what comes later.
+    A run that resumes from a checkpoint logs the steps after it once more. A tracker has every step once: steps that it
+    already has are not sent again, and missing steps are sent from the run's own logs. Both starts train a step on the
+    same sequences, even in a rewind, which excludes only later sequences.
 
-    A tracker that fails is left out from then on: a run never ends because of its dashboard.
+    A tracker that fails is dropped for the rest of the run: a run never ends because of its dashboard.
     """
 
     run: RunFolder
     writers: dict[str, Writer] = field(default_factory=dict)
     tokens: float = 0
-    """How many the run has seen, as last logged: the second axis of what is logged without them."""
+    """Number of tokens trained on, as last logged: the second axis of values that are logged without it."""
 
     def begin(self, recipe: Recipe, deepspeed_config: dict[str, Any]) -> None:
-        """Start or continue the run in every tracker, and say why it was restarted if it was."""
+        """Start or continue the run in every tracker, and report the cause of a restart."""
         if not distributed.is_first() or not recipe.trackers:
             return
         for name in recipe.trackers:
@@ -60,17 +60,17 @@ class Trackers:
                 self._attempt(name, partial(writer.record, row["step"], numbers))
 
     def alert(self, title: str, text: str) -> None:
-        """Say that something went wrong, in every tracker."""
+        """Report an error in every tracker."""
         for name, writer in list(self.writers.items()):
             self._attempt(name, partial(writer.alert, title, redact(text)))
 
     def failed(self, reason: str, status: int) -> None:
-        """End the run with the reason for which it cannot go on; the launcher does it where no rank can."""
+        """End the run with the reason for which it cannot continue; the launcher does this where no rank can."""
         self.alert(f"the run ended with status {status}", reason)
         self.end({}, status)
 
     def end(self, summary: dict[str, Any], status: int = 0) -> list[str]:
-        """Close the run in every tracker; return how to look at it, for the last screen."""
+        """Close the run in every tracker; return lines for the last screen on how to view it."""
         rows, lines = answers(self.run), []
         for name, writer in list(self.writers.items()):
             if rows and not status:
@@ -93,7 +93,7 @@ class Trackers:
 
 
 def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
-    """Yield what a run has logged of each step, held-out numbers too, as trackers get it."""
+    """Yield the numbers that a run has logged for each step, including held-out data, in the trackers' form."""
     held_out = [
         {key if key == "step" else f"held_out/{key}": value for key, value in row.items()}
         for row in read_jsonl(run.evaluations)
@@ -107,7 +107,7 @@ def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def answers(run: RunFolder) -> list[list[str]]:
-    """Return the questions that were answered before and after training, with both answers, if these may leave."""
+    """Return the questions answered before and after training, with both answers, if these may be uploaded."""
     if not run.recipe.exists() or not read_recipe(run).wandb.examples:
         return []
     found: dict[tuple[str, str], list[str]] = {}

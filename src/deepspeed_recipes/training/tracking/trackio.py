@@ -1,4 +1,4 @@
-"""Trackio: on this machine where TRACKIO_DIR says, or in the Hugging Face Space that TRACKIO_SPACE_ID names."""
+"""Trackio: on this machine in TRACKIO_DIR, or in the Hugging Face Space in TRACKIO_SPACE_ID."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ class Run:
         name = f"{recipe.name}-{run_id(run)}"
         config = settings(recipe, deepspeed_config) | {"tags": tags(recipe)}
         options = {"name": name, "group": recipe.wandb.group, "config": config, "resume": "allow"}
-        with contextlib.redirect_stdout(io.StringIO()):  # it announces itself in five lines
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints five lines about itself
             known = name in SQLiteStorage.get_runs(self.project)
             last = SQLiteStorage.get_last_step(self.project, name) if known else None
             self.live = trackio.init(self.project, embed=False, **options)
@@ -48,7 +48,7 @@ class Run:
             self.live.alert(title=title, text=text, level=trackio.AlertLevel.ERROR)
 
     def finish(self, summary: Mapping[str, Any], status: int) -> str:
-        """Send what is left."""
+        """Send the remaining records."""
         with contextlib.redirect_stdout(io.StringIO()):
             trackio.finish()
         return f"Trackio      trackio show --project {shlex.quote(self.project)}"

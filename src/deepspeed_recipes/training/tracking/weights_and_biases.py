@@ -19,14 +19,14 @@ from .writer import ANSWERS, over_tokens, run_id, settings, tags
 Mode = Literal["online", "offline", "disabled"]
 
 REPORT = "report"
-"""The type of the artifact with report.html; that of the export is `model`."""
+"""Type of the artifact with report.html; the export's type is `model`."""
 
 
 class Run:
-    """A run in W&B, and its parts: every start of the run is a part, which offline has a folder of its own."""
+    """A run in W&B, and its parts: every start of the run is a part, which offline has its own folder."""
 
     def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
-        """Start the W&B run, or continue it; where the service cannot be reached, offline."""
+        """Start the W&B run, or continue it; offline if the service cannot be reached."""
         self.artifacts, self.examples = recipe.wandb.artifacts, recipe.wandb.examples
         # A sweep's agent names the run itself.
         self.id = os.environ.get("WANDB_RUN_ID") or run_id(run)
@@ -39,7 +39,7 @@ class Run:
         try:
             self.live = self._started(mode, recipe, run, config)
         except wandb.errors.CommError:
-            wandb.teardown()  # which still holds the run's id
+            wandb.teardown()  # otherwise it still holds the run's id
             self.live = self._started("offline", recipe, run, config)
         self.online = not self.live.offline
         self.last = max(recorded, self.live.starting_step - 1 if self.online else -1)
@@ -60,7 +60,7 @@ class Run:
             tags=tags(recipe),
             config=config,
             dir=run.path,
-            # Not what a rank prints: wandb takes it before the run's own logs have redacted it.
+            # The ranks' output is not sent: wandb takes it before the run's own logs have redacted it.
             settings=wandb.Settings(silent=True, console="off"),
         )
 
@@ -73,7 +73,7 @@ class Run:
         self.live.log({"answers": wandb.Table(columns=list(ANSWERS), data=[list(row) for row in rows])})
 
     def alert(self, title: str, text: str) -> None:
-        """Send an alert, which W&B passes on as the user has chosen, and keep its text with the run."""
+        """Send an alert, which W&B forwards as the user has chosen, and store its text with the run."""
         self.live.alert(title=title, text=text, level="ERROR")
         self.live.summary["alert"] = f"{title}: {text}"
 
@@ -101,7 +101,7 @@ class Run:
     def _parts(self) -> str:
         """Return the folder of the offline run, or a pattern for the folders of all its parts.
 
-        As typed in a shell, which expands the pattern where it is not quoted.
+        The result is for a shell, which expands the pattern because it is not quoted.
         """
         folder = Path(self.live.dir).parent
         pattern = f"offline-run-*-{self.id}"
@@ -110,5 +110,5 @@ class Run:
 
 
 def has_key() -> bool:
-    """Return whether this machine has a W&B API key, without asking for one or showing it."""
+    """Return whether this machine has a W&B API key, without prompting for it or showing it."""
     return wandb.login(prompt=False, verify=False)

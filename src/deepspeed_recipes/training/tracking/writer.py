@@ -1,4 +1,4 @@
-"""What every tracker is asked to do, and how it is opened; without torch, since the launcher opens them too."""
+"""The interface of every tracker, and how it is opened; without torch, since the launcher opens trackers too."""
 
 import importlib
 import uuid
@@ -13,7 +13,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 
 MODULES = {"wandb": "weights_and_biases", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
-"""The module of each tracker: a tracker's library is imported where it is used."""
+"""The module of each tracker; a tracker's library is imported only where it is used."""
 
 ANSWERS = ("prompt", "expected", "before", "after")
 """The columns of the table of answers."""
@@ -23,7 +23,7 @@ class Writer(Protocol):
     """A run in one tracker, through the tracker's own library."""
 
     last: int
-    """The newest step that the tracker has of earlier starts of the run; -1: none."""
+    """The newest step from earlier starts of the run in the tracker, or -1 if there is none."""
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers of a step."""
@@ -32,7 +32,7 @@ class Writer(Protocol):
         """Add the answers before and after training, with the columns `ANSWERS`."""
 
     def alert(self, title: str, text: str) -> None:
-        """Say that something went wrong, and why."""
+        """Report an error with its reason."""
 
     def finish(self, summary: Mapping[str, Any], status: int) -> str:
         """End the run with an exit status; return a line for the last screen."""
@@ -50,23 +50,23 @@ def settings(recipe: Recipe, deepspeed_config: Mapping[str, Any]) -> dict[str, A
 
 
 def run_id(run: RunFolder) -> str:
-    """Return the id that trackers know the run by, kept in the run folder."""
+    """Return the id of the run in the trackers, which the run folder stores."""
     if not run.wandb_id.exists():
         files.write_text(run.wandb_id, uuid.uuid4().hex[:8] + "\n")
     return run.wandb_id.read_text(encoding="utf-8").strip()
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what a tracker can draw of a record: not its step, and nothing that is not a number."""
+    """Return the numbers in a record that a tracker can draw: everything numeric except the step."""
     return {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
 
 
 def over_tokens(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the losses under a second name, for charts over the tokens that the run has seen."""
+    """Return the losses under a second name, for charts over the number of tokens."""
     return {f"by_tokens/{key}": numbers[key] for key in ("loss", "held_out/loss") if key in numbers}
 
 
 def tags(recipe: Recipe) -> list[str]:
-    """Return by what a run is found: family, method and DeepSpeed file, and the recipe's own tags."""
+    """Return a run's tags: family, method and DeepSpeed file, and the recipe's own tags."""
     own = [redact(tag.strip()) for tag in (recipe.wandb.tags or "").split(",") if tag.strip()]
     return list(dict.fromkeys([recipe.family, recipe.method, Path(recipe.deepspeed).stem, *own]))

@@ -1,1 +1,1 @@
-"""Models that see: pictures in conversations, the processor, the tower, and ranks whose batch has no picture."""
+"""Vision-language models: images in conversations, the processor, the vision tower, and batches without images."""

@@ -30,12 +30,12 @@ def generate(
 
     Args:
         seen: the model's processor.
-        max_pixels: of an image.
+        max_pixels: limit per image.
         model: of transformers or PEFT.
         tokenizer: the model's.
-        questions: with all images of their conversations; those after the prompt are left out.
-        max_new_tokens: of an answer.
-        synced_gpus: whether ranks that are done wait for the others.
+        questions: with all images of their conversations; images after the prompt are ignored.
+        max_new_tokens: limit per answer.
+        synced_gpus: whether ranks that have finished wait for the others.
         end: tokens that end an answer; by default the model's own.
     """
     pictures = [_shown(seen, one.prompt, read_all(one.where, one.images, max_pixels), tokenizer) for one in questions]
@@ -52,13 +52,13 @@ def generate(
 
 
 def accepted_by(model: Any) -> frozenset[str]:
-    """Return the names that a model's `forward` takes."""
+    """Return the names of the parameters of a model's `forward`."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     return frozenset(inspect.signature(type(inner).forward).parameters)
 
 
 def _shown(seen: Any, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    """Return the images whose placeholders are in a prompt, which are the first ones."""
+    """Return the images whose placeholders are in a prompt, which are the first images."""
     places = list(prompt).count(tokenizer.convert_tokens_to_ids(seen.image_token))
     counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, pictures)]
     return [one for at, one in enumerate(pictures) if sum(counts[: at + 1]) <= places]

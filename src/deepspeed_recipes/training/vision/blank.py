@@ -1,8 +1,9 @@
-"""A picture for ranks that have none: every rank's tower runs in every pass, before the text.
+"""A blank image for ranks that have none: every rank's tower must run in every pass, before the text.
 
 Under ZeRO-3 a module's forward pass gathers its weights from all ranks, and below it ranks reduce their gradients in
-the order in which they come. If one rank's batch has no picture, its collectives are not the others': over NCCL the run
-hangs, over gloo it crashes. So such a rank looks at a black picture, and adds 0 times what it sees to its text.
+the order in which they are ready. If one rank's batch has no image, its collectives do not match the others': over
+NCCL the run hangs, over gloo it crashes. So such a rank computes a black image, and adds 0 times the result to its
+text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,13 +14,13 @@ from transformers import PreTrainedModel
 
 
 def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> None:
-    """Make `model` look at `picture` in every forward pass that has none of its own, except for tokens after the first.
+    """Make `model` compute `picture` in every forward pass without images, except for tokens after the first.
 
-    Hooks on the parts inside, since PEFT calls the outermost model's `forward` without its hooks.
+    The hooks are on inner modules, since PEFT calls the outermost model's `forward` without its hooks.
 
     Args:
         model: with a tower.
-        picture: what it takes for one picture, `pixel_values` among it.
+        picture: its inputs for one image, including `pixel_values`.
     """
     inner, decoder = model.base_model, model.get_decoder()
     batch = {"seen": False}

@@ -1,4 +1,4 @@
-"""Collates conversations with pictures: tokens padded on the right, pictures read and processed as they are needed."""
+"""Collates conversations with images: tokens padded on the right, images read and processed when they are needed."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -17,14 +17,14 @@ from .tokenize import IGNORED, read_all
 class PictureCollator:
     """Collates single conversations into the model's inputs.
 
-    There are no position ids: models whose pictures have positions in two dimensions compute them from the tokens.
+    There are no position ids: models with two-dimensional positions in images compute them from the tokens.
     """
 
     seen: ProcessorMixin
     pad_token_id: int
     max_pixels: int
     accepted: Collection[str]
-    """The names that the model's `forward` takes."""
+    """Names of the parameters of the model's `forward`."""
     multiple: int = 8
 
     @classmethod
@@ -34,12 +34,12 @@ class PictureCollator:
         return cls(seen, tokenizer.pad_token_id, recipe.data.max_pixels, accepted_by(model))
 
     def alone(self, sequence: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return what the model takes beside one sequence's tokens, without padding."""
+        """Return the model's inputs for one sequence except its tokens, without padding."""
         inputs = replace(self, multiple=1)([sequence])
         return {name: value for name, value in inputs.items() if name not in _OF_TOKENS and torch.is_tensor(value)}
 
     def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and what the tower takes."""
+        """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""
         lengths = [len(one["input_ids"]) for one in sequences]
         width = -(-max(lengths) // self.multiple) * self.multiple
         ids = self._padded([one["input_ids"] for one in sequences], width, self.pad_token_id)

@@ -1,7 +1,7 @@
-"""Pictures in conversations: taken out of an example before its form is read, and put back where they were.
+"""Images in conversations: removed from an example before its form is read, and put back in their places.
 
-In between a picture is one character, so that every form of `data/forms/` may hold pictures and none has to know of
-them. Standard library only: the launcher reads examples with the same functions.
+In between an image is one character, so that every form of `data/forms/` may contain images without supporting them.
+Standard library only: the launcher reads examples with the same functions.
 """
 
 import base64
@@ -16,33 +16,33 @@ from ...recipe.methods.traits import Method
 from ..data.forms import formats, keys
 
 Picture = dict[str, Any]
-"""`path` of a file, or None, and `bytes` of one, or None: as `datasets` stores an image."""
+"""An image as stored by `datasets`: `path` of its file, or None, and its `bytes`, or None."""
 
 HERE = "\ufffc"
-"""Stands for a picture in text: Unicode's object replacement character."""
+"""Represents an image in text: Unicode's object replacement character."""
 WRITTEN = "<image>"
-"""Stands for the next of the field `images` in text, as other projects write it."""
+"""Represents the next image of the field `images` in text, as in other projects."""
 FIELDS = ("images", "image")
-"""Where an example may list its pictures."""
+"""Fields in which an example may list its images."""
 TURNS = ("messages", "conversations", "prompt", "completion")
-"""The fields whose turns may show pictures."""
+"""The fields whose turns may contain images."""
 
 
 def converted(
     located: Iterable[tuple[str, dict[str, Any]]], method: Method, form: str, folder: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield what `formats.converted` does, with pictures: `images` in order, and `where` the example is from.
+    """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 
-    In a turn that shows pictures the content is a list of parts, {"type": "image"} or {"type": "text", "text": ...}.
+    In a turn with images the content is a list of parts, {"type": "image"} or {"type": "text", "text": ...}.
 
     Args:
         located: (place, example) each.
-        method: which reads them.
+        method: the method that reads them.
         form: the source's, or "auto".
-        folder: which the paths of pictures are relative to; None: of a source without a folder.
+        folder: the folder to which the images' paths are relative, or None for a source without a folder.
 
     Raises:
-        UserError: names the place and the fix.
+        UserError: the message has the place and the fix.
     """
     waiting: deque[tuple[str, list[Picture]]] = deque()
 
@@ -58,27 +58,27 @@ def converted(
 
 
 def taken_out(where: str, example: dict[str, Any], folder: Path | None) -> tuple[dict[str, Any], list[Picture]]:
-    """Return an example with one character in place of each picture, and the pictures in their order.
+    """Return an example with one character in place of each image, and the images in their order.
 
     Raises:
-        UserError: a picture that is not one, or not as many as there are places for them.
+        UserError: an image is invalid, or the number of images differs from the number of places for them.
     """
     listed = _listed(where, example, folder)
     taker = _Taker(where, folder, deque(listed or ()), written=listed is not None)
     changed = {name: taker.field(value) if name in TURNS else value for name, value in example.items()}
     if taker.places != len(listed or ()):
         raise UserError(
-            f"{where}: {len(listed or ())} pictures in 'images' and {taker.places} places for them; write "
-            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each picture.'
+            f"{where}: {len(listed or ())} images in 'images' and {taker.places} places for them; write "
+            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image.'
         )
     return {name: value for name, value in changed.items() if name not in FIELDS or listed is None}, taker.found
 
 
 class _Taker:
-    """Takes the pictures out of one example."""
+    """Removes the images from one example."""
 
     def __init__(self, where: str, folder: Path | None, listed: deque[Picture], written: bool) -> None:
-        """Take `listed`, the pictures of the field `images`; `written`: there is one, and text has places for them."""
+        """Take `listed`, the images of the field `images`; `written`: the field exists, and text may refer to it."""
         self.where = where
         self.folder = folder
         self.listed = listed
@@ -87,7 +87,7 @@ class _Taker:
         self.found: list[Picture] = []
 
     def field(self, value: Any) -> Any:
-        """Return a field without its pictures."""
+        """Return a field without its images."""
         if isinstance(value, str):
             return self._text(value)
         return [self._turn(turn) for turn in value] if isinstance(value, list) else value
@@ -104,7 +104,7 @@ class _Taker:
             return content
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         if not all(keys.is_text(part) or (_is_picture(part) and not part.get("text")) for part in parts):
-            return content  # `formats` says what is wrong with it
+            return content  # `formats` reports the error
         return "".join(self._part(part) for part in parts)
 
     def _part(self, part: dict[str, Any]) -> str:
@@ -118,7 +118,7 @@ class _Taker:
             return self._place()
         if "base64" in part:
             source = f"data:;base64,{source}"
-        self.found.append(picture(f"{self.where}: picture {len(self.found) + 1}", source, self.folder))
+        self.found.append(picture(f"{self.where}: image {len(self.found) + 1}", source, self.folder))
         return HERE
 
     def _text(self, text: str) -> str:
@@ -140,19 +140,19 @@ def _is_picture(part: dict[str, Any]) -> bool:
 
 
 def _listed(where: str, example: dict[str, Any], folder: Path | None) -> list[Picture] | None:
-    """Return the pictures of an example's field; None: it has no such field, or it is empty."""
+    """Return the images of an example's field, or None if it has no such field or the field is empty."""
     name = next((name for name in FIELDS if example.get(name) is not None), None)
     if name is None:
         return None
     sources = example[name] if isinstance(example[name], list) else [example[name]]
-    return [picture(f"{where}: picture {number}", one, folder) for number, one in enumerate(sources, start=1)]
+    return [picture(f"{where}: image {number}", one, folder) for number, one in enumerate(sources, start=1)]
 
 
 def picture(where: str, source: Any, folder: Path | None) -> Picture:
-    """Return a picture by its path, its bytes, or what `datasets` makes of either.
+    """Return an image given by its path, its bytes, or the form of `datasets`.
 
     Raises:
-        UserError: a URL, which is not opened; a relative path without a folder; or nothing of the kind.
+        UserError: a URL, which is not opened; a relative path without a folder; or none of these.
     """
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url")
@@ -167,8 +167,8 @@ def picture(where: str, source: Any, folder: Path | None) -> Picture:
         return {"path": None, "bytes": _decoded(where, source)}
     if "://" in source and not source.startswith("file://"):
         raise UserError(
-            f"{where} is a URL ({source[:60]}), and training opens none: a page can change, or be gone; download it, "
-            "and give the path of the file."
+            f"{where} is a URL ({source[:60]}), which training does not open, since its content can change; download "
+            "it, and give the path of the file."
         )
     path = Path(source.removeprefix("file://"))
     if not path.is_absolute():
@@ -186,7 +186,7 @@ def _decoded(where: str, source: str) -> bytes:
 
 
 def put_back(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return turns whose content is a list of parts where it shows pictures."""
+    """Return turns whose content is a list of parts if it contains images."""
     return [
         {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn for turn in turns
     ]

@@ -1,4 +1,4 @@
-"""A draft of a model that sees: its tower and its processor shrunken beside its language part."""
+"""A draft of a vision-language model: its tower and processor are shrunken together with its language part."""
 
 import math
 from collections.abc import Callable
@@ -25,27 +25,27 @@ from ...recipe.samples import TINY_VISION
 from .without_videos import pictures_only
 
 SIDE = 4
-"""Patches of a draft's picture in each direction, or of a square of as many pixels as it may have."""
+"""Patches of a draft's image in each direction, or of a square with its maximum number of pixels."""
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
 
 
 def tokenizer_of(folder: str = TINY_VISION) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `tiny_vision`, which drafts borrow; it also knows where a picture begins and ends."""
+    """Return the tokenizer of `tiny_vision`, which drafts borrow; it has tokens for an image's start and end."""
     tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
     return AutoTokenizer.from_pretrained(folder, extra_special_tokens=tokens)
 
 
 def processor_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Return the processor of a draft, whose pictures are `SIDE` patches wide and high.
+    """Return the processor of a draft, whose images are `SIDE` patches wide and high.
 
     Raises:
-        UserError: there is none that can be made without the model's own files.
+        UserError: none can be created without the model's own files.
     """
     make = _PROCESSORS.get(config.model_type)
     if make is None:
         raise UserError(
-            f"--draft: no processor for {config.model_type} can be made without its files; drafts see with "
-            f"{', '.join(_PROCESSORS)}."
+            f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
+            f"work for {', '.join(_PROCESSORS)}."
         )
     found = make(config, tokenizer)
     tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, found.image_token)
@@ -84,7 +84,7 @@ def _qwen2_5_vl(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) ->
     token, most = vision.spatial_merge_size * vision.patch_size, SIDE * vision.patch_size
     pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": token**2, "longest_edge": most**2}, **shape)
     found = pictures_only(Qwen2_5_VLProcessor)(pictures, tokenizer)
-    # As Qwen's own template does: without a token between them, transformers takes two pictures for one.
+    # As in Qwen's own template: without a token between them, transformers takes two images for one.
     tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, START + IMAGE + STOP)
     found.video_settings = {"video_processor_type": "Qwen2VLVideoProcessor", **shape}
     return found
@@ -107,7 +107,7 @@ def shrink(
         config: the real one.
         text: of the draft's language part.
         draft: layers and width.
-        tokenizer: after its processor was made, which may add tokens.
+        tokenizer: after its processor was created, which may add tokens.
     """
     vision = config.vision_config
     sizes: dict[str, Any] = {

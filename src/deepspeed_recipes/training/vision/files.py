@@ -1,6 +1,6 @@
-"""Open pictures, and refuse those that nothing could be learned from, or that would fill the memory.
+"""Opens images, and refuses those from which nothing could be learned, or that would fill the memory.
 
-Pillow is imported when a picture is opened, since text needs none.
+Pillow is imported when an image is opened, since text needs none.
 """
 
 import importlib.util
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LONGEST = 16_384
-"""Pixels of a side: what graphics cards hold, and more than any processor keeps."""
+"""Pixels per side: the limit of graphics cards, and more than any processor keeps."""
 DECODED = 1000
-"""Pictures that the launcher decodes, in seconds."""
+"""Images that the launcher decodes, which takes seconds."""
 MOST = 89_478_485
-"""Pixels in all, as Pillow warns of: 256 MiB in three colours."""
+"""Pixels per image, the limit above which Pillow warns: 256 MiB in three colours."""
 
 
 def checked(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield examples whose pictures can be read: the first `DECODED` as a whole, of the others the header.
+    """Yield examples whose images can be read: the first `DECODED` are decoded, of the others the header is read.
 
-    Without Pillow, which the launcher may lack, files are only looked for; the ranks decode them all before they train.
+    Without Pillow, which the launcher may lack, only the files' existence is checked; the ranks decode all images
+    before they train.
 
     Raises:
         UserError: see `check`.
@@ -34,7 +35,7 @@ def checked(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     installed, count = importlib.util.find_spec("PIL") is not None, 0
     for example in examples:
         for number, picture in enumerate(example["images"], start=1):
-            where = f"{example['where']}: picture {number}"
+            where = f"{example['where']}: image {number}"
             count += 1
             if installed:
                 check(where, picture, whole=count <= DECODED)
@@ -44,12 +45,12 @@ def checked(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def check(where: str, picture: Picture, whole: bool = True) -> None:
-    """Refuse a picture that cannot be read.
+    """Refuse an image that cannot be read.
 
     Args:
-        where: which picture, for messages.
+        where: identifies the image in messages.
         picture: a file or its bytes.
-        whole: decode it, which shows whether it is cut off; else read its header only.
+        whole: decode the image, which shows whether it is cut off; otherwise read only its header.
 
     Raises:
         UserError: missing, empty, not an image, cut off, or too large; with the place and the fix.
@@ -60,7 +61,7 @@ def check(where: str, picture: Picture, whole: bool = True) -> None:
 
 
 def read(where: str, picture: Picture, max_pixels: int) -> "Image":
-    """Return a picture in RGB, with at most `max_pixels` pixels, in the same proportions.
+    """Return an image in RGB, with at most `max_pixels` pixels, in the same proportions.
 
     Raises:
         UserError: see `check`.
@@ -71,7 +72,7 @@ def read(where: str, picture: Picture, max_pixels: int) -> "Image":
 
 
 def _rgb(image: "Image") -> "Image":
-    """Return the picture turned as its camera says, on white where it is transparent."""
+    """Return the image, rotated according to its camera's orientation tag, on white where it is transparent."""
     from PIL import Image, ImageOps
 
     image = ImageOps.exif_transpose(image)
@@ -83,7 +84,7 @@ def _rgb(image: "Image") -> "Image":
 
 
 def within(image: "Image", max_pixels: int) -> "Image":
-    """Return the picture, made smaller if it has more than `max_pixels` pixels."""
+    """Return the image, reduced if it has more than `max_pixels` pixels."""
     from PIL import Image
 
     width, height = image.size
@@ -95,7 +96,7 @@ def within(image: "Image", max_pixels: int) -> "Image":
 
 
 def blank(size: int = 56) -> "Image":
-    """Return a small black picture."""
+    """Return a small black image."""
     from PIL import Image
 
     return Image.new("RGB", (size, size))
@@ -123,7 +124,7 @@ def _opened(where: str, picture: Picture) -> "Image":
 
 
 def _check_there(where: str, picture: Picture) -> str | None:
-    """Return the path of a picture that is a file; None: it is bytes."""
+    """Return the path of an image that is a file, or None if it is bytes."""
     path: str | None = picture["path"] if picture["bytes"] is None else None
     if path is not None and not Path(path).is_file():
         raise UserError(f"{where} ({path}): no such file; a relative path begins at the data file's folder.")

@@ -1,4 +1,4 @@
-"""The model's processor: what a picture becomes, in the text and for the tower."""
+"""The model's processor, which converts images to placeholders in the text and to inputs of the tower."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -12,16 +12,16 @@ from ...recipe.recipe import Recipe
 from . import files, without_videos
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
-"""What a processor returns of the text; the rest is for the tower."""
+"""A processor's outputs for the text; all others are for the tower."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
-"""What models call the kind of each token, 1 for a picture's, where they ask for it."""
+"""Models' names of an input with the kind of each token, 1 for an image's."""
 
 
 def of_recipe(recipe: Recipe) -> ProcessorMixin:
     """Return the processor of the recipe's model, loaded once.
 
     Raises:
-        UserError: it has none, or one that needs a package that is missing.
+        UserError: the model has none, or one that needs a missing package.
     """
     return load(recipe.model.path, recipe.model.trust_remote_code)
 
@@ -39,19 +39,19 @@ def load(path: str, trust_remote_code: bool = False) -> ProcessorMixin:
         hint = "; install torchvision of this torch's build" if "torchvision" in str(error).lower() else ""
         raise UserError(f"model.path={path}: cannot load the processor: {first_line(error)}{hint}") from error
     if not isinstance(found, ProcessorMixin) or getattr(found, "image_token", None) is None:
-        raise UserError(f"model.path={path}: has no processor for pictures; model.vision=true is for models that see.")
+        raise UserError(f"model.path={path}: has no image processor; model.vision=true needs a vision-language model.")
     return found
 
 
 def adopt(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Return the processor with the run's tokenizer and chat template, which the export then carries."""
+    """Return the processor with the run's tokenizer and chat template, which the export then includes."""
     processor.tokenizer = tokenizer
     processor.chat_template = tokenizer.chat_template
     return processor
 
 
 def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list[str]:
-    """Return the placeholder of each picture in the text that is tokenized.
+    """Return the placeholder of each image in the text that is tokenized.
 
     Raises:
         UserError: transformers is too old to report it.
@@ -61,14 +61,12 @@ def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list
     read = _processed(processor, [pictures], return_text_replacement_offsets=True)
     if "text_replacement_offsets" not in read:
         kind = type(processor).__name__
-        raise UserError(
-            f"{kind} does not report the placeholder text of pictures: pip install -U 'transformers>=5.17'."
-        )
+        raise UserError(f"{kind} does not report the placeholder text of images: pip install -U 'transformers>=5.17'.")
     return [one["replacement"] for one in read["text_replacement_offsets"][0]]
 
 
 def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
-    """Return what the model takes beside the tokens for several texts' pictures; nothing where there are none."""
+    """Return the model's inputs for several texts' images; empty if there are none."""
     shown = [one for one in pictures if len(one)]
     if not shown:
         return {}
@@ -77,16 +75,16 @@ def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]]) -> d
 
 
 def blank(processor: ProcessorMixin) -> dict[str, torch.Tensor]:
-    """Return what the model takes for one small black picture."""
+    """Return the model's inputs for one small black image."""
     return for_tower(processor, [[files.blank()]])
 
 
 def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the kind of each token under the name that the model's `forward` knows, if it asks for it.
+    """Return the kind of each token under the name of the parameter of the model's `forward`, if it has one.
 
     Args:
         processor: the model's.
-        accepted: the names that `forward` takes.
+        accepted: names of the parameters of `forward`.
         ids: [sequences, length].
     """
     name = next((name for name in TYPES if name in accepted), None)

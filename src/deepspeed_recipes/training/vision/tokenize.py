@@ -1,4 +1,4 @@
-"""From conversations with pictures to tokens with labels: rendered, then widened by placeholders of the pictures."""
+"""Converts conversations with images to tokens with labels: rendered, then widened by the images' placeholders."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,13 +15,13 @@ from ..model.shown import shown
 from . import files, processor
 
 IGNORED = -100
-"""The label of a token that the loss leaves out (PyTorch's `ignore_index`)."""
+"""Label of a token that is excluded from the loss (PyTorch's `ignore_index`)."""
 Spans = list[tuple[int, int]]
-"""Where the assistant speaks in a rendered conversation, from one character to before another."""
+"""The assistant's spans in a rendered conversation: first character, and the one after the last."""
 
 
 def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the function that gives an example's `input_ids` and `labels`; no picture is ever in the loss.
+    """Return the function that computes an example's `input_ids` and `labels`; no image is ever in the loss.
 
     Raises:
         UserError: the template cannot mark the assistant's tokens, or the model has no processor.
@@ -64,23 +64,23 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
 
 
 def read_all(where: str, pictures: Sequence[dict[str, Any]], max_pixels: int) -> list[Any]:
-    """Return an example's pictures as Pillow's images.
+    """Return an example's images as Pillow's images.
 
     Raises:
-        UserError: one cannot be read, with the place of the example.
+        UserError: an image cannot be read; the message has the example's place.
     """
-    return [files.read(f"{where}: picture {n}", one, max_pixels) for n, one in enumerate(pictures, start=1)]
+    return [files.read(f"{where}: image {n}", one, max_pixels) for n, one in enumerate(pictures, start=1)]
 
 
 def widened(
     where: str, chat: str, spans: Spans, token: str, texts: Sequence[str], known: ControlTokens
 ) -> tuple[str, Spans]:
-    """Return a rendered conversation in which each picture's token has become its text, and the spans in it.
+    """Return a rendered conversation with each image's token replaced by its placeholder, and the spans in it.
 
-    A token that somebody has typed is marked as text, and stays.
+    Such a token that was typed in a text is marked as text, and stays.
 
     Raises:
-        UserError: the template has not written one token for each picture.
+        UserError: the template has not written one token for each image.
     """
     typed = [found.span() for found in known.markers.finditer(chat)]
     places = [
@@ -90,8 +90,8 @@ def widened(
     ]
     if len(places) != len(texts):
         raise UserError(
-            f"{where}: the chat template writes {len(places)} places for {len(texts)} pictures; it may drop those of "
-            "this role, or of a text model: name another with model.chat_template."
+            f"{where}: the chat template writes {len(places)} places for {len(texts)} images; it may drop the images "
+            "of this role, or be a text model's template: name another with model.chat_template."
         )
     pieces, shifts, end, gained = [], [], 0, 0
     for (start, stop), text in zip(places, texts, strict=True):

@@ -1,4 +1,4 @@
-"""The parts of a model that sees: its vision tower, which is frozen unless asked otherwise, and its language part."""
+"""The parts of a vision-language model: its vision tower, which is frozen by default, and its language part."""
 
 import re
 from typing import Any
@@ -9,14 +9,14 @@ from transformers import PreTrainedModel
 from ...recipe.errors import UserError
 
 NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "connector")
-"""What models call their tower, and what projects its outputs."""
+"""Names of the tower, and of the module that projects its outputs, in models."""
 
 
 def of_model(model: PreTrainedModel) -> torch.nn.Module:
     """Return the vision tower.
 
     Raises:
-        UserError: the model has none that transformers knows.
+        UserError: transformers finds none in the model.
     """
     found = model.get_encoder(modality="image")
     if found is model or found is model.base_model:
@@ -25,13 +25,13 @@ def of_model(model: PreTrainedModel) -> torch.nn.Module:
 
 
 def freeze(model: PreTrainedModel) -> None:
-    """Freeze the tower; what projects its outputs is still trained, except where it is a part of the tower."""
+    """Freeze the tower; the module that projects its outputs is still trained, unless it is part of the tower."""
     for parameter in of_model(model).parameters():
         parameter.requires_grad_(False)
 
 
 def outside_language(model: PreTrainedModel) -> str:
-    """Return a regular expression for the modules that are not in the language part, as PEFT excludes them."""
+    """Return a regular expression for the modules outside the language part, in the form for PEFT's exclusions."""
     decoder: Any = model.get_decoder()
     name = next(name for name, module in model.named_modules() if module is decoder)
     return rf"(?!{re.escape(name)}\.).*"

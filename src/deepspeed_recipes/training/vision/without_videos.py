@@ -1,7 +1,7 @@
-"""Processors of pictures alone, for machines without torchvision.
+"""Processors for images only, for machines without torchvision.
 
-transformers loads a processor with all its parts, and has video processors for torchvision only; pictures it also
-processes with Pillow. torchvision cannot be a dependency: PyPI's does not import beside a CPU build of torch ("operator
+transformers loads a processor with all its parts, and has video processors for torchvision only; it can also process
+images with Pillow. torchvision cannot be a dependency: PyPI's does not import with a CPU build of torch ("operator
 torchvision::nms does not exist").
 """
 
@@ -16,18 +16,18 @@ from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 PARTS = ("self", "image_processor", "tokenizer", "video_processor", "chat_template", "kwargs")
-"""Parameters of the processors that can do without videos: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and their like.
+"""Parameters of the processors that work without videos: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and similar models.
 
-Others have options of their own, which `_PicturesOnly` would not pass on.
+Others have additional options, which `_PicturesOnly` would not pass on.
 """
 
 
 class _PicturesOnly(ProcessorMixin):
     video_settings: dict[str, Any] | None = None
-    """What the model's files say of videos; saved with the rest, so that an export reads them where torchvision is."""
+    """The video settings in the model's files; saved with the rest, for machines with torchvision."""
 
     def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any):
-        # transformers loads and saves the parts that are named here (`ProcessorMixin.get_attributes`).
+        # transformers loads and saves the parts in this signature (`ProcessorMixin.get_attributes`).
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
@@ -41,10 +41,10 @@ def pictures_only(known: type[ProcessorMixin]) -> type[_PicturesOnly]:
 
 
 def load(path: str) -> ProcessorMixin | None:
-    """Return the processor in a folder or of a Hub id for pictures alone; None: transformers can load it whole.
+    """Return the processor in a folder or of a Hub id for images only, or None if transformers can load it whole.
 
     Raises:
-        OSError: there is none.
+        OSError: it has none.
     """
     known = None if is_torchvision_available() else _class_of(path)
     if known is None or tuple(inspect.signature(known.__init__).parameters) != PARTS:
@@ -56,9 +56,9 @@ def load(path: str) -> ProcessorMixin | None:
 
 
 def _class_of(path: str) -> type[ProcessorMixin] | None:
-    """Return the class that a processor's files name, as `AutoProcessor` finds it; None: none of transformers."""
+    """Return the class in a processor's files, found as in `AutoProcessor`, or None if it is not transformers' own."""
     files = [ProcessorMixin.get_processor_dict(path)[0]]
-    with suppress(OSError):  # a model that does not see
+    with suppress(OSError):  # not a vision-language model
         files.append(ImageProcessingMixin.get_image_processor_dict(path)[0])
     name = next((one["processor_class"] for one in files if one.get("processor_class")), None)
     return processor_class_from_name(name) if name else None
