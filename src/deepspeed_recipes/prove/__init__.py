@@ -1,1 +1,1 @@
-"""Whether this stack trains what it should: techniques beside a plain loop, and known defects of libraries."""
+"""Proves that this stack trains correctly: techniques compared with a plain loop, and known defects of libraries."""

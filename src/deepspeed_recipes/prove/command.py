@@ -1,4 +1,4 @@
-"""`ds-recipes doctor --prove`: whether this stack trains what it should."""
+"""`ds-recipes doctor --prove`: proves that this stack trains correctly."""
 
 import argparse
 import json
@@ -21,10 +21,10 @@ from .techniques import TECHNIQUES, Technique
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prove and look for defects as the command line asks, show it, and return the exit status.
+    """Run the proofs and the scripts for defects on the command line, show the results, and return the exit status.
 
     Raises:
-        UserError: more GPUs than there are, or an unknown name.
+        UserError: more GPUs than this machine has, or an unknown name.
     """
     techniques, looked_for = chosen(arguments.only)
     gpus = visible_gpus()
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chosen(only: str | None) -> tuple[Sequence[Technique], Sequence[defects.Defect]]:
-    """Return the techniques and defects of the names in `only`; all without it.
+    """Return the techniques and defects named in `only`, or all if it is None.
 
     Raises:
         UserError: a name is neither.
@@ -85,7 +85,7 @@ def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:
 
 
 def announced(status: Status, what: Sequence) -> Iterator:
-    """Yield each, and say which one is being tried."""
+    """Yield each item, and show its name while it runs."""
     for number, one in enumerate(what, 1):
         status.update(f"{one.name} ({number} of {len(what)})")
         yield one

@@ -1,4 +1,4 @@
-"""The plain loop's result, and how far a run is from it; on ranks, since both need the stack."""
+"""Computes the plain loop's result, and a run's distance from it; on ranks, since both need the stack."""
 
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,19 @@ from . import plain, samples
 from .techniques import LORA, SETTINGS, Kind, Technique
 
 LOSS = 1e-5
-"""Share of a loss. fp32 sums in another order differ by less."""
+"""Relative bound for a loss. fp32 sums in another order differ by less."""
 NORM = 1e-4
-"""Share of a gradient's norm; 8e-6 between PyTorch's in fp32 and in fp64."""
+"""Relative bound for a gradient norm; PyTorch's norms in fp32 and in fp64 differ by 8e-6."""
 NEAR = 1e-2
-"""Share of both in bf16, which has 8 bits: 0.4 % per number."""
+"""Relative bound for both in bf16, which has 8 bits: 0.4 % per number."""
 SEED = 42
-"""Of the adapters: a recipe's."""
+"""Seed of the adapters, the same as a recipe's."""
 WITHIN = 4
-"""How much of the plain loop's own rounding is allowed, on devices where that is more than the bounds above."""
+"""Allowed multiple of the plain loop's own rounding, on devices where that is more than the bounds above."""
 
 
 def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) -> None:
-    """Write the models and the data to `folder`, and what the plain loop makes of them, for the kinds that are asked.
+    """Write the models, the data and the plain loop's results for `kinds` to `folder`.
 
     One process. `plain.train` runs on the ranks' device, in fp32; its distance from itself in fp64 is its rounding.
     """
@@ -50,7 +50,7 @@ def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) ->
 
 
 def _with_adapters(quantized: Path | None, whole: PreTrainedModel) -> torch.nn.Module:
-    """Return a model with adapters: `whole`, or that of a folder, read again in 4 bits."""
+    """Return a model with adapters: `whole`, or the model in a folder, read again in 4 bits."""
     if quantized:
         in_4_bits = adapters.nf4(whole.dtype)
         whole = AutoModelForCausalLM.from_pretrained(quantized, dtype=whole.dtype, quantization_config=in_4_bits)
@@ -64,7 +64,7 @@ def model_of(root: Path, kind: Kind) -> Path:
 
 
 def distance(expected: Any, found: Any) -> dict[str, float]:
-    """Return the largest difference of two trainings: of losses and norms as a share, of weights by `plain.worst`."""
+    """Return the largest difference of two trainings: relative for losses and norms, by `plain.worst` for weights."""
     records = list(zip(found[0], expected[0], strict=True))
     apart = {key: max(abs(a[key] / b[key] - 1) for a, b in records) for key in ("loss", "grad_norm")}
     trained = {name: weight for name, weight in expected[1].items() if "lora_" in name} or expected[1]
@@ -82,7 +82,7 @@ def allowed(kind: Kind, rounding: dict[str, float]) -> dict[str, float]:
 
 
 def compare(run: str, reference: str, kind: Kind, output: str) -> None:
-    """Write how far a run is from the plain loop, and how far it may be; one process."""
+    """Write the distance of a run from the plain loop, and the allowed distance; one process."""
     folder = RunFolder(Path(run))
     plain_loop = torch.load(reference, weights_only=True)
     rounding = torch.load(Path(reference).with_name("dense.pt"), weights_only=True)["rounding"]
@@ -92,7 +92,7 @@ def compare(run: str, reference: str, kind: Kind, output: str) -> None:
 
 
 def exported(run: RunFolder) -> dict[str, torch.Tensor]:
-    """Return the weights of a run's export as plain transformers loads them, an adapter's by their names in a model."""
+    """Return the weights of a run's export as plain transformers loads them; an adapter's by their names in a model."""
     adapter = run.export / ADAPTER
     if not adapter.exists():
         return AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()

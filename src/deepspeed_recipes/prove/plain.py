@@ -28,8 +28,8 @@ def train(
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss, the gradient norm before clipping and numbers by layer, and the final weights.
 
-    `prepare` adds what is trained besides or instead, such as adapters; `optimize` gives another optimizer than AdamW.
-    The weights are returned on the CPU.
+    `prepare` changes the trained weights, for example to adapters; `optimize` returns another optimizer than AdamW. The
+    weights are returned on the CPU.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = prepare(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)).to(device)
@@ -61,7 +61,7 @@ def train(
 def by_layer(
     gradients: dict[str, torch.Tensor], before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
 ) -> dict[str, dict[str, float]]:
-    """Return norm of the gradient, update as a share of the weights, and share of zero gradients, of each layer."""
+    """Return by layer the gradient's norm, the update as a share of the weights, and the share of zero gradients."""
     layers: dict[str, list[str]] = {}
     for name in gradients:
         own = name.removeprefix("base_model.model.")
@@ -76,12 +76,12 @@ def by_layer(
 
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
-"""In a weight's name. With what is in a LayerNorm, these are what transformers' Trainer does not decay; it does decay
-norms with other names, such as Nemotron-H's `norm_f` and the `norm1` of Qwen's tower."""
+"""Names of weights that transformers' Trainer does not decay, in addition to LayerNorm's. It does decay norms with
+other names, such as Nemotron-H's `norm_f` and the `norm1` of Qwen's tower."""
 
 
 def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
-    """Return what is decayed and what is not."""
+    """Return two parameter groups: with and without weight decay."""
     in_norms = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
     plain: list[torch.nn.Parameter] = []
     exempt: list[torch.nn.Parameter] = []
@@ -98,14 +98,14 @@ def adamw(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 
 def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference of two weights, as a share of what is allowed: 1e-5 and 1e-4 of the weight."""
+    """Return the largest difference of two weights, relative to the bound: 1e-5 plus 1e-4 of the weight."""
     return ((weight - expected).abs() / (1e-5 + 1e-4 * expected.abs())).max().item()
 
 
 def examples(
     data: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return each conversation's tokens and which of them are learned, [1, length], padded to a multiple of 8."""
+    """Return each conversation's tokens and the mask of the learned ones, [1, length], padded to a multiple of 8."""
     return [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
 
 
@@ -114,7 +114,7 @@ def _example(messages, tokenizer, settings):
     tokens = torch.tensor([chat["input_ids"]])
     learned = torch.tensor([chat["assistant_masks"]]).bool()
     learned = torch.ones_like(learned) if settings.learn_prompts else learned
-    padding = (0, -tokens.shape[1] % 8)  # unseen by the loss, but routed
+    padding = (0, -tokens.shape[1] % 8)  # not in the loss, but routed
     return pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)
 
 

@@ -1,6 +1,6 @@
-"""Imports what the ranks of a proof import, some of it lazily: seconds for each of them.
+"""Imports the modules that the ranks of a proof need, some of them lazily: this saves seconds per rank.
 
-`ranks.py` forks ranks from a process that has imported this. It must not touch a GPU: CUDA does not survive a fork.
+`ranks.py` forks ranks from a process that has imported this. It must not use a GPU: CUDA does not survive a fork.
 """
 
 import gc

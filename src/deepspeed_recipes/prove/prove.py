@@ -1,4 +1,4 @@
-"""Proves the techniques and looks for the known defects, one after the other, on this machine's ranks."""
+"""Proves the techniques and runs the scripts for known defects, one after another, on this machine's ranks."""
 
 import contextlib
 import os
@@ -19,17 +19,17 @@ from .ranks import Ranks, read_logs
 from .techniques import Kind, Technique
 
 FORKED = "in forked subprocess"
-"""What PyTorch says of a GPU that the process before the fork has already used."""
+"""Part of PyTorch's error for a GPU that the process has already used before the fork."""
 REFUSED = 2
-"""The exit status of ranks that say why this stack cannot train a recipe."""
+"""Exit status of ranks whose output explains why this stack cannot train a recipe."""
 LIMIT = 240
-"""Seconds for one technique or defect; a hang ends there."""
+"""Time limit in seconds for one technique or defect, in case it hangs."""
 State = Literal["equal", "different", "failed", "present", "absent", "not tried"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of one technique, or of one known defect."""
+    """The result of a technique or a known defect."""
 
     name: str
     state: State
@@ -37,16 +37,16 @@ class Finding:
     ranks: int = 0
     seconds: float = 0.0
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a technique: `found`, how far it is from the plain loop, and `allowed`."""
+    """For a technique: `found`, its distance from the plain loop, and `allowed`."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as data."""
+        """Return the finding as JSON-like data."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Workshop:
-    """Ranks, how many of them there may be, and a folder."""
+    """The ranks, their maximum number, and a folder."""
 
     ranks: Ranks
     most: int
@@ -54,15 +54,15 @@ class Workshop:
     folder: Path
 
     def environment(self) -> dict[str, Any]:
-        """Return versions and hardware, as a run folder has them."""
+        """Return versions and hardware, in the form of a run folder's."""
         return read_json(self.folder / "environment.json")
 
 
 @contextlib.contextmanager
 def workshop(most: int, gpus: int) -> Iterator[Workshop]:
-    """Give ranks and a folder that is removed at the end; `gpus` is 0 for ranks on CPUs."""
+    """Yield ranks and a folder that is removed at the end; `gpus` is 0 for ranks on CPUs."""
     os.environ |= rank_environment(most, gpus)
-    # torch would ask CUDA's runtime whether there is a GPU, and no fork could use one afterwards; NVML knows as well.
+    # Otherwise torch detects GPUs with CUDA's runtime, and no fork could use one afterwards; NVML detects them too.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     with children.scratch("proof-") as folder, Ranks() as ranks:
         os.environ |= {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
@@ -70,10 +70,10 @@ def workshop(most: int, gpus: int) -> Iterator[Workshop]:
 
 
 def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
-    """Make models and data, and train them with the plain loop.
+    """Create models and data, and train them with the plain loop.
 
     Raises:
-        UserError: that failed, so nothing can be proven.
+        UserError: the plain loop failed, so nothing can be proven.
     """
     kinds: list[Kind] = ["dense"]
     kinds += sorted({one.kind for one in techniques if one.lacks(shop.most, shop.gpus) is None} - {"dense"})
@@ -83,8 +83,8 @@ def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
         return shop.ranks.run(_prepare, str(shop.folder), kinds, world_size=1, log=log, timeout=LIMIT)
 
     statuses = prepared()
-    if any(statuses) and any(FORKED in said for said in read_logs(log)):
-        shop.ranks.spawn()  # some library asks for the GPU while it is imported
+    if any(statuses) and any(FORKED in text for text in read_logs(log)):
+        shop.ranks.spawn()  # some library uses the GPU while it is imported
         statuses = prepared()
     if any(statuses):
         raise UserError(f"--prove: the plain loop itself failed: {why(read_logs(log), statuses)}")
@@ -115,7 +115,7 @@ def prove(shop: Workshop, technique: Technique) -> Finding:
 
 
 def judged(found: dict[str, float], allowed: dict[str, float]) -> tuple[State, str]:
-    """Return whether the differences are allowed, and a line that names those that are not."""
+    """Return whether the differences are within the bounds, and a line about them."""
     words = {"loss": "loss", "grad_norm": "gradient norm", "weights": "weights"}
     wrong = [key for key in allowed if not found[key] <= allowed[key]]
     if not wrong:
@@ -128,7 +128,7 @@ def judged(found: dict[str, float], allowed: dict[str, float]) -> tuple[State, s
 
 
 def look_for(shop: Workshop, defect: Defect) -> Finding:
-    """Run a defect's script on ranks, as it is."""
+    """Run a defect's script unchanged on ranks."""
     lacking = None
     if shop.gpus and shop.most < defect.ranks:
         lacking = f"needs {defect.ranks} ranks"

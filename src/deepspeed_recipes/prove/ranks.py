@@ -1,7 +1,7 @@
-"""Ranks as forks of a process that has imported the stack, so that they start at once and share nothing but imports.
+"""Ranks as forks of a process that has imported the stack: they start at once and share nothing except imports.
 
-Each group of ranks is a new beginning: what one leaves behind (groups, singletons, a hang, a crash) ends with it. A
-program that starts ranks needs `if __name__ == "__main__":`, since each of them imports it.
+Each group of ranks starts afresh: anything that it leaves behind (groups, singletons, a hang, a crash) ends with it. A
+program that starts ranks needs `if __name__ == "__main__":`, since each rank imports it.
 """
 
 import multiprocessing
@@ -22,7 +22,7 @@ class Ranks:
     """Runs a function on several ranks, as the launcher would."""
 
     def __init__(self, preloaded: Sequence[str] = (PRELOADED,)) -> None:
-        """`preloaded`: the modules that ranks find imported."""
+        """`preloaded`: the modules that are imported before ranks start."""
         self.preloaded = list(preloaded)
 
     def __enter__(self) -> "Ranks":
@@ -35,13 +35,13 @@ class Ranks:
             process.kill()
 
     def spawn(self) -> None:
-        """From now on start ranks as new processes that import everything, for libraries that cannot be forked."""
+        """From now on start ranks as new processes that import everything, for libraries that do not survive a fork."""
         self.context = multiprocessing.get_context("spawn")
 
     def start(
         self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path, port: int | None = None
     ) -> list[Any]:
-        """Start `function(*arguments)` on every rank; output goes to `log`, ranks apart by their number."""
+        """Start `function(*arguments)` on every rank; each rank's output goes to `log` with the rank's number."""
         port = port or free_port()
         processes = []
         for rank in range(world_size):
@@ -50,7 +50,7 @@ class Ranks:
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world_size),
                 "CROSS_RANK": "0",  # as DeepSpeed's launcher sets it
-                "LOCAL_SIZE": "1",  # siblings are the launcher's business, and there is none
+                "LOCAL_SIZE": "1",  # only the launcher uses the number of siblings, and there is none
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
             }
@@ -81,22 +81,22 @@ class Ranks:
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
         for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink(missing_ok=True)  # ranks on CPUs that were killed leave 66 MB each, in memory
+            buffer.unlink(missing_ok=True)  # killed CPU ranks leave 66 MB each, in memory
         return [process.exitcode for process in processes]
 
     def check(self, function: Callable[..., Any], *arguments: Any, log: Path, **options: Any) -> None:
-        """Run, and fail with what the ranks printed unless all of them end well."""
+        """Run, and fail with the ranks' output unless all ranks end with status 0."""
         statuses = self.run(function, *arguments, log=log, **options)
         assert not any(statuses), f"exit statuses {statuses}\n" + "\n".join(read_logs(log))
 
 
 def read_logs(log: Path) -> list[str]:
-    """Return what each rank printed."""
+    """Return the output of each rank."""
     return [file.read_text(errors="replace") for file in sorted(log.parent.glob(log.name + ".*"))]
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -116,7 +116,7 @@ def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment:
 
 
 def _end_with_the_program() -> None:
-    """End this rank when the program that started it has ended; it might wait in a collective forever."""
+    """End this rank when the program that started it has ended; otherwise it might wait in a collective forever."""
     program = multiprocessing.parent_process()
     assert program is not None
     program.join()

@@ -1,4 +1,4 @@
-"""What is trained for a proof, made on the spot: models whose wrong gradients show, and conversations."""
+"""Creates the models and conversations for a proof; the models make wrong gradients visible."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ STEEP = 0.2
 
 
 def conversations(path: Path) -> Path:
-    """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
+    """Write eight conversations whose answers differ in length, so that a wrong weighting is detected."""
     rows = [conversation(f"Count to {n}, please.", " ".join(str(i) for i in range(n))) for n in range(1, 24, 3)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
@@ -29,7 +29,7 @@ def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: Any) 
 
 
 def random_mixture(folder: Path) -> Path:
-    """Write a random mixture of eight experts with the tokenizer of `tiny`, and return its folder."""
+    """Write a random MoE model with eight experts and the tokenizer of `tiny`, and return its folder."""
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "decoder_sparse_step": 1}
     return _write(folder, "qwen3_moe", 0, 0, **experts | sizes)

@@ -1,4 +1,4 @@
-"""Shows what was proven: two tables on the terminal, one JSON object, and reports for the libraries' projects."""
+"""Shows the results: two tables on the terminal, a JSON object, and reports for the libraries' projects."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,10 @@ SCRIPT, REPORT = "reproduce.py", "report.md"
 def terminal(
     console: Console, environment: Mapping[str, Any], techniques: Sequence[Finding], defects: Sequence[Finding]
 ) -> None:
-    """Print what this stack is, the tables and a summary line."""
+    """Print the stack, the tables and a summary line."""
     console.print(stack(environment), highlight=False)
     if techniques:
-        console.print(_table("technique", "beside the plain loop", techniques))
+        console.print(_table("technique", "compared with the plain loop", techniques))
     if defects:
         console.print(_table("known defect", "observed, without the recipes", defects))
     console.print(summary(techniques, defects), highlight=False)
@@ -47,7 +47,7 @@ def stack(environment: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text whose brackets rich leaves alone."""
+    """Return a text with its brackets escaped for rich."""
     return text.replace("[", "\\[")
 
 
@@ -55,23 +55,23 @@ def summary(techniques: Sequence[Finding], defects: Sequence[Finding]) -> str:
     """Return the verdict in a line."""
     tried = [one for one in techniques if one.state != "not tried"]
     wrong = [one.name for one in tried if one.state != "equal"]
-    said = []
+    parts = []
     if wrong:
-        said.append(f"{', '.join(wrong)}: not what plain PyTorch trains")
+        parts.append(f"{', '.join(wrong)}: not what plain PyTorch trains")
     elif tried:
         left = len(techniques) - len(tried)
-        said.append(
+        parts.append(
             f"all {len(tried)} techniques train what plain PyTorch trains" + f" ({left} not tried)" * bool(left)
         )
     present = sum(one.state == "present" for one in defects)
     looked = sum(one.state in ("present", "absent") for one in defects)
     if looked:
-        said.append(f"{present} of {looked} known defects are in this stack; the recipes avoid or mend them")
-    return "; ".join(said) + "." if said else "nothing was tried."
+        parts.append(f"{present} of {looked} known defects are in this stack; the recipes avoid or work around them")
+    return "; ".join(parts) + "." if parts else "nothing was tried."
 
 
 def status(techniques: Sequence[Finding]) -> int:
-    """Return the exit status: 1 if a technique trains something else, or does not train."""
+    """Return the exit status: 1 if a technique trains something else, or fails."""
     return int(any(one.state in ("different", "failed") for one in techniques))
 
 
@@ -89,7 +89,7 @@ def data(
 
 
 def reports(folder: Path, environment: Mapping[str, Any], defects: Sequence[tuple[Defect, Finding]]) -> list[Path]:
-    """Write a report and its script for every defect that is present, each in a folder of its own, and return these."""
+    """Write a report and its script for every defect that is present, each in its own folder; return the folders."""
     written = []
     for defect, finding in defects:
         if finding.state == "present":

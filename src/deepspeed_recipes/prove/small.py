@@ -1,4 +1,4 @@
-"""The recipe that is trained for a proof: takes seconds, is exact in fp32, and is changed by keyword."""
+"""The recipe that is trained for a proof: takes seconds, is exact in fp32, and is changed by keyword arguments."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def small(model: Path, data: Path, /, deepspeed: str = "zero0.json", **changes: 
 
 
 def of_settings(settings: Settings, model: Path, data: Path, deepspeed: str, /, **changes: Any) -> Recipe:
-    """Return the recipe of the settings on a dataset of eight examples, all of them in every step."""
+    """Return the recipe of the settings on a dataset of eight examples, with all of them in every step."""
     common: dict[str, Any] = {
         "learning_rate": settings.learning_rate,
         "weight_decay": settings.weight_decay,

@@ -1,4 +1,4 @@
-"""The techniques that are proven: each trains a small model as a real run does, beside a plain PyTorch loop."""
+"""The techniques that are proven: each trains a small model as a real run does, compared with a plain PyTorch loop."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ WHOLE = Layout()
 """Every rank has a replica."""
 SETTINGS = Settings(steps=4)
 IN_BF16 = Settings(steps=4, learning_rate=1e-3)
-"""At the rate of fp32, rounding to 8 bits alone leads elsewhere within a few steps."""
+"""At fp32's rate, rounding to 8 bits alone leads to other weights within a few steps."""
 LORA = Lora(rank=4, alpha=8)
 PACKED_ROWS = 4
 """The sequences of `PACKED_LENGTH` tokens that the conversations fill."""
 PACKED_LENGTH = 96
 
 Kind = Literal["dense", "adapters", "qlora", "mixture", "bf16"]
-"""Which plain loop a technique is compared with."""
+"""The kind of plain loop that a technique is compared with."""
 
 
 def train(run: str) -> None:
-    """Train what a run folder says; on every rank."""
+    """Train the recipe in a run folder; on every rank."""
     from ..training import run as training_run
 
     training_run.main(run)
@@ -33,11 +33,11 @@ def train(run: str) -> None:
 
 @dataclass(frozen=True)
 class Technique:
-    """A way to train that must not change what is trained."""
+    """A way of training that must not change the result."""
 
     name: str
     config: str
-    """Of configs/."""
+    """A file of configs/."""
     layout: Layout = WHOLE
     kind: Kind = "dense"
     packing: bool = False
@@ -54,12 +54,12 @@ class Technique:
         return self.layout.tensor * self.layout.pipeline * self.layout.sequence * self.layout.expert
 
     def ranks(self, most: int) -> int:
-        """Return how many of `most` ranks it takes: a number that divides the batch among them."""
+        """Return how many of `most` ranks the technique uses: a number that divides the batch."""
         replicas = (PACKED_ROWS if self.packing else 8) * self.layout.tensor * self.layout.pipeline
         return max(number for number in (1, 2, 4, 8) if number <= min(most, replicas * self.layout.sequence))
 
     def lacks(self, ranks: int, gpus: int) -> str | None:
-        """Return why it cannot be proven here; None: it can."""
+        """Return why it cannot be proven here, or None if it can."""
         if ranks < self.smallest:
             return f"needs {self.smallest} ranks"
         if self.device == "gpu" and not gpus:
@@ -71,7 +71,7 @@ class Technique:
         return None
 
     def settings(self) -> Settings:
-        """Return what the plain loop and the run have in common."""
+        """Return the settings that the plain loop and the run share."""
         return IN_BF16 if self.kind == "bf16" else SETTINGS
 
     def recipe(self, model: Path, data: Path, ranks: int) -> Recipe:
@@ -97,7 +97,7 @@ class Technique:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # nor is the one that it would be part of
+    except ModuleNotFoundError:  # its parent package is not installed either
         return False
 
 
@@ -136,4 +136,4 @@ TECHNIQUES = (
     ),
 )  # fmt: skip
 """`packing` computes attention with SDPA. `varlen_boundaries` computes one document at a time, where varlen's kernel
-would compute all of them: it proves where documents begin, and not the kernel."""
+would compute all of them: it proves the documents' boundaries, and not the kernel."""

@@ -1,9 +1,9 @@
-"""Known defects of libraries, each a script that runs alone: no line of it is this project's.
+"""Known defects of libraries, each a script that runs alone: it uses none of this project's code.
 
-Its docstring is the text of a report: a title, and what is wrong. It sets `RANKS`, how many processes it needs,
-`ONLY` where it shows on one kind of device ("cpu"), and `RIGHT_SINCE` where a version has mended it. `measure()`
-returns whether the defect is present, and what was observed. Its folder is named after the library whose project should
-know.
+Its docstring is the text of a report: a title, and a description of the defect. It sets `RANKS`, the number of
+processes, `ONLY` if the defect shows on one kind of device ("cpu"), and `RIGHT_SINCE` if a version has fixed it.
+`measure()` returns whether the defect is present, and the observed values. Its folder is named after the library to
+whose project it should be reported.
 """
 
 import ast
@@ -22,9 +22,9 @@ class Defect:
     text: str
     ranks: int
     only: str | None
-    """The kind of device on which it shows; None: on all."""
+    """The kind of device on which the defect shows, or None for all."""
     right_since: str | None
-    """The version of the library that is right; None: the newest one is not."""
+    """The version of the library that fixes it, or None if the newest does not."""
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ class Defect:
         return self.path.parent.name
 
     def command(self, script: str) -> str:
-        """Return what runs it alone, under a script's name."""
+        """Return the command that runs the script alone, under the name `script`."""
         return f"torchrun --nproc_per_node {self.ranks} {script}"
 
 
@@ -49,15 +49,15 @@ def known() -> Iterator[Defect]:
 
 
 def read(path: Path) -> Defect:
-    """Return the defect that a script describes, which is not imported."""
+    """Return the defect that a script describes, without importing it."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     title, _, text = (ast.get_docstring(tree) or "").partition("\n")
-    said = _constants(tree)
-    return Defect(path, title, text.strip(), said["RANKS"], said.get("ONLY"), said.get("RIGHT_SINCE"))
+    set_to = _constants(tree)
+    return Defect(path, title, text.strip(), set_to["RANKS"], set_to.get("ONLY"), set_to.get("RIGHT_SINCE"))
 
 
 def _constants(tree: ast.Module) -> dict[str, Any]:
-    """Return what a script sets the names above to."""
+    """Return the values of the names above in a script."""
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     found = {ast.unparse(node.targets[0]): node.value for node in assigned}
     return {name: ast.literal_eval(found[name]) for name in ("RANKS", "ONLY", "RIGHT_SINCE") if name in found}

@@ -1,8 +1,8 @@
 """Outside transformers, "auto" in a DeepSpeed configuration silently becomes a default: no ZeRO, fp32.
 
-DeepSpeed drops every value that is "auto" before it validates a section. A configuration that was written for the
-Trainer loads in `deepspeed.initialize`, and trains without ZeRO and in another precision. The same holds for a key that
-is misspelled at the top level: it is ignored.
+DeepSpeed drops every value that is "auto" before it validates a section. A configuration written for the Trainer loads
+in `deepspeed.initialize`, and trains without ZeRO and in another precision. A key that is misspelled at the top level
+is ignored in the same way.
 """
 
 import deepspeed
@@ -12,7 +12,7 @@ RANKS = 1
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether an engine is made of such a configuration without a word."""
+    """Return whether an engine silently accepts such a configuration."""
     deepspeed.init_distributed(verbose=False)
     model = torch.nn.Linear(4, 1)
     config = {

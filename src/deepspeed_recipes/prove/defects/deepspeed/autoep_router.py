@@ -1,7 +1,7 @@
 """AutoEP routes tokens of DeepSeek's models in bf16, where transformers routes in fp32.
 
 DeepSpeed's expert parallelism multiplies by the router's weights in the weights' dtype. A token near a decision
-boundary then goes to other experts than in transformers, so training and every later use of the weights disagree.
+boundary then goes to other experts than in transformers, so the results of training and of all later use disagree.
 """
 
 import deepspeed
@@ -30,7 +30,7 @@ def model() -> PreTrainedModel:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether logits change where the routers multiply in fp32, and nothing else is done."""
+    """Return whether logits change if the routers, and nothing else, multiply in fp32."""
     if AutoEPMoELayer is None:
         return False, f"DeepSpeed {deepspeed.__version__} has no AutoEP"
     deepspeed.init_distributed(verbose=False)

@@ -1,7 +1,7 @@
 """AutoTP replaces adapters: a model with LoRA that is split over two ranks has no adapters left.
 
-DeepSpeed's AutoTP takes PEFT's layers apart as it takes linear layers apart, so what was to be trained is gone, and
-training fails with an error that does not name the reason, or does not fail.
+DeepSpeed's AutoTP splits PEFT's layers as if they were linear layers, so the weights to train are lost. Training then
+fails with an error that does not mention the reason, or does not fail.
 """
 
 import deepspeed
@@ -15,7 +15,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "nu
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether layers with adapters are lost when the engine is made."""
+    """Return whether layers with adapters are lost when the engine is created."""
     deepspeed.init_distributed(verbose=False)
     torch.manual_seed(0)
     whole = LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4))

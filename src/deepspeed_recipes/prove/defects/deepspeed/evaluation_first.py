@@ -1,8 +1,8 @@
-"""After an evaluation, ZeRO-3 gathers all weights twice in every training step, for good.
+"""After an evaluation, ZeRO-3 permanently gathers all weights twice in every training step.
 
-Which weights stay gathered between the forward and the backward pass is decided once for each module and position, and
-kept in a cache. An evaluation has no backward pass, so its decision is to keep none, and the training steps that follow
-find it in the cache: they communicate twice as much as they would without the evaluation.
+For each module and position DeepSpeed decides once which weights stay gathered between the forward and the backward
+pass, and caches the decision. An evaluation has no backward pass, so its decision is to keep none, and the training
+steps after it use that decision: they communicate twice as much as without the evaluation.
 """
 
 import deepspeed
@@ -12,7 +12,7 @@ RANKS = 2
 
 
 def gathers(evaluations: int) -> int:
-    """Return how often a training step gathers weights, after so many evaluations."""
+    """Return the number of gathers in a training step after `evaluations` evaluations."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(6)])
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
@@ -33,7 +33,7 @@ def gathers(evaluations: int) -> int:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether an evaluation before the first step changes what a later step communicates."""
+    """Return whether an evaluation before the first step changes the communication of a later step."""
     deepspeed.init_distributed(verbose=False)
     usual, afterwards = gathers(evaluations=0), gathers(evaluations=4)
     return afterwards > usual, f"{usual} gathers in a training step, {afterwards} after an evaluation"

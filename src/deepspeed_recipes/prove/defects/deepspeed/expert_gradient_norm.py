@@ -14,14 +14,14 @@ RANKS = 2
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether the norm of experts' gradients 3 and 4 is another one than 5."""
+    """Return whether the norm of two experts' gradients, 3 and 4, differs from 5."""
     deepspeed.init_distributed(verbose=False)
     device = deepspeed.accelerator.get_accelerator().device_name(int(os.environ["LOCAL_RANK"]))
     expert = torch.nn.Parameter(torch.zeros(1, device=device))
     expert.grad = torch.tensor([3.0 + torch.distributed.get_rank()], device=device)
     expert.allreduce = False  # DeepSpeed's mark of a weight that only this rank has
     norm = float(clip_grad_norm_([expert], max_norm=10.0))
-    return abs(norm - 5) > 0.01, f"the gradients of two experts are 3 and 4; their norm is said to be {norm:.2f}"
+    return abs(norm - 5) > 0.01, f"the gradients of two experts are 3 and 4; DeepSpeed reports the norm {norm:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Without ZeRO, in fp32, the engine clips by a gradient norm that it then forgets.
+"""Without ZeRO, in fp32, the engine discards the gradient norm by which it clips.
 
-`DeepSpeedEngine.clip_fp32_gradients` drops what `clip_grad_norm_` returns, so `get_global_grad_norm()` is None, and
-whoever logs it (transformers' Trainer does) logs nothing. With bf16, fp16 or ZeRO 1 to 3 the norm is there.
+`DeepSpeedEngine.clip_fp32_gradients` drops the result of `clip_grad_norm_`, so `get_global_grad_norm()` is None, and
+programs that log it (such as transformers' Trainer) log nothing. With bf16, fp16 or ZeRO 1 to 3 the norm is kept.
 """
 
 import deepspeed

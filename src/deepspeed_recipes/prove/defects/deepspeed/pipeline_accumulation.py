@@ -1,8 +1,8 @@
-"""A pipeline's earlier stages get gradients that are divided by the accumulation once per stage.
+"""Gradients of a pipeline's earlier stages are divided by the accumulation steps once per stage.
 
-With `gradient_accumulation_steps` of 2 and two stages, the first stage's gradients are half of what they should be, and
-a quarter in a third stage before it. Adam hides the size, but not how the stages weigh in the gradient norm that
-gradients are clipped by. The loss looks normal. Right since DeepSpeed 0.19.3.
+With `gradient_accumulation_steps` of 2 and two stages, the first stage's gradients are half of the correct size; with
+three stages, a quarter. Adam hides the size, but not the stages' shares in the gradient norm that clipping uses. The
+loss looks normal. Fixed in DeepSpeed 0.19.3.
 """
 
 import os
@@ -23,7 +23,7 @@ def layers() -> list[torch.nn.Module]:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether the first step moves the first stage's weights by another amount than plain PyTorch does."""
+    """Return whether the first step changes the first stage's weights differently than plain PyTorch does."""
     deepspeed.init_distributed(verbose=False)
     device = deepspeed.accelerator.get_accelerator().device_name(int(os.environ["LOCAL_RANK"]))
     batches = [(torch.full((1, 4), 1.0 + at, device=device), torch.zeros(1, 4, device=device)) for at in range(2)]

@@ -1,8 +1,8 @@
 """zero.Init rounds the rotary frequencies of a model that is built in bf16.
 
-`deepspeed.zero.Init` casts every floating tensor that is made while a model is built, buffers too. transformers keeps
-`inv_freq` in fp32 on purpose: in bf16 a frequency is off by up to 0.4 %, which at position 1,000 is radians. Such a
-model trains at other positions than those that every later load of its weights computes; the loss looks normal.
+`deepspeed.zero.Init` casts every floating-point tensor that is created while a model is built, buffers included.
+transformers keeps `inv_freq` in fp32 on purpose: in bf16 a frequency is off by up to 0.4 %, which at position 1,000 is
+radians. Such a model trains at other positions than later loads of its weights compute; the loss looks normal.
 """
 
 import deepspeed
@@ -20,7 +20,7 @@ SIZES = {
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether the frequencies are those of a model that is built without zero.Init."""
+    """Return whether the frequencies differ from those of a model that is built without zero.Init."""
     deepspeed.init_distributed(verbose=False)
     config = LlamaConfig(**SIZES, dtype="bfloat16")
     expected = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).model.rotary_emb.inv_freq

@@ -1,8 +1,8 @@
 """On CPUs an all-reduce for inference ignores its group, and sums over all ranks.
 
-`deepspeed.comm.inference_all_reduce`, which tensor parallelism uses in its forward pass, goes through a kernel in
-shared memory that knows only the whole world. Where tensor parallelism is smaller than the world, ranks get the sum of
-other models' activations as well, or hang.
+`deepspeed.comm.inference_all_reduce`, which tensor parallelism uses in its forward pass, uses a shared-memory kernel
+that always spans the whole world. If tensor parallelism is smaller than the world, ranks also get the sum of other
+models' activations, or hang.
 """
 
 import os
@@ -17,7 +17,7 @@ ONLY = "cpu"
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether a sum over two ranks of four is a sum over all."""
+    """Return whether a sum over two ranks of four includes all ranks."""
     os.environ["LOCAL_SIZE"] = os.environ["WORLD_SIZE"]  # as DeepSpeed's launcher sets it
     deepspeed.init_distributed(verbose=False)
     groups = [comm.new_group([0, 1]), comm.new_group([2, 3])]

@@ -1,9 +1,9 @@
 """Without ZeRO, in bf16 and fp16, the optimizer makes a step before the first one.
 
-To allocate the states of the optimizer, `initialize_optimizer_states` in fp16/unfused_optimizer.py and in
+To allocate the optimizer's states, `initialize_optimizer_states` in fp16/unfused_optimizer.py and in
 fp16/fused_optimizer.py calls `optimizer.step()` with gradients of zero. Adam counts that step: its first updates are
-0.74, 0.86, 0.91, ... of what they should be, and AdamW decays the weights once more. In fp32 and with ZeRO 1 to 3
-nothing is stepped.
+0.74, 0.86, 0.91, ... of their correct size, and AdamW decays the weights once more. In fp32 and with ZeRO 1 to 3 there
+is no such step.
 """
 
 import deepspeed
@@ -13,7 +13,7 @@ RANKS = 1
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether AdamW's first update is not the learning rate, which it is whatever the gradient."""
+    """Return whether AdamW's first update differs from the learning rate, which it equals for any gradient."""
     deepspeed.init_distributed(verbose=False)
     model = torch.nn.Linear(4, 1, bias=False).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)

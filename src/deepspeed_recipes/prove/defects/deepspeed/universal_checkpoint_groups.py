@@ -1,7 +1,7 @@
 """Under ZeRO-3 a universal checkpoint gives every group of parameters the first group's settings.
 
-`load_hp_checkpoint_state_from_checkpoint_dir_stage3` copies the first group's hyper-parameters to all, so norms and
-biases are decayed from there on; and all states share one tensor that counts the steps, which each of them advances.
+`load_hp_checkpoint_state_from_checkpoint_dir_stage3` copies the first group's hyper-parameters to all groups, so norms
+and biases are decayed from then on; and all states share one tensor that counts the steps, which each of them advances.
 """
 
 import argparse
@@ -18,7 +18,7 @@ SWITCHES = {"keep_temp_folder": False, "strict": True, "inject_missing_state": F
 
 
 def engine(universal: bool) -> DeepSpeedEngine:
-    """Return an engine with two groups of parameters, of which the first alone is decayed."""
+    """Return an engine with two groups of parameters, of which only the first is decayed."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.LayerNorm(4))
     decayed, exempt = list(model[0].parameters()), list(model[1].parameters())
@@ -31,7 +31,7 @@ def engine(universal: bool) -> DeepSpeedEngine:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether a decay of 0 is another one after a step, a conversion and a load."""
+    """Return whether a decay of 0 changes through a step, a conversion and a load."""
     deepspeed.init_distributed(verbose=False)
     folder = tempfile.mkdtemp()
     trained = engine(universal=False)

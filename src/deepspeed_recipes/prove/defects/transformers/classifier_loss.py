@@ -1,8 +1,8 @@
 """On two ranks a classifier trains on twice its loss, and on twice its gradient.
 
-transformers' Trainer multiplies a loss by the number of ranks where it has counted the batch's items
-(`average_tokens_across_devices`), since the model is expected to have divided by that count. A model for sequence
-classification has taken the mean over its own rank's examples, and ignores the count.
+transformers' Trainer multiplies a loss by the number of ranks if it has counted the batch's items
+(`average_tokens_across_devices`), since it expects the model to divide by that count. A model for sequence
+classification instead takes the mean over its own rank's examples, and ignores the count.
 """
 
 import tempfile
@@ -22,7 +22,7 @@ def model() -> LlamaForSequenceClassification:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether the Trainer's first loss is another one than the model's on the same four examples."""
+    """Return whether the Trainer's first loss differs from the model's on the same four examples."""
     batch = {key: torch.stack([one[key] for one in EXAMPLES]) for key in ("input_ids", "labels")}
     expected = model()(**batch).loss.item()
     config = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 1}}

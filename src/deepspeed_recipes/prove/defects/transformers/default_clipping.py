@@ -1,8 +1,8 @@
 """A DeepSpeed configuration without gradient_clipping clips at 1.0, and the Trainer's max_grad_norm is ignored.
 
-transformers fills `"gradient_clipping": "auto"` with max_grad_norm, but says nothing where the key is absent. DeepSpeed
-then clips at its own default, 1.0 (until June 2026 it was 0.0, that is never): max_grad_norm=0 trains with clipped
-gradients.
+transformers fills `"gradient_clipping": "auto"` with max_grad_norm, but gives no warning if the key is absent.
+DeepSpeed then clips at its own default, 1.0 (until June 2026 it was 0.0, which means never): max_grad_norm=0 trains
+with clipped gradients.
 """
 
 import tempfile
@@ -26,7 +26,7 @@ class Line(torch.nn.Module):
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether a gradient of 10 moves a weight by less than 10 at a learning rate of 1, without clipping."""
+    """Return whether a gradient of 10 changes a weight by less than 10 at a learning rate of 1, without clipping."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 0}}
     arguments = TrainingArguments(
         tempfile.mkdtemp(), deepspeed=config, max_grad_norm=0.0, per_device_train_batch_size=1, max_steps=1,

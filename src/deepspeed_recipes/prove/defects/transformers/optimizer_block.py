@@ -1,7 +1,7 @@
 """An optimizer block in the DeepSpeed configuration silently drops the Trainer's groups: norms and biases are decayed.
 
-transformers builds two groups of parameters, of which biases and norms have no weight decay, and a chosen `optim`.
-Where the DeepSpeed configuration has an `optimizer`, it hands over all parameters as one group, and `optim` is ignored.
+transformers builds two groups of parameters, of which biases and norms have no weight decay, and a chosen `optim`. If
+the DeepSpeed configuration has an `optimizer`, transformers passes all parameters as one group, and ignores `optim`.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """A Trainer that is resumed from its last step takes one step more than max_steps.
 
-transformers looks at `max_steps` only after a step. Resuming a finished run, as a scheduler that requeues jobs does,
+transformers checks `max_steps` only after a step. Resuming a finished run, as a scheduler that requeues jobs does,
 changes the model again.
 """
 
@@ -25,7 +25,7 @@ class Line(torch.nn.Module):
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether a run of 2 steps has more after it was resumed from its checkpoint of step 2."""
+    """Return whether a run of 2 steps has more after it is resumed from its checkpoint of step 2."""
     folder = tempfile.mkdtemp()
     steps = []
     for checkpoint in (None, f"{folder}/checkpoint-2"):

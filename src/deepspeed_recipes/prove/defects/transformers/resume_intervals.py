@@ -1,7 +1,7 @@
-"""A resumed Trainer logs, evaluates and saves as often as its checkpoint says, and not as its arguments say.
+"""A resumed Trainer logs, evaluates and saves at the intervals of its checkpoint instead of its arguments.
 
 transformers restores `logging_steps`, `eval_steps` and `save_steps` from trainer_state.json. A run that is resumed to
-save more often does not; there is only a warning.
+save more often does not; transformers only prints a warning.
 """
 
 import tempfile
@@ -33,12 +33,12 @@ def trainer(folder: str, **options: int) -> Trainer:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether a run that saved every 2 steps does so when it is resumed to save every step."""
+    """Return whether a run that saved every 2 steps still does so when it is resumed to save every step."""
     folder = tempfile.mkdtemp()
     trainer(folder, max_steps=2, save_steps=2).train()
     resumed = trainer(folder, max_steps=4, save_steps=1)
     resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
-    return resumed.state.save_steps != 1, f"save_steps=1 was asked, and the resumed run has {resumed.state.save_steps}"
+    return resumed.state.save_steps != 1, f"requested save_steps=1; the resumed run has {resumed.state.save_steps}"
 
 
 if __name__ == "__main__":

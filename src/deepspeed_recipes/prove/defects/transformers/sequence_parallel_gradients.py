@@ -1,7 +1,7 @@
 """Below ZeRO-3, the Trainer's sequence parallelism (Ulysses) trains on gradients that are sp_size times too large.
 
 The Trainer gathers the ranks' losses differentiably, and the backward pass of that gather sums over the ranks;
-DeepSpeed at stages 0 to 2 divides only by the data-parallel ranks, where stage 3 divides by all. Adam hides it, but
+DeepSpeed at stages 0 to 2 divides only by the data-parallel ranks, while stage 3 divides by all. Adam hides this, but
 clipping at 1.0 becomes clipping at 1 / sp_size, and the learning rate of other optimizers is multiplied. The loss
 looks normal.
 """
@@ -27,8 +27,8 @@ def model() -> LlamaForCausalLM:
 
 
 def measure() -> tuple[bool, str]:
-    """Return whether the first step's gradient norm is another one than plain PyTorch's."""
-    deepspeed.init_distributed(verbose=False)  # the Trainer does so too late for its sequence parallelism
+    """Return whether the first step's gradient norm differs from plain PyTorch's."""
+    deepspeed.init_distributed(verbose=False)  # the Trainer would do this too late for its sequence parallelism
     tokens = torch.tensor([row["input_ids"] for row in ROWS])
     whole = model()
     whole(input_ids=tokens, labels=tokens).loss.backward()
