@@ -91,7 +91,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tm
         (model, "nf4", full, "is not empty"),
         (failed, "nf4", new, "failed its check"),
         (scores, "nf4", new, "returns scores"),
-        (small, "nf4", new, "quantised already"),
+        (small, "nf4", new, "already quantised"),
         (model, "int8", new, "make serving"),
     ):
         assert quantize(source, kind, output) == 2, words

@@ -71,7 +71,7 @@ def test_texts_that_are_json_stay_texts(alone, tmp_path):
 PAIR = {"anchor": "a", "positive": "b"}
 BAD = {
     "one class": ("classify", [text("x")] * 8, "data.path: all 8 examples have the label 'x'; add examples of another"),
-    "no classes": ("classify", [text(n) for n in range(8)], "8 examples with 8 different labels, .*data.columns="),
+    "no classes": ("classify", [text(n) for n in range(8)], "8 examples have 8 different labels, .*data.columns="),
     "no label": ("classify", [text("x"), {"text": "a"}], ":2: 'label' is missing; it must be the class"),
     "null": ("classify", [text("x"), text(None)], ":2: 'label' is empty; it must be the class"),
     "null at first": ("classify", [text(None), text("x")], ":1: the field 'label' is empty; fill it, or remove"),

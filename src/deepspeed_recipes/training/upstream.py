@@ -235,7 +235,7 @@ def leave_out_step_of_zeros() -> None:
 
 
 def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
-    """Where torchrun has restarted the ranks, connect them under a name of this attempt.
+    """Connect ranks that torchrun has restarted under a name of this attempt.
 
     torch 2.13.0 keeps one store for all attempts (elastic/rendezvous/dynamic_rendezvous.py), without a prefix since
     "we create a new TCPStore for every retry" (distributed/rendezvous.py). A rank that reads an address before its

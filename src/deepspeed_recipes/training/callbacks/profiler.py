@@ -88,7 +88,7 @@ class Profiler(Phases, TrainerCallback):
 
     @property
     def chosen(self) -> bool:
-        """Whether this rank records; the launcher has chosen the ranks, and a restart may have fewer."""
+        """True if this rank records; the launcher has chosen the ranks, and a restart may have fewer."""
         asked = self.settings.ranks
         return asked in ("all", window.AUTO) or dist.get_rank() in map(int, asked.split(","))
 

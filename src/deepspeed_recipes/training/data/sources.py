@@ -467,8 +467,8 @@ def _ranks(found: Dataset, seed: int) -> np.ndarray:
 
 
 def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
-    said = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
-    return {"rank": int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())}
+    content = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
+    return {"rank": int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())}
 
 
 def _keep(source: Source, which: np.ndarray) -> Source:

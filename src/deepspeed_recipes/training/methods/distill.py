@@ -136,9 +136,9 @@ class RunDistillTrainer(Averaging, Trainer):
             log_probs = divergence.of_outcomes(log_probs, batch[TOKENS][tokens])
             wanted = batch[LOG_PROBS][tokens]
         apart = divergence.per_token(log_probs, wanted, recipe)
-        said = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
-        loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * said
-        return loss.sum(), torch.stack([apart, said])
+        entropy = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
+        loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * entropy
+        return loss.sum(), torch.stack([apart, entropy])
 
 
 trainer = RunDistillTrainer.of

@@ -51,7 +51,9 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     shown = [[(f"({side}) ", True), (found[0][side], False)] for side in sides]
     load.show(shown)
     each = together * (len(sides) - 1)
-    say(f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each is told from {each - 1} other texts")
+    say(
+        f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each has {each - 1} other texts as negatives"
+    )
     if cut:
         say(report.cut_off(cut, len(found) * len(sides), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), None)

@@ -113,8 +113,8 @@ def _parses(tokenizer: Any, spec: dict[str, Any], message: dict[str, Any]) -> bo
     try:
         before = _rendered(tokenizer, [_user()], add_generation_prompt=True, **tools)
         whole = _rendered(tokenizer, [_user(), {"role": "assistant", **message}], **tools)
-        said = whole.rpartition(anchor)[2].rstrip()  # a model stops at the token that ends its turn
-        parsed = tokenizer.parse_response(said, spec, prefix=before.rpartition(anchor)[0] + anchor)
+        written = whole.rpartition(anchor)[2].rstrip()  # a model stops at the token that ends its turn
+        parsed = tokenizer.parse_response(written, spec, prefix=before.rpartition(anchor)[0] + anchor)
     except Exception:  # raised by the template or the parser
         return False
     parsed = {key: value.strip() if isinstance(value, str) else value for key, value in parsed.items()}

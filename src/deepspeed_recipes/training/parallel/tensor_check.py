@@ -72,7 +72,7 @@ def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
 def split(config: PreTrainedConfig, attention: str, group: dist.ProcessGroup) -> tuple[dict[str, str], list[str]]:
     """Return the styles of the layers that can be split over the group's two ranks, and the linear layers that cannot.
 
-    Each pair is tried alone, so that one that cannot be split, such as a fused projection, does not prevent the others.
+    Each pair is tried alone, so that a pair that cannot be split, such as a fused projection, does not prevent others.
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     whole = packing_check.draft_of(config, tokenizer, attention, torch.float32)

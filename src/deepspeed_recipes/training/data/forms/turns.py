@@ -93,13 +93,13 @@ def _turn(where: str, turn: Any) -> Turn:
             f"{where} has {shown[0]!r}, which no turn has: name images in the example's own 'images', which recipes "
             "with model.vision=true read, or remove the field to train on the text alone."
         )
-    said = turn.pop("from", None) if "role" not in turn else turn.pop("role")
+    speaker = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
-    if not isinstance(said, str):
+    if not isinstance(speaker, str):
         raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
-    role = ROLES.get(said.lower())
+    role = ROLES.get(speaker.lower())
     if role is None:
-        raise UserError(f"{where} has the unknown role {said!r}; known roles are {', '.join(ROLES)}.")
+        raise UserError(f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}.")
     if isinstance(content, list):
         keys.refuse_parts(where, content)
         content = "".join(part["text"] for part in content)
@@ -112,12 +112,12 @@ def _turn(where: str, turn: Any) -> Turn:
     if "function_call" in turn:
         turn["tool_calls"] = turn.pop("function_call")
     if role != "assistant" and "tool_calls" in turn:
-        raise UserError(f"{where} ({said}) has 'tool_calls'; only the assistant calls tools: correct the role.")
+        raise UserError(f"{where} ({speaker}) has 'tool_calls'; only the assistant calls tools: correct the role.")
     if turn.get("tool_calls"):
         turn["tool_calls"] = _calls(where, turn["tool_calls"])
     reasons = _check_reasoning(where, role, turn)
     if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
-        raise UserError(f"{where} ({said}) is empty: no 'content'; fill it, or remove the example.")
+        raise UserError(f"{where} ({speaker}) is empty: no 'content'; fill it, or remove the example.")
     learned = role != "assistant" or keys.is_learned(where, turn)
     turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
     return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}

@@ -82,10 +82,10 @@ class Served:
         prompts = [ids[first : inside[-1] + 2] for first, inside in documents.items()]
         options = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": count}
         answer = _asked(self.address, "/v1/completions", {"model": self.model, "prompt": prompts, **options})
-        said = [choice["prompt_logprobs"] for choice in sorted(answer["choices"], key=lambda one: one["index"])]
+        likely = [choice["prompt_logprobs"] for choice in sorted(answer["choices"], key=lambda one: one["index"])]
         found = [
             self._outcomes(of_document[place - first + 1], count)
-            for (first, inside), of_document in zip(documents.items(), said, strict=True)
+            for (first, inside), of_document in zip(documents.items(), likely, strict=True)
             for place in inside
         ]
         tokens, log_probs = zip(*found, strict=True)
@@ -113,7 +113,7 @@ def _asked(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
         answer.raise_for_status()
         return answer.json()
     except httpx.HTTPStatusError as error:
-        said = " ".join(error.response.text.split())[:200]
-        raise UserError(f"distill.teacher={address}: {path} answered {error.response.status_code}: {said}") from None
+        reason = " ".join(error.response.text.split())[:200]
+        raise UserError(f"distill.teacher={address}: {path} answered {error.response.status_code}: {reason}") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise UserError(f"distill.teacher={address}: no answer ({error}); is vLLM running there?") from None

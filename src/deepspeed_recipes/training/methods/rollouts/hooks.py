@@ -141,8 +141,8 @@ class RolloutHooks(Averaging):
         Raises:
             UserError: no answer of the first step has a reward.
         """
-        said = [turns[0].get("content") or "" for turns in completions]
-        mine = [self.scorer.scores(answer, example["example"]) for answer, example in zip(said, inputs, strict=True)]
+        answers = [turns[0].get("content") or "" for turns in completions]
+        mine = [self.scorer.scores(answer, example["example"]) for answer, example in zip(answers, inputs, strict=True)]
         rewards = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))
         failed = rewards.isnan().any(dim=1)
         if self.state.global_step == 0 and failed.all():

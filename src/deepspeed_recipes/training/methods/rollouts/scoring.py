@@ -84,9 +84,9 @@ class Scorer:
             self.close()
             return f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
         wrong = [
-            f"{function.name} {said}" if said.startswith("returned") else f"{function.name}: {said}"
-            for function, said in zip(self.functions, reply, strict=True)
-            if isinstance(said, str)
+            f"{function.name} {result}" if result.startswith("returned") else f"{function.name}: {result}"
+            for function, result in zip(self.functions, reply, strict=True)
+            if isinstance(result, str)
         ]
         return wrong[0] if wrong else reply
 

@@ -85,10 +85,10 @@ def _kind(value: Any) -> str:
 
 def _described(error: BaseException) -> str:
     """Return an error as one line, with the place in the user's file."""
-    said = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+    text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     own = [frame for frame in places if not frame.filename.startswith("<")]
-    return f"{said} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else said
+    return f"{text} ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else text
 
 
 if __name__ == "__main__":
