@@ -81,7 +81,7 @@ MISTAKES = [
     (
         with_deepspeed(deepspeed_config_file=str(CONFIGS / "zero3.json")),
         "deepspeed_config.zero_stage",
-        "beside deepspeed_config_file",
+        "if deepspeed_config_file is set",
         "set it in the JSON",
     ),
     (
@@ -147,8 +147,8 @@ MISTAKES = [
     (GPUS | {"gpu_ids": "0"}, "gpu_ids", "a single GPU", "write all"),
     (GPUS | {"num_machines": "2"}, "num_machines", "not a whole number", "num_machines: 1"),
     (GPUS | {"fp8_config": {"backend": "TE"}}, "fp8_config", "without mixed_precision: fp8", "mixed_precision: fp8"),
-    (GPUS | {"rdzv_backend": "c10d"}, "rdzv_backend", "command line alone", "--rdzv_backend c10d"),
-    (GPUS | {"enable_cpu_affinity": True}, "enable_cpu_affinity", "command line alone", "--enable_cpu_affinity"),
+    (GPUS | {"rdzv_backend": "c10d"}, "rdzv_backend", "from its command line", "--rdzv_backend c10d"),
+    (GPUS | {"enable_cpu_affinity": True}, "enable_cpu_affinity", "from its command line", "--enable_cpu_affinity"),
     (GPUS | {"use_cpu": True}, "use_cpu", "not passed on", "use_cpu=True in TrainingArguments"),
     (GPUS | {"tpu_zone": "a"}, "tpu_zone", "distributed_type: XLA", "remove it"),
     (GPUS | {"main_process_ip": "10.0.0.1"}, "main_process_ip", "no effect with num_machines: 1", "remove it"),
@@ -170,7 +170,7 @@ MISTAKES = [
         with_deepspeed(deepspeed_hostfile="h", deepspeed_exclusion_filter="a", deepspeed_inclusion_filter="b")
         | {"num_machines": 2},
         "deepspeed_config.deepspeed_inclusion_filter",
-        "beside deepspeed_exclusion_filter",
+        "together with deepspeed_exclusion_filter",
         "one of the two",
     ),
     (with_fsdp(fsdp_offload_params=None), "fsdp_config.fsdp_offload_params", "neither true nor false", "true or false"),

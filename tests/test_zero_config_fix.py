@@ -53,7 +53,7 @@ def test_only_what_is_wrong_changes(newline: str, indent: str):
     right = right.replace('"3e-4"', "0.0003").replace('model_save": false', 'model_save": true')
     after, left = fixed(text)
     assert after == right
-    assert left == ["comments: not removed: move them to another file if the Trainer reads this one"]
+    assert left == ["comments: not removed: move them to another file if the Trainer reads this file"]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_duplicate_stays_and_the_reason_is_said(tmp_path: Path):
     run = check(str(file), "--fix")
     assert run.returncode == 1
     assert file.read_text() == text
-    assert f"{file}: line 2: not fixed: the key appears twice, and only you know which" in run.stdout
+    assert f"{file}: line 2: not fixed: the key appears twice; remove the value" in run.stdout
 
 
 def test_auto_is_added_to_templates_only():

@@ -1,4 +1,4 @@
-"""Apply the safe edits of findings to the text of a file: what is not edited keeps its every byte."""
+"""Applies the safe edits of findings to the text of a file, and leaves every other byte unchanged."""
 
 import copy
 import json
@@ -9,21 +9,21 @@ from .read import Document, Key, parse
 from .rule import Edit, Finding, shown
 
 MOST = 200
-"""Findings that are fixed at once: the text is parsed again after every edit."""
+"""The most findings that are fixed in one run, since the text is parsed again after every edit."""
 Judge = Callable[[Document], list[Finding]]
 
 
 def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
-    """Return the text of the document with the safe edits applied, and a sentence for each thing left alone.
+    """Return the text of the document with the safe edits applied, and a sentence for each finding left as it is.
 
-    An edit is safe if no finding that `judge` makes of the result is an error that it did not make before. A file with
-    a duplicate key, or with a number that is none, is returned as it is: only its author knows what is meant.
+    An edit is safe if `judge` finds no new error in the result. A file with a duplicate key, NaN or infinity is
+    returned unchanged, since the intended value is unknown.
     """
     unclear = [problem for problem in document.problems if problem.kind in ("duplicate", "not-a-number")]
     if unclear:
         why = {
-            "duplicate": "the key appears twice, and only you know which of the two values is meant; remove the other",
-            "not-a-number": "only you know the number that is meant",
+            "duplicate": "the key appears twice; remove the value that you do not want",
+            "not-a-number": "write the number that you mean",
         }
         return document.text, [f"line {problem.line}: not fixed: {why[problem.kind]}" for problem in unclear]
     before = judge(document)
@@ -36,7 +36,7 @@ def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
     left = [f"`{finding.key}`: not fixed: {refused}" for finding in fills]
     left += [f"`{finding.key}`: not fixed: with it DeepSpeed would refuse the file" for finding in dropped]
     if document.comments:
-        left.append("comments: not removed: move them to another file if the Trainer reads this one")
+        left.append("comments: not removed: move them to another file if the Trainer reads this file")
     return text, left
 
 
@@ -45,9 +45,9 @@ def _errors(findings: list[Finding]) -> set[tuple[str, str]]:
 
 
 def _apply(text: str, findings: list[Finding], judge: Judge, known: set) -> tuple[str, list[Finding]]:
-    """Return the text with the findings' edits, and the findings whose edits would make new errors.
+    """Return the text with the findings' edits, and the findings whose edits would cause new errors.
 
-    All at once, which nearly always works; otherwise half by half.
+    All edits are tried together, which nearly always works, and otherwise each half separately.
     """
     if not findings:
         return text, []
@@ -66,7 +66,7 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set) -> tupl
 
 
 def edit_value(config: dict, edit: Edit) -> dict:
-    """Return a copy of a config with one edit; one that does not apply changes nothing."""
+    """Return a copy of a config with one edit; an edit that does not apply changes nothing."""
     result = copy.deepcopy(config)
     node: Any = result
     for part in edit.path[:-1]:
@@ -86,7 +86,7 @@ def edit_value(config: dict, edit: Edit) -> dict:
 
 
 def edit_text(text: str, edit: Edit) -> str:
-    """Return the text of a config with one edit; one that does not apply changes nothing."""
+    """Return the text of a config with one edit; an edit that does not apply changes nothing."""
     document = parse(text)
     expected = edit_value(document.value, edit)
     if expected == document.value:
@@ -109,7 +109,7 @@ def _written(value: object) -> str:
 
 
 def _insert(document: Document, edit: Edit) -> str:
-    """Return the text with a new last key in an object, laid out like the key before it."""
+    """Return the text with a new last key in an object, indented like the key before it."""
     text, parent = document.text, document.spans[edit.path[:-1]]
     member = f"{_written(edit.path[-1])}: {_written(edit.value)}"
     last = _children(document, edit.path[:-1])[-1:]
@@ -126,7 +126,7 @@ def _insert(document: Document, edit: Edit) -> str:
 
 
 def _remove(document: Document, path: Key) -> str:
-    """Return the text without a key and without the comma that separated it; comments around it stay."""
+    """Return the text without a key and its comma; comments around the key stay."""
     text, span = document.text, document.spans[path]
     siblings = _children(document, path[:-1])
     comma = _comma_after(document, span.end, document.spans[path[:-1]].end)
@@ -160,7 +160,7 @@ def _children(document: Document, path: Key) -> list[Key]:
 
 
 def _comma_after(document: Document, start: int, end: int) -> int | None:
-    """Return where the first comma between two places is that is not in a comment."""
+    """Return the offset of the first comma between two offsets, ignoring comments, or None."""
     at = start
     while at < end:
         if comment := document.comments.get(at):
@@ -173,7 +173,7 @@ def _comma_after(document: Document, start: int, end: int) -> int | None:
 
 
 def _strict(document: Document) -> str:
-    """Return the text with the commas and words that strict JSON wants; comments stay."""
+    """Return the text with the commas and words of strict JSON; comments stay."""
     text = document.text
     words = {"True": "true", "False": "false", "None": "null"}
     for problem in sorted(document.problems, key=lambda problem: -problem.at):

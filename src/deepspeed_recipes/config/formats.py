@@ -1,4 +1,4 @@
-"""Findings for machines: JSON, SARIF, and annotations of GitHub Actions."""
+"""Formats findings for other programs: JSON, SARIF, and annotations of GitHub Actions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ _UNREADABLE = "unreadable"
 
 @dataclass(frozen=True)
 class Report:
-    """What the linter says about one file."""
+    """The linter's result for one file."""
 
     file: str
     findings: tuple[Finding, ...] = ()
     stopped: Unreadable | None = None
-    """Why the file cannot be read, if so."""
+    """The reason why the file cannot be read, or None."""
     asked: bool = False
-    """Whether DeepSpeed itself was asked."""
+    """True if DeepSpeed itself has checked the config, too."""
     objection: str | None = None
-    """What DeepSpeed says against the config."""
+    """DeepSpeed's own error message for the config, or None."""
 
     @property
     def status(self) -> int:
@@ -42,7 +42,7 @@ class Report:
 
 @dataclass(frozen=True)
 class _Note:
-    """One thing to show at one place."""
+    """A message at a position in a file."""
 
     rule: str
     severity: Severity
@@ -65,7 +65,7 @@ def _notes(report: Report) -> Iterator[_Note]:
 
 
 def annotations(reports: list[Report]) -> list[str]:
-    """Return a workflow command of GitHub Actions for each finding, which shows it at its line in the pull request."""
+    """Return a workflow command for each finding, which GitHub Actions shows at the line in the pull request."""
     lines = []
     for report in reports:
         for note in _notes(report):

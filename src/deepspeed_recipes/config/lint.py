@@ -1,6 +1,6 @@
-"""Lint a DeepSpeed config: find what stops a run and what is silently ignored, and suggest a fix for each.
+"""Lints a DeepSpeed config: finds settings that stop a run or have no effect, with a fix for each.
 
-Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` adds DeepSpeed's own verdict (about 4 s).
+Needs neither torch nor DeepSpeed (about 0.1 s); `ask_deepspeed` also runs DeepSpeed's own check (about 4 s).
 """
 
 import copy
@@ -39,7 +39,7 @@ def lint(
         pipeline_stages: stages of a pipeline.
         arguments: TrainingArguments by their names, with which the Trainer compares the config.
 
-    What is None is not checked.
+    Rules that need an argument which is None are skipped.
 
     Raises:
         UserError: the config is not a JSON object (`read.Unreadable`), or the model's config cannot be read.
@@ -85,7 +85,7 @@ def place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
 def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
     """Return the first lines of DeepSpeed's objection to a config without "auto", or None if it accepts the config.
 
-    Imports DeepSpeed and torch. The config class asks torch.distributed for the number of ranks, which is not
+    Imports DeepSpeed and torch. The config class reads the number of ranks from torch.distributed, which is not
     initialised here, so batch sizes are checked for one rank: `train_batch_size` is divided by `world_size` first.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")

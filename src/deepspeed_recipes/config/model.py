@@ -1,7 +1,8 @@
-"""What a model's `config.json` says, as transformers reads it: with its own names for dimensions, and its defaults.
+"""Reads dimensions from a model's `config.json` like transformers, with each model type's names and defaults.
 
-GPT-2 writes `n_embd` where `hidden_size` is meant, and a nested text configuration leaves out its class's defaults.
-transformers knows both; `model_types.json` is derived from it, so that nothing here imports it.
+GPT-2 has `n_embd` instead of `hidden_size`, and a nested text configuration omits the defaults of its class.
+`model_types.json` holds both for every model type of transformers (`scripts/maintain/schema/model_types.py`), so that
+nothing here imports transformers.
 """
 
 import json
@@ -22,7 +23,7 @@ def _types() -> dict[str, dict]:
 
 
 def dimension(model: dict, name: str) -> int | None:
-    """Return one of DIMENSIONS of a model's own level; None if neither the file nor transformers has it."""
+    """Return one of DIMENSIONS, without looking into nested configs, or None if it is unknown."""
     known = _types().get(str(model.get("model_type")), {})
     own, default = known.get(name, (name, None))
     for value in (model.get(name), model.get(own), default):

@@ -1,9 +1,9 @@
-"""A strict JSON parser that knows the line and column of everything, for configs that people write by hand.
+"""A strict JSON parser with the line and column of every key, for hand-written configs.
 
 Python's own parser keeps the last of two equal keys, accepts NaN, and stops at the first mistake without naming the
-key. DeepSpeed (hjson) and the Trainer (json) also disagree about comments and duplicate keys, so a file that loads in
-one fails in the other. This parser reports each such problem with its line and column, continues where it can, and
-never recurses: 10,000 nested brackets are one message, not a stack overflow.
+key. DeepSpeed (hjson) and the Trainer (json) also treat comments and duplicate keys differently, so that a file may
+load in one and fail in the other. This parser reports each such problem with its line and column, continues if it can,
+and never recurses: 10,000 nested brackets give one message instead of a stack overflow.
 """
 
 import json
@@ -30,7 +30,7 @@ _FOREIGN_WORDS = {"True": True, "False": False, "None": None}
 
 
 class Unreadable(UserError):
-    """The file is not a JSON object; the message says where and why in one line."""
+    """The file is not a JSON object; the message gives the position and the reason in one line."""
 
     def __init__(self, what: str, line: int = 1, column: int = 1, file: str = ""):
         super().__init__(what)
@@ -42,7 +42,7 @@ class Unreadable(UserError):
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that strict JSON forbids but that can be understood, so that parsing continued after it."""
+    """A violation of strict JSON whose meaning is clear, so that parsing continues after it."""
 
     kind: str
     """`duplicate`, `comment`, `not-a-number`, `trailing-comma`, `missing-comma` or `python-word`."""
@@ -57,18 +57,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Span:
-    """Where a key, or a list item, and its value are in the text, as offsets."""
+    """The offsets of a key, or of a list item, and of its value in the text."""
 
     start: int
     name_end: int
-    """Of the key; of an item it is `start`."""
+    """The end of the key's name; equal to `start` for a list item."""
     value: int
     end: int
 
 
 @dataclass(frozen=True)
 class Document:
-    """A parsed file: its value, the position of each key, and what strict JSON would have rejected."""
+    """A parsed file: its value, the position of each key, and its violations of strict JSON."""
 
     value: dict
     places: dict[Key, tuple[int, int]]
@@ -76,13 +76,13 @@ class Document:
     problems: tuple[Problem, ...]
     text: str
     spans: dict[Key, Span]
-    """Of each key and item; of the file as a whole under ()."""
+    """The span of each key and list item; () has the span of the whole file."""
     comments: dict[int, int]
     """Start and end of each comment."""
 
 
 def located(name: str) -> Path:
-    """Return the path itself or, if no such file exists, the file of that name in configs/, with or without .json."""
+    """Return the path itself or, if it does not exist, the file of that name in configs/, with or without .json."""
     shipped = CONFIGS / (name if name.endswith(".json") else f"{name}.json")
     return shipped if shipped.is_file() and not Path(name).exists() else Path(name)
 
@@ -91,7 +91,7 @@ def read(path: str | Path) -> Document:
     """Parse the file at `path`.
 
     Raises:
-        Unreadable: no such file, or a file that is not a JSON object.
+        Unreadable: the file does not exist or is not a JSON object.
     """
     try:
         with open(path, "rb") as file:
@@ -99,7 +99,7 @@ def read(path: str | Path) -> Document:
         return parse(data)
     except OSError as error:
         raise Unreadable(of_system(error, path).removeprefix(f"{path}: ").removesuffix("."), file=str(path)) from None
-    except ValueError as error:  # a name with a NUL in it
+    except ValueError as error:  # the name contains a NUL
         raise Unreadable(str(error), file=str(path)) from None
     except Unreadable as error:
         raise Unreadable(error.what, error.line, error.column, str(path)) from None
@@ -109,7 +109,7 @@ def parse(data: bytes | str) -> Document:
     """Parse `data`, which is UTF-8.
 
     Raises:
-        Unreadable: with the line and the column.
+        Unreadable: the data is not a JSON object; has the line and the column.
     """
     if len(data) > MAX_BYTES:
         raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB, which no DeepSpeed config is")
@@ -132,7 +132,7 @@ def _decode(data: bytes | str) -> str:
 
 
 class _Parser:
-    """One pass over the text with an explicit stack of open objects and lists."""
+    """Parses the text in one pass, with an explicit stack of open objects and lists."""
 
     def __init__(self, text: str):
         self.text = text
@@ -154,7 +154,7 @@ class _Parser:
         return Document(value, self.places, tuple(self.problems), self.text, self.spans, self.comments)
 
     def _value(self) -> object:
-        """Parse one value; open containers are kept on `stack` as (container, its key, where it was opened)."""
+        """Parse one value. `stack` holds the open containers as (container, its key, the offset where it opens)."""
         stack: list[tuple[dict | list, Key, int]] = []
         key: Key = ()
         while True:
@@ -188,7 +188,7 @@ class _Parser:
                 value, key, begin, done = container, base, opened, True
 
     def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
-        """Move to the next item of `container` and return its key; None if the container is closed."""
+        """Move to the next item of `container` and return its key, or None if the container is closed."""
         closer, end = "}" if isinstance(container, dict) else "]", self.at
         self._skip(base)
         if self._take(closer):
@@ -263,7 +263,7 @@ class _Parser:
         raise self._stop(f"expected a value, found {_show(text[start])}", start)
 
     def _skip(self, key: Key) -> None:
-        """Skip white space, and report comments."""
+        """Skip white space and comments, and report the comments."""
         while True:
             if space := _SPACE.match(self.text, self.at):
                 self.at = space.end()
@@ -282,7 +282,7 @@ class _Parser:
         return False
 
     def _note(self, kind: str, key: Key, at: int, value: object, what: str) -> None:
-        if len(self.problems) < 200:  # a file full of comments does not need 100,000 messages
+        if len(self.problems) < 200:  # a file full of comments would give 100,000 messages
             self.problems.append(Problem(kind, key, *self._place(at), value, what, at))
 
     def _place(self, at: int) -> tuple[int, int]:

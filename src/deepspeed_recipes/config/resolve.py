@@ -1,4 +1,4 @@
-"""Fill a template: replace every "auto" with the value that the Hugging Face Trainer would use.
+"""Resolves a template: replaces every "auto" with the value that the Hugging Face Trainer would use.
 
 The formulas are those of `HfTrainerDeepSpeedConfig` (transformers) and `Accelerator._prepare_deepspeed`; a test
 compares the result, key by key, with what a real Trainer passes to `deepspeed.initialize`.
@@ -15,7 +15,7 @@ from .read import Key
 from .rule import dotted, shown
 
 NEVER = 2147483647
-"""Written for infinity, which strict JSON lacks: the Trainer sets `steps_per_print` to infinity."""
+"""Stands for infinity, which strict JSON lacks: the Trainer sets `steps_per_print` to infinity."""
 
 
 class Unresolvable(UserError):
@@ -24,13 +24,13 @@ class Unresolvable(UserError):
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the Trainer knows and a template leaves open. The defaults are those of TrainingArguments."""
+    """The values that the Trainer fills into a template. The defaults are those of TrainingArguments."""
 
     micro_batch_size: int = 1
     """Sequences per forward pass and rank."""
     gradient_accumulation_steps: int = 1
     world_size: int = 1
-    """All ranks."""
+    """Number of ranks."""
     tensor: int = 1
     pipeline: int = 1
     sequence: int = 1
@@ -59,7 +59,7 @@ class Numbers:
 
 
 def resolve(template: dict, numbers: Numbers) -> dict:
-    """Return a copy of `template` without "auto", as the engine gets it; the template is not changed.
+    """Return a copy of `template` with a value for every "auto", as the engine gets it.
 
     Raises:
         Unresolvable: a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no value
@@ -108,7 +108,7 @@ def _check_layout(numbers: Numbers) -> None:
 
 
 def _matched(numbers: Numbers) -> dict[str, object]:
-    """Return the keys whose values the Trainer compares with its arguments unless they are "auto"."""
+    """Return the keys that the Trainer compares with its arguments, unless they are "auto", and their values."""
     matched: dict[str, object] = {
         "train_micro_batch_size_per_gpu": numbers.micro_batch_size,
         "gradient_accumulation_steps": numbers.gradient_accumulation_steps,
@@ -178,7 +178,7 @@ def _unfilled(key: str) -> str:
 
 
 def _add(config: dict, numbers: Numbers) -> None:
-    """Add what accelerate adds before the engine gets the config."""
+    """Add the keys that accelerate adds before the engine gets the config."""
     config.setdefault("gradient_accumulation_steps", 1)
     if numbers.sequence > 1:
         config["train_batch_size"] = numbers.train_batch_size

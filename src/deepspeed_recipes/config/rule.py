@@ -1,4 +1,4 @@
-"""What a rule of the linter is, what it reads, and what it reports."""
+"""The linter's data types: rules, the config and the facts that they read, and the findings that they report."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -13,11 +13,11 @@ Severity = Literal["error", "warning"]
 REJECTED = "rejected"
 """DeepSpeedConfig raises."""
 FAILS_LATER = "fails later"
-"""DeepSpeedConfig accepts it; the engine or the Trainer stops before or during the first steps."""
+"""DeepSpeedConfig accepts the file; the engine or the Trainer stops before or during the first steps."""
 WRONG = "loads but wrong"
-"""It runs but does something other than what the file says."""
+"""The run starts but does not do what the file sets."""
 COSTS = "costs"
-"""It runs and does what the file says, but takes more memory, time or disk than it needs to."""
+"""The run does what the file sets, but takes more memory, time or disk than necessary."""
 
 TRUE_TEXTS = {"1", "on", "t", "true", "y", "yes"}
 """The strings, without case, that typed sections read as true."""
@@ -41,15 +41,15 @@ class Hit:
     what: str
     """One sentence: what happens here."""
     fix: str = ""
-    """How to fix it here; if empty, the rule's general fix."""
+    """The fix for this place; if empty, the rule's general fix."""
     edits: tuple[Edit, ...] = ()
     severity: Severity | None = None
-    """Set where it differs from the rule's."""
+    """The severity, if it differs from the rule's."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about the run besides the config; what is None is unknown and not checked."""
+    """Facts about the run that are not in the config; None means unknown, and is not checked."""
 
     trainer: Literal["hf", "plain"] = "hf"
     world_size: int | None = None
@@ -60,7 +60,7 @@ class Facts:
     sequence_parallel_size: int = 1
     pipeline_stages: int = 1
     arguments: Mapping[str, object] | None = None
-    """TrainingArguments by their names, as far as they are known."""
+    """The known TrainingArguments by their names."""
 
     @property
     def text_model(self) -> dict:
@@ -82,7 +82,7 @@ class Config:
         return cls(document.value, document.problems, document.places)
 
     def get(self, *path: str | int, default: object = None) -> object:
-        """Return the value at `path`; `default` if a part is missing or not an object."""
+        """Return the value at `path`, or `default` if a part of the path is missing or not an object."""
         node: object = self.value
         for name in path:
             if not isinstance(node, dict) or name not in node:
@@ -91,11 +91,11 @@ class Config:
         return node
 
     def has(self, *path: str | int) -> bool:
-        """Return whether `path` has a value; null is one."""
+        """Return whether the key at `path` exists; its value may be null."""
         return self.get(*path, default=_NOTHING) is not _NOTHING
 
     def on(self, *path: str, default: bool = False) -> bool:
-        """Return the switch at `path` as typed sections read it; "auto" and a wrong type give `default`."""
+        """Return the switch at `path` as typed sections read it, or `default` for "auto" and wrong types."""
         value = self.get(*path, default=default)
         if isinstance(value, str) and value != "auto":
             return value.lower() in TRUE_TEXTS
@@ -118,7 +118,7 @@ class Config:
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage; None if it is "auto" or not a stage."""
+        """The ZeRO stage, or None if it is "auto" or not a stage."""
         zero = self.get("zero_optimization", default={})
         if isinstance(zero, bool):
             return int(zero)
@@ -134,7 +134,7 @@ class Config:
         return self.get("zero_optimization", *path)
 
     def offload_device(self, what: str) -> str | None:
-        """Return the device of `offload_optimizer` or `offload_param`; None if it is not offloaded."""
+        """Return the device of `offload_optimizer` or `offload_param`, or None without offload."""
         device = self.text("zero_optimization", what, "device")
         if device is None and what == "offload_optimizer" and self.on("zero_optimization", "cpu_offload"):
             return "cpu"
@@ -149,7 +149,7 @@ class Rule:
     severity: Severity
     kind: str
     symptom: str
-    """What the user sees: the error message that they would search for, in quotes, or the silent effect."""
+    """The error message that a user would search for, in quotes, or the silent effect."""
     cause: str
     fix: str
     check: Callable[[Config, Facts], Iterable[Hit]]
@@ -157,12 +157,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the linter reports about one place in the config."""
+    """A report about one place in the config."""
 
     rule: str
     severity: Severity
     key: str
-    """`zero_optimization.stage`; empty for the file as a whole."""
+    """The path of the key, as `zero_optimization.stage`; empty for the file as a whole."""
     line: int | None
     column: int | None
     value: object

@@ -1,1 +1,1 @@
-"""accelerate's YAML, linted as DeepSpeed's JSON is: keys that it rejects or ignores, and settings that contradict."""
+"""Lints accelerate's YAML: keys that accelerate rejects or ignores, and settings that contradict each other."""

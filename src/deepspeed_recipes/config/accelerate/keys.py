@@ -1,4 +1,4 @@
-"""The keys of accelerate 1.15's YAML and the values that are words; a test compares them with accelerate's own."""
+"""The keys of accelerate 1.15's YAML and their allowed words; a test compares them with accelerate's own."""
 
 TOP = (
     *(
@@ -15,16 +15,16 @@ TOP = (
     *("parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone"),
     *("tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config"),
 )
-"""accelerate stops at any other."""
+"""Keys at the top of the file; accelerate stops at any other key."""
 OLD = ("fp16", "dynamo_backend")
-"""It still translates these."""
+"""Old keys at the top, which accelerate still translates."""
 DEEPSPEED = (
     *("deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device"),
     *("offload_optimizer_nvme_path", "offload_param_nvme_path", "gradient_accumulation_steps", "gradient_clipping"),
     *("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter"),
     *("deepspeed_inclusion_filter", "deepspeed_multinode_launcher", "deepspeed_moe_layer_cls_names"),
 )
-"""Of `deepspeed_config`; it ignores any other."""
+"""Keys of `deepspeed_config`; accelerate ignores any other."""
 FSDP = (
     *("fsdp_version", "fsdp_offload_params", "fsdp_min_num_params", "fsdp_sharding_strategy"),
     *("fsdp_reshard_after_forward", "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap"),
@@ -32,14 +32,14 @@ FSDP = (
     *("fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states", "fsdp_activation_checkpointing"),
     *("fsdp_activation_checkpointing_offload", "fsdp_ignored_modules"),
 )
-"""Of `fsdp_config`, where the prefix may be missing; it ignores any other."""
+"""Keys of `fsdp_config`, whose prefix is optional; accelerate ignores any other."""
 PARALLELISM = (
     *("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size", "parallelism_config_tp_size"),
     *("parallelism_config_cp_size", "parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy"),
     *("parallelism_config_sp_size", "parallelism_config_sp_backend", "parallelism_config_sp_seq_length"),
     *("parallelism_config_sp_seq_length_is_variable", "parallelism_config_sp_attn_implementation"),
 )
-"""Of `parallelism_config`; it ignores any other."""
+"""Keys of `parallelism_config`; accelerate ignores any other."""
 FP8 = (
     *("fp8_backend", "fp8_use_autocast_during_eval", "fp8_margin", "fp8_interval", "fp8_format"),
     *("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_override_linear_precision", "fp8_opt_level"),
@@ -62,20 +62,20 @@ SECTIONS = {
     "mpirun_config": MPIRUN,
 }
 PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
-"""The prefix that accelerate adds to a section's keys that lack it."""
+"""The prefix that accelerate adds to keys of a section that lack it."""
 SAGEMAKER = (
     *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "ec2_instance_type"),
     *("iam_role_name", "image_uri", "profile", "region", "num_machines", "gpu_ids", "base_job_name"),
     *("pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
     *("additional_args", "dynamo_config", "enable_cpu_affinity"),
 )
-"""At the top with `compute_environment: AMAZON_SAGEMAKER`; accelerate stops at any other."""
+"""Keys at the top with `compute_environment: AMAZON_SAGEMAKER`; accelerate stops at any other."""
 TYPES = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU"),
     *("MULTI_NEURON", "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM"),
 )
 ALONE = ("NO", "MULTI_CPU")
-"""Types whose ranks accelerate does not start itself: it starts the script once, or mpirun."""
+"""Types for which accelerate starts the script once, or mpirun, instead of one process per rank."""
 MULTI_DEVICE = tuple(name for name in TYPES if name.startswith("MULTI_") and name != "MULTI_CPU")
 LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")
 WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
@@ -94,7 +94,7 @@ SWITCHES = (
     "fsdp_activation_checkpointing_offload",
 )
 SWITCHES_OF_FSDP1 = ("fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states")
-"""Keys that take a word of `SWITCH`; those of FSDP1 are not read by FSDP2."""
+"""Keys that take a word of `SWITCH`; FSDP2 does not read those of FSDP1."""
 CHOICES = {
     ("distributed_type",): TYPES,
     ("mixed_precision",): PRECISIONS,
@@ -111,17 +111,17 @@ CHOICES = {
     ("fsdp_config", "fsdp_auto_wrap_policy"): WRAPS,
     ("fsdp_config", "fsdp_state_dict_type"): STATES,
 }
-"""The values that a key may have; words are compared without case, but for those of `EXACT`."""
+"""The allowed values of a key; words are compared without case, except for the keys in `EXACT`."""
 EXACT = ("distributed_type", "deepspeed_multinode_launcher")
 IN_THE_FILE = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
 )
-"""Keys of `deepspeed_config` that accelerate refuses beside a `deepspeed_config_file`."""
+"""Keys of `deepspeed_config` that accelerate refuses together with a `deepspeed_config_file`."""
 ONLY_FSDP1 = {
     "fsdp_backward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_forward_prefetch": "FSDP2 prefetches by itself",
     "fsdp_use_orig_params": "FSDP2 always does",
     "fsdp_sync_module_states": "FSDP2 always does",
 }
-"""Keys that FSDP2 ignores, and what there is instead."""
+"""Keys that FSDP2 ignores, and its own behaviour."""

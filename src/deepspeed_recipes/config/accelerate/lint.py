@@ -1,4 +1,4 @@
-"""Lint a YAML of accelerate's: its findings, and the DeepSpeed file that it names."""
+"""Reads and lints accelerate's YAML, and finds the DeepSpeed file that it names."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +14,12 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def read(path: Path) -> Document:
-    """Parse the file at `path`.
+    """Parse the file at `path`, with the line of each key.
+
+    Of two equal keys the last counts, as in accelerate.
 
     Raises:
-        Unreadable: no such file, no YAML, or no mapping of keys.
+        Unreadable: the file does not exist, is not YAML, or is not a mapping.
     """
     import yaml
 
@@ -45,7 +47,7 @@ def read(path: Path) -> Document:
 
 
 def _walk(node: Any, path: Key, places: dict[Key, tuple[int, int]], problems: list[Problem], open_: set[int]) -> None:
-    """Note where each key is, and which ones come twice."""
+    """Record the position of each key in `places`, and duplicate keys in `problems`."""
     import yaml
 
     if id(node) in open_:
@@ -62,7 +64,7 @@ def _walk(node: Any, path: Key, places: dict[Key, tuple[int, int]], problems: li
 
 
 def judge(document: Document, path: Path) -> tuple[list[Finding], Path | None]:
-    """Return the findings, errors first, and the DeepSpeed file; None: it names none that is there."""
+    """Return the findings, errors first, and the DeepSpeed file that the YAML names, or None if it does not exist."""
     config = Config.of(document)
     file = rules.referenced(config, path.parent)
     found = [
@@ -77,7 +79,7 @@ def judge(document: Document, path: Path) -> tuple[list[Finding], Path | None]:
 
 
 def _hits(config: Config, folder: Path, file: Path | None) -> Iterator[tuple[str, Hit]]:
-    if rules.sagemaker(config):  # other keys, which other rules are about
+    if rules.sagemaker(config):  # has other keys, for which it has its own rule
         for hit in rules.environment(config, folder):
             yield "accelerate-environment", hit
         return
@@ -86,7 +88,7 @@ def _hits(config: Config, folder: Path, file: Path | None) -> Iterator[tuple[str
             yield name, hit
     try:
         json = Config.of(read_json(file)) if file else None
-    except Unreadable:  # checked as a file of its own
+    except Unreadable:  # the caller checks the JSON as a file of its own
         return
     if file or not config.has(rules.DEEPSPEED, "deepspeed_config_file"):
         for hit in rules.stage(config, json):

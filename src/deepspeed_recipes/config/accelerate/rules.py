@@ -1,7 +1,7 @@
-"""What is wrong with accelerate's YAML: each rule yields what it finds; `lint.py` adds the places.
+"""The rules for accelerate's YAML. Each rule yields its hits; `lint.py` adds their positions.
 
-Each takes the YAML and the folder that it is in. `Hit.severity` is "error" where accelerate stops or does something
-else than the file says, else "warning".
+A rule takes the YAML and its folder. `Hit.severity` is "error" if accelerate stops or does not do what the file sets,
+and "warning" otherwise.
 """
 
 import math
@@ -18,18 +18,18 @@ FSDP = "fsdp_config"
 
 
 def hit(path: Key, value: object, what: str, fix: str, severity: Severity = "error") -> Hit:
-    """Return a place where a rule applies."""
+    """Return a hit whose severity is "error" by default."""
     return Hit(path, value, what, fix, severity=severity)
 
 
 def names(config: Config, section: str) -> dict[str, str]:
-    """Return the keys of a section by their full names, as the file writes them: accelerate adds a missing prefix."""
+    """Return a section's keys as the file writes them, by their full names: accelerate adds a missing prefix."""
     prefix = keys.PREFIXES.get(section, "")
     return {name if str(name).startswith(prefix) else f"{prefix}{name}": name for name in config.section(section)}
 
 
 def environment(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield an environment other than this machine, whose file accelerate reads as one for SageMaker."""
+    """Yield an environment other than LOCAL_MACHINE, which accelerate reads as SageMaker's, and the errors of that."""
     value = config.get("compute_environment", default="LOCAL_MACHINE")
     if value == "LOCAL_MACHINE":
         return
@@ -40,7 +40,7 @@ def environment(config: Config, folder: Path) -> Iterator[Hit]:
         return
     for name, given in config.value.items():
         if name not in keys.SAGEMAKER:
-            what = "accelerate stops at this key, which it does not know with compute_environment: AMAZON_SAGEMAKER"
+            what = "accelerate stops at this key, which is unknown with compute_environment: AMAZON_SAGEMAKER"
             yield hit((name,), given, what, "remove it, or write compute_environment: LOCAL_MACHINE")
     for name in ("ec2_instance_type", "iam_role_name"):
         if not config.has(name):
@@ -48,18 +48,18 @@ def environment(config: Config, folder: Path) -> Iterator[Hit]:
 
 
 def sagemaker(config: Config) -> bool:
-    """Return whether the file is for SageMaker, whose keys are others."""
+    """Return whether the file is for SageMaker, which has different keys."""
     return config.get("compute_environment") == "AMAZON_SAGEMAKER"
 
 
 def unknown(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield keys that accelerate rejects, at the top, or ignores, in a section; and sections without keys."""
+    """Yield unknown keys, which accelerate rejects at the top and ignores in a section, and sections without keys."""
     for name, value in config.value.items():
         if name not in (*keys.TOP, *keys.OLD):
             where = next((section for section, known in keys.SECTIONS.items() if name in known), None)
             meant = nearest(str(name), keys.TOP)
             fix = f"move it into {where}" if where else f"write {meant}" if meant else "remove it"
-            yield hit((name,), value, "accelerate stops at this key, which it does not know", fix)
+            yield hit((name,), value, "accelerate stops at this key, which is unknown", fix)
     for section, known in keys.SECTIONS.items():
         if not isinstance(config.get(section, default={}), dict | None):
             what = "accelerate expects keys with values here, and stops"
@@ -69,11 +69,11 @@ def unknown(config: Config, folder: Path) -> Iterator[Hit]:
                 value, longer = config.get(section, name), f"{section}_{name}"
                 meant = longer if longer in known else nearest(str(name), known)
                 fix = f"write {meant}" if meant else "remove it"
-                yield hit((section, name), value, "accelerate ignores this key, which it does not know", fix)
+                yield hit((section, name), value, "accelerate ignores this key, which is unknown", fix)
 
 
 def choices(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield words that accelerate does not know, and a missing type."""
+    """Yield values that are not among the allowed ones, and a missing type."""
     if not config.has("distributed_type"):
         yield hit(
             (), None, "`distributed_type` is missing, at which accelerate stops", "add distributed_type: DEEPSPEED"
@@ -100,7 +100,7 @@ def choices(config: Config, folder: Path) -> Iterator[Hit]:
 
 
 def values(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield values of a type at which accelerate stops, or which it takes for something else."""
+    """Yield values whose type accelerate rejects or misreads."""
     gpus, kind = config.get("gpu_ids"), str(config.get("distributed_type"))
     if gpus is not None and not isinstance(gpus, str):
         numbers = ",".join(map(str, gpus)) if isinstance(gpus, list) else str(gpus)
@@ -176,24 +176,24 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
 
 
 def json_file(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield a DeepSpeed file that is missing, and keys that accelerate refuses beside one."""
+    """Yield a missing DeepSpeed file, and keys that accelerate refuses together with a file."""
     path = (DEEPSPEED, "deepspeed_config_file")
     file = config.get(*path)
     if file is None:
         return
     if referenced(config, folder) is None:
         yield hit(path, file, "no such file, seen from this folder or the YAML's", "correct the path")
-    beside: list[Key] = [(DEEPSPEED, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED, name)]
-    beside += [("mixed_precision",)] if config.get("mixed_precision") is not None else []
-    for key in beside:
-        what = "accelerate stops at this key beside deepspeed_config_file, which has it"
+    refused: list[Key] = [(DEEPSPEED, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED, name)]
+    refused += [("mixed_precision",)] if config.get("mixed_precision") is not None else []
+    for key in refused:
+        what = "accelerate stops at this key if deepspeed_config_file is set, since the JSON has it"
         yield hit(key, config.get(*key), what, "remove it here, and set it in the JSON")
 
 
 def referenced(config: Config, folder: Path) -> Path | None:
-    """Return the DeepSpeed file that the YAML names; None: none, or it is not there.
+    """Return the DeepSpeed file that the YAML names, or None if it names no file or the file does not exist.
 
-    accelerate takes a relative path from the folder of the launch, which is usually the project's.
+    accelerate resolves a relative path from the folder of the launch, which is usually the project's.
     """
     file = config.text(DEEPSPEED, "deepspeed_config_file")
     if file is None:
@@ -202,7 +202,7 @@ def referenced(config: Config, folder: Path) -> Path | None:
 
 
 def stage(config: Config, json: Config | None) -> Iterator[Hit]:
-    """Yield `zero3_init_flag` and offload keys beside another stage; `json` is the DeepSpeed file."""
+    """Yield `zero3_init_flag` and offload keys that do not suit the stage; `json` is the DeepSpeed file."""
     if str(config.get("distributed_type")).upper() != "DEEPSPEED" or not config.section(DEEPSPEED):
         return
     known = json.stage if json else config.number(DEEPSPEED, "zero_stage")
@@ -226,13 +226,13 @@ def nvme(config: Config, folder: Path) -> Iterator[Hit]:
     for what in ("optimizer", "param"):
         device, path = (DEEPSPEED, f"offload_{what}_device"), (DEEPSPEED, f"offload_{what}_nvme_path")
         if config.get(*device) == "nvme" or config.has(*path):
-            said = "accelerate launch does not pass the NVMe path on, and would offload into a folder named none"
+            problem = "accelerate launch does not pass the NVMe path on, and would offload into a folder named none"
             at = path if config.has(*path) else device
-            yield hit(at, config.get(*at), said, "use deepspeed_config_file with configs/zero3_nvme.json")
+            yield hit(at, config.get(*at), problem, "use deepspeed_config_file with configs/zero3_nvme.json")
 
 
 def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield keys of one version of FSDP beside the other, and wrapping that saves nothing."""
+    """Yield keys of the other version of FSDP, and wrapping that saves no memory."""
     if not config.section(FSDP):
         return
     section = names(config, FSDP)
@@ -271,7 +271,7 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
         what = "accelerate stops: fsdp_cpu_ram_efficient_loading, by default true, needs it"
         yield hit(at("fsdp_sync_module_states"), value("fsdp_sync_module_states"), what, "remove it")
     if config.on("use_cpu") or str(config.get("distributed_type")).upper() == "MULTI_CPU":
-        yield hit(("use_cpu",), True, "on CPUs accelerate makes DDP of it, without a word", "use GPUs, or ZeRO")
+        yield hit(("use_cpu",), True, "on CPUs accelerate silently makes DDP of it", "use GPUs, or ZeRO")
     yield from _wrapping(value, at)
     if value("fsdp_activation_checkpointing_offload") and (version == 1 or not value("fsdp_activation_checkpointing")):
         what = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
@@ -281,7 +281,7 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
 def _fsdp_values(
     version: int, section: dict[str, str], value: Callable[[str], object], at: Callable[[str], Key]
 ) -> Iterator[Hit]:
-    """Yield values of `fsdp_config` that the plugin cannot read; it gets them as text, null as the word None."""
+    """Yield values of `fsdp_config` that the plugin cannot read. It gets them as text, and null as "None"."""
     for name in (*keys.SWITCHES, *(keys.SWITCHES_OF_FSDP1 if version == 1 else ())):
         if name in section and str(value(name)).lower() not in keys.SWITCH:
             yield hit(
@@ -305,14 +305,14 @@ def _fsdp_values(
 
 
 def _hybrid_name(value: object) -> str | None:
-    """Return the strategy that shards inside a machine and replicates across machines, or None."""
+    """Return the name of a strategy that shards inside a machine and replicates across machines, or None."""
     name = str(value).upper()
     name = keys.STRATEGIES[int(name) - 1] if name in ("4", "5") else name
     return name if name.startswith("HYBRID_SHARD") else None
 
 
 def _hybrid(config: Config, version: int, value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
-    """Yield FSDP1's strategies in FSDP2, which has two keys for them: one for ZeRO's stage, one for machines."""
+    """Yield FSDP1's strategies in FSDP2, which has two separate keys: one for ZeRO's stage, one for machines."""
     if version == 1:
         return
     machines, count = _machines(config), config.number("num_processes")
@@ -322,21 +322,21 @@ def _hybrid(config: Config, version: int, value: Callable[[str], object], at: Ca
             continue
         word = _hybrid_name(given) or str(given).upper()
         reshard = str(word in ("FULL_SHARD", "1", "HYBRID_SHARD")).lower()
-        said = (
+        fix = (
             f"write fsdp_reshard_after_forward: {reshard}"
             if name == "fsdp_reshard_after_forward"
             else (f"remove it, and write fsdp_reshard_after_forward: {reshard}")
         )
         if _hybrid_name(given) and machines > 1:
             each = f"{count / machines:g}" if count else "THE GPUS OF ONE"
-            said += (
+            fix += (
                 f", and parallelism_config with parallelism_config_dp_replicate_size: {machines:g} and "
                 f"parallelism_config_dp_shard_size: {each}"
             )
         if word in ("NO_SHARD", "3"):
-            said = "write distributed_type: MULTI_GPU, and remove fsdp_config"
+            fix = "write distributed_type: MULTI_GPU, and remove fsdp_config"
         what = "FSDP2 ignores it" if name == "fsdp_sharding_strategy" else "FSDP2 takes true or false"
-        yield hit(at(name), given, what, said, "warning" if word in ("FULL_SHARD", "1") else "error")
+        yield hit(at(name), given, what, fix, "warning" if word in ("FULL_SHARD", "1") else "error")
 
 
 def _wrapping(value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
@@ -354,7 +354,7 @@ def _wrapping(value: Callable[[str], object], at: Callable[[str], Key]) -> Itera
 
 
 def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
-    """Yield sizes that are none, whose product is not the number of processes, or that nothing divides by."""
+    """Yield invalid sizes, sizes whose product is not the number of processes, and sizes that have no effect."""
     at, shard = "parallelism_config", "parallelism_config_dp_shard_size"
     sizes = {}
     for name in keys.PARALLELISM:
@@ -418,4 +418,4 @@ RULES = {
     "accelerate-fsdp": fsdp,
     "accelerate-parallelism": parallelism,
 }
-"""By the name that findings have; `stage` also reads the DeepSpeed file."""
+"""The rules by the names in findings. The rule `stage` is separate, since it also reads the DeepSpeed file."""

@@ -1,6 +1,6 @@
 """Keys of accelerate's YAML that `accelerate launch` does not read with the file's type (1.15.0, utils/launch.py).
 
-`same_network` is left out: `accelerate config` writes it always, nothing reads it, and nothing depends on it.
+`same_network` is not reported: `accelerate config` always writes it, and nothing reads it.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from . import keys
 
 DEEPSPEED = "deepspeed_config"
 _UNSET: tuple[object, ...] = (None, False, "", "no", "NO", [], {})
-"""Values that count as unset. accelerate's own questionnaire writes some of these for every type."""
+"""Values that count as unset; `accelerate config` writes some of them for every type."""
 _TPU = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
 
 
@@ -33,7 +33,7 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
 
 
 def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
-    """Return why the sections of other types are not read, and the fix."""
+    """Return the sections that this type does not read, each with the reason and the fix."""
     found = {}
     owners = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
     for section, needs in owners.items():
@@ -58,7 +58,7 @@ def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
 
 
 def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
-    """Return why keys at the top are not read, and the fix."""
+    """Return the keys at the top that this type does not read, each with the reason and the fix."""
     found = {}
     for name in ("command_file", "commands"):
         found[name] = ("accelerate launch does not read it; accelerate tpu-config does", "remove it")
@@ -68,9 +68,9 @@ def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
         if config.get("main_training_function") != "main":
             found["main_training_function"] = ("only used with distributed_type: XLA", "remove it")
     if config.get("rdzv_backend") != "static":
-        what = "accelerate launch reads it from its command line alone"
+        what = "accelerate launch reads it only from its command line"
         found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
-    what = "accelerate launch reads it from its command line alone"
+    what = "accelerate launch reads it only from its command line"
     found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
     if kind not in (*keys.ALONE, "FSDP"):
         what = f"not passed on with distributed_type: {kind}"
@@ -109,5 +109,5 @@ def _machines(config: Config) -> Iterator[Hit]:
             if (value := config.get(DEEPSPEED, name)) not in _UNSET:
                 yield Hit((DEEPSPEED, name), value, f"no effect {why}", "remove it", severity="warning")
     elif config.get(DEEPSPEED, hosts[1]) not in _UNSET and (value := config.get(DEEPSPEED, hosts[2])) not in _UNSET:
-        what = "no effect beside deepspeed_exclusion_filter"
+        what = "no effect together with deepspeed_exclusion_filter"
         yield Hit((DEEPSPEED, hosts[2]), value, what, "remove one of the two", severity="warning")

@@ -1,4 +1,4 @@
-"""The linter's rules: one module per topic, and here all of them, in the order of their findings."""
+"""All rules of the linter, one module per topic, in the order of their findings."""
 
 from ..rule import Rule
 from . import (

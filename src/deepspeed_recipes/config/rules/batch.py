@@ -1,4 +1,4 @@
-"""Rules about batch sizes: DeepSpeed's arithmetic, and what the Trainer adds to it."""
+"""Rules about batch sizes: DeepSpeed's arithmetic and the Trainer's additions to it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _numbers(config: Config, facts: Facts) -> dict[str, float] | None:
-    """Return the batch sizes as the engine gets them, without those that are not known; None if one is no size.
+    """Return the known batch sizes as the engine gets them, or None if one of them is invalid.
 
     The Trainer fills "auto"; accelerate adds an accumulation of 1 where the key is absent.
     """
@@ -74,7 +74,7 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _ranks(config: Config, facts: Facts) -> int | None:
-    """Return the ranks that DeepSpeed divides a batch by: tensor ranks count, pipeline and sequence ranks do not."""
+    """Return the number of ranks by which DeepSpeed divides a batch: all but pipeline and sequence ranks."""
     if facts.world_size is None:
         return None
     return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
@@ -82,7 +82,7 @@ def _ranks(config: Config, facts: Facts) -> int | None:
 
 def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has(_ACCUMULATION):
-        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments says"
+        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments sets"
         edits = (Edit("set", (_ACCUMULATION,), "auto"),)
         yield Hit((_ACCUMULATION,), None, what, 'add "gradient_accumulation_steps": "auto"', edits)
 
@@ -140,7 +140,7 @@ RULES = (
         "warning",
         WRONG,
         "gradient accumulation from TrainingArguments has no effect in the engine",
-        "The Trainer fills only keys that are present; accelerate adds this one with the value 1.",
+        "The Trainer fills only keys that are present; accelerate adds this key with the value 1.",
         'Add "gradient_accumulation_steps": "auto".',
         _accumulation_missing,
     ),

@@ -1,4 +1,4 @@
-"""Rules about what the Hugging Face Trainer does with a config."""
+"""Rules about configs that the Hugging Face Trainer reads."""
 
 import math
 import re
@@ -78,51 +78,51 @@ _COMPARED = {
     ("scheduler", "params", "warmup_num_steps"): "warmup_steps",
     ("scheduler", "params", "total_num_steps"): "max_steps",
 }
-"""Keys whose fixed values the Trainer compares, and with what (transformers 5.22.2, `HfTrainerDeepSpeedConfig`)."""
-ARGUMENTS = tuple(sorted({word for told in _COMPARED.values() for word in re.findall(r"\w+_\w+|[bf][pf]?16", told)}))
+"""Keys whose fixed values the Trainer compares with arguments (transformers 5.22.2, `HfTrainerDeepSpeedConfig`)."""
+ARGUMENTS = tuple(sorted({word for names in _COMPARED.values() for word in re.findall(r"\w+_\w+|[bf][pf]?16", names)}))
 """The TrainingArguments that are compared."""
 _WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabled"))
-"""Keys without a warning where the arguments are unknown: precision is fixed more often than not."""
+"""Keys that cause no warning while the arguments are unknown: most configs fix their precision."""
 
 
-def _told(facts: Facts) -> dict[Key, object]:
-    """Return the values that the Trainer compares keys with, as far as its arguments are known."""
+def _expected(facts: Facts) -> dict[Key, object]:
+    """Return the values that the Trainer expects of keys, as far as its arguments are known."""
     known = facts.arguments or {}
-    told: dict[Key, object] = {path: known[name] for path, name in _COMPARED.items() if name in known}
+    expected: dict[Key, object] = {path: known[name] for path, name in _COMPARED.items() if name in known}
     names = _COMPARED[("train_batch_size",)].split(" x ")[1:]
     sizes = [size for size in (facts.world_size, *map(known.get, names)) if isinstance(size, int)]
     if len(sizes) == 1 + len(names):
-        told[("train_batch_size",)] = math.prod(sizes)
+        expected[("train_batch_size",)] = math.prod(sizes)
     switches = {kind: [known.get(f"{kind}{use}") for use in ("", "_full_eval")] for kind in ("fp16", "bf16")}
     for kind, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        # Both at once are refused, so what is on says that the other is off.
+        # The Trainer refuses both at once, so if one is on the other is off.
         if any(switches[kind]) or any(switches[other]) or None not in switches[kind]:
-            told[(kind, "enabled")] = any(switches[kind])
+            expected[(kind, "enabled")] = any(switches[kind])
     if "adam_beta1" in known and "adam_beta2" in known:
-        told[("optimizer", "params", "betas")] = [known["adam_beta1"], known["adam_beta2"]]
-    steps, warmup = told.pop(("scheduler", "params", "total_num_steps"), None), known.get("warmup_steps")
-    if isinstance(steps, int) and steps > 0:  # otherwise it follows from the data
-        told[("scheduler", "params", "total_num_steps")] = steps
-    # The Trainer never asks for a warm-up of 0 steps, which DeepSpeed refuses.
+        expected[("optimizer", "params", "betas")] = [known["adam_beta1"], known["adam_beta2"]]
+    steps, warmup = expected.pop(("scheduler", "params", "total_num_steps"), None), known.get("warmup_steps")
+    if isinstance(steps, int) and steps > 0:  # otherwise the number of steps follows from the data
+        expected[("scheduler", "params", "total_num_steps")] = steps
+    # The Trainer replaces a warm-up of 0 steps, which DeepSpeed refuses, by 1.
     path = ("scheduler", "params", "warmup_num_steps")
     if isinstance(warmup, (int, float)) and 0 < warmup < 1:
-        told.pop(path)
+        expected.pop(path)
         if isinstance(steps, int) and steps > 0:
-            told[path] = max(1, math.ceil(steps * warmup))
+            expected[path] = max(1, math.ceil(steps * warmup))
     elif isinstance(warmup, (int, float)):
-        told[path] = max(1, int(warmup))
-    return told
+        expected[path] = max(1, int(warmup))
+    return expected
 
 
 def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
-    told = _told(facts)
+    expected = _expected(facts)
     for path, argument in _COMPARED.items() if facts.trainer == "hf" else ():
         value = config.get(*path)
         if value is None or value == "auto":
             continue
-        if path in told:
-            if value != told[path]:
-                what = f"{argument} is {shown(told[path])}, and the Trainer stops where the two differ"
+        if path in expected:
+            if value != expected[path]:
+                what = f"{argument} is {shown(expected[path])}, and the Trainer stops where the two differ"
                 fix = 'write "auto"'
                 if argument in ARGUMENTS:
                     fix += f", or set {argument} to {shown(value)}"
@@ -212,7 +212,7 @@ RULES = (
         "error",
         FAILS_LATER,
         '"AssertionError" in set_gradient_accumulation_boundary',
-        "accelerate tells the engine about the boundary in every micro-step.",
+        "accelerate calls set_gradient_accumulation_boundary in every micro-step.",
         "Remove `managed_gradient_accumulation`.",
         _managed,
     ),

@@ -18,14 +18,14 @@ _OLD_NAMES = {
 
 @dataclass(frozen=True)
 class _Unknown:
-    """A key of the config that its section does not have."""
+    """A key of the config that is unknown in its section."""
 
     path: Key
     value: object
     refused: bool
-    """DeepSpeed rejects it; otherwise it ignores it."""
+    """True if DeepSpeed rejects the key, False if DeepSpeed ignores it."""
     nearest: str | None
-    """The key of the section that it is a misspelling of."""
+    """The key of the same section that is meant, if this is a misspelling."""
     home: Key | None
     """The key of this name in another section."""
 
@@ -39,7 +39,7 @@ def _walk(value: dict[str, object], node: dict, path: tuple[str, ...] = ()) -> I
             yield from _walk(inner, section, (*path, name))
 
 
-@lru_cache(maxsize=1)  # four rules ask about the same config, and each unknown key costs 10 to 50 us
+@lru_cache(maxsize=1)  # four rules use it for one config, and each unknown key costs 10 to 50 us
 def _unknown(config: Config) -> list[_Unknown]:
     """Return the unknown keys.
 
@@ -76,14 +76,14 @@ def _homes() -> dict[str, Key]:
 
 
 def _rename(path: Key, right: str, config: Config) -> tuple[Edit, ...]:
-    """Return the edit, unless the right key is there already or does not take the value of the wrong one."""
+    """Return the edit, unless the right key is set already or does not accept the wrong key's value."""
     entry = schema.entry((*path[:-1], right))
     taken = right in config.section(*path[:-1])
     return (Edit("rename", path, right),) if not taken and _suits(entry, config.get(*path)) else ()
 
 
 def _suits(entry: dict, value: object) -> bool:
-    """Return whether a value is of a key's type; of a key without one, whether it is of its default's."""
+    """Return whether a value has a key's type or, for a key without a type, the type of its default."""
     if value == "auto":
         return "section" not in entry
     if "type" in entry:
@@ -185,7 +185,7 @@ def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _public(node: dict, name: str) -> str:
-    """Return a field's spelling in the documentation (`stage3_...`)."""
+    """Return the documented spelling of a field (`stage3_...`)."""
     return node["keys"].get(name, {}).get("alias_of", name)
 
 
@@ -217,7 +217,7 @@ RULES = (
         "error",
         WRONG,
         "a setting has no effect; no message",
-        "At the top level and in a dozen sections, DeepSpeed reads the keys that it knows and ignores all others.",
+        "At the top level and in a dozen sections, DeepSpeed silently ignores unknown keys.",
         "Correct the spelling.",
         _misspelt,
     ),
@@ -253,7 +253,7 @@ RULES = (
         "error",
         REJECTED,
         '"... has been removed. See https://github.com/deepspeedai/DeepSpeed/issues/8489"',
-        "The feature has been removed, and its key is rejected so that nobody relies on it.",
+        "The feature has been removed, and DeepSpeed rejects its key instead of ignoring it.",
         "Remove the block; the message names the replacement.",
         _removed,
     ),

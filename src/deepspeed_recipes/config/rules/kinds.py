@@ -1,4 +1,4 @@
-"""Rules about values: wrong types, unknown words, and "auto" that nobody fills."""
+"""Rules about values: wrong types, unknown words, quoted numbers and switches, and "auto" that is not filled."""
 
 import difflib
 import math
@@ -12,7 +12,7 @@ from ..schema import describe, fits
 # Batch sizes depend on each other; rules/batch.py covers them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
-# What the Trainer (through accelerate) fills; a test compares this with a real Trainer.
+# Keys that the Trainer fills, through accelerate; a test compares them with a real Trainer.
 FILLED = (
     *BATCH_KEYS,
     "gradient_clipping",
@@ -192,7 +192,7 @@ _READ_BY_TRAINER = (
     ("bf16", "enabled"),
     ("fp16", "enabled"),
 )
-"""Typed keys that transformers or accelerate look up themselves, without pydantic."""
+"""Typed keys that transformers and accelerate also read, without pydantic."""
 
 
 def _text_for_trainer(config: Config, facts: Facts) -> Iterator[Hit]:

@@ -51,7 +51,7 @@ def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _trouble(folder: str) -> tuple[str, str] | None:
-    """Return what is wrong with a swap folder on this machine, and the fix."""
+    """Return a problem of a swap folder on this machine and its fix, or None."""
     if "\0" in folder:
         return "not a path", "write a folder"
     existing = Path(os.path.abspath(folder))
@@ -80,7 +80,7 @@ def _exists(path: Path) -> bool:
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system of `path`; empty if there is no /proc/mounts."""
+    """Return the type of the file system of `path`, empty without /proc/mounts."""
     best, kind = "", ""
     try:
         lines = Path("/proc/mounts").read_text(errors="replace").splitlines()

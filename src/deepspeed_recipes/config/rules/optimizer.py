@@ -1,4 +1,4 @@
-"""Rules about the `optimizer` and `scheduler` blocks: what DeepSpeed can build, and what it can be combined with."""
+"""Rules about the `optimizer` and `scheduler` blocks: their types, their parameters, and what they combine with."""
 
 import difflib
 import math
@@ -89,11 +89,11 @@ def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 _Call = tuple[tuple[str, str], str, dict]
-"""Path of the arguments, the class, and its parameters."""
+"""The path of the arguments, the name of the class, and its parameters."""
 
 
 def _calls(config: Config) -> Iterator[_Call]:
-    """Yield the classes that DeepSpeed builds; one that is unknown is the subject of other rules."""
+    """Yield the classes that DeepSpeed builds. Other rules report unknown classes."""
     optimizer, scheduler = config.text("optimizer", "type") or "", config.text("scheduler", "type") or ""
     known = schema.load()
     parameters = _optimizer_parameters(config, optimizer.lower()) or known["torch_optimizers"].get(optimizer)
@@ -105,7 +105,7 @@ def _calls(config: Config) -> Iterator[_Call]:
 
 
 def _optimizer_parameters(config: Config, name: str) -> dict | None:
-    """Return the parameters of one of DeepSpeed's optimizers, which another class implements if it is offloaded."""
+    """Return the parameters of one of DeepSpeed's optimizers; with offload another class implements it."""
     classes = schema.load()["optimizer_parameters"].get("adam" if name == "adamw" else name)
     if classes is None:
         return None
@@ -141,7 +141,7 @@ def _value(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _meant(kind: dict, value: object) -> object:
-    """Return the value that quotes or an exponent hide: 1e-5 for "1e-5", 100 for 1e2; None if there is none."""
+    """Return the value behind quotes or an exponent, 1e-5 for "1e-5" and 100 for 1e2, or None."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         right: object = value.lower() == "true"
     else:

@@ -201,7 +201,7 @@ RULES = (
         FAILS_LATER,
         '"KeyError: Parameter containing:", "loss must be a scalar tensor", '
         "\"'Parameter' object has no attribute 'partition_numel'\"",
-        "AutoTP replaces every linear layer that it knows, including lora_A and lora_B.",
+        "AutoTP replaces every linear layer that it supports, including lora_A and lora_B.",
         "Remove the block; ZeRO-3 shards a model that is too large for one GPU. This project's launcher also splits "
         "adapters, with `layout.tensor=2`.",
         _tensor_lora,

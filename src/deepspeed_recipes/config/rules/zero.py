@@ -1,4 +1,4 @@
-"""Rules about ZeRO stages: what a stage ignores, what it rejects, what makes it slow."""
+"""Rules about ZeRO stages: settings that a stage ignores, that it rejects, or that slow it down."""
 
 from collections.abc import Iterator
 
