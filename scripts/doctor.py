@@ -1,4 +1,4 @@
-"""The command `doctor` of this checkout; src/deepspeed_recipes/commands/doctor.py says what it does."""
+"""The command `doctor` of this checkout; src/deepspeed_recipes/commands/doctor/ says what it does."""
 
 import sys
 

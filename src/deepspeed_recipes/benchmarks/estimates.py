@@ -15,6 +15,8 @@ from .tables import markdown
 
 GPU = "H200"
 """The GPU to predict for where nothing has been measured yet."""
+DOCUMENTS = 1150.0
+"""Tokens of a document on average: the mean of `synthetic.documents`' log-normal lengths, 900 exp(0.7^2 / 2)."""
 MOMENTS = ("loss", "backward", "gradients", "step")
 """The phases in which a benchmark measures its peak, without loading and saving."""
 HEAD = (
@@ -84,7 +86,7 @@ def row(case: Case, cluster: Cluster, run: Mapping[str, Any] | None = None) -> R
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
     recipe = recipe_of(case, steps=1, draft=False)
-    request = strategies.plan_request(recipe, cluster)
+    request = strategies.plan_request(recipe, cluster, document_length=DOCUMENTS)
     plan = strategies.evaluate(request, recipe)
     parameters = request.profile.parameters
     if plan.setup.zero_stage == 3:

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..launching import paths
-from ..launching.command import deepspeed_command, rank_environment
+from ..launching.command import deepspeed_command, launcher_command, rank_environment
 from ..machine import children
 from ..planning.cost.time.zero_traffic import zero_traffic
 from ..planning.search import forecast, strategies
@@ -109,8 +109,7 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
 
 def link_speed(bench: Bench, count: int) -> float:
     """Return the seconds of an all-reduce between `count` CPU ranks, per byte."""
-    command = deepspeed_command(RunFolder(bench.folder), count)
-    command = [*command[: command.index("--module")], "--module", "deepspeed_recipes.benchmarks.link"]
+    command = launcher_command(("deepspeed_recipes.benchmarks.link",), count)
     printed = execute(command, environment(bench, count)).splitlines()
     return next(json.loads(line)["seconds_per_byte"] for line in printed if line.startswith("{"))
 

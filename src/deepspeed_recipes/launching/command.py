@@ -4,6 +4,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def deepspeed_command(
     Raises:
         UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
     """
+    return launcher_command((RANK_MODULE, str(folder.path)), ranks, pool, master)
+
+
+def launcher_command(
+    module: Sequence[str], ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
+) -> list[str]:
+    """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool.
+
+    Raises:
+        UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
+    """
     # Not the launcher's default port: a run that is still ending often holds it.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,7 +70,7 @@ def deepspeed_command(
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
         *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
-        *("--module", RANK_MODULE, str(folder.path)),
+        *("--module", *module),
     ]
 
 

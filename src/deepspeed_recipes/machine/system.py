@@ -56,17 +56,26 @@ def disk(folder: Path, checkpoint_gib: float | None) -> Check:
 
 def nvme(folder: Path, megabytes: int = 256) -> list[Check]:
     """Measure the speed of writing and reading a file with direct I/O, which DeepSpeed's aio op uses."""
-    file = folder / f".doctor-{os.getpid()}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        written = _transfer(file, megabytes, os.O_WRONLY | os.O_CREAT)
-        read = _transfer(file, megabytes, os.O_RDONLY)
+        written, read = drive_speed(folder, megabytes)
     except OSError as error:
         fix = "choose a writable folder on a local drive (tmpfs has no direct I/O)"
         return [Check("NVMe", "error", f"{folder}: {error.strerror}", fix)]
+    return [_speed("NVMe write", written), _speed("NVMe read", read)]
+
+
+def drive_speed(folder: Path, megabytes: int = 256) -> tuple[float, float]:
+    """Return the GB/s at which a file in a folder is written and read with direct I/O.
+
+    Raises:
+        OSError: the folder cannot be written, or its file system has no direct I/O.
+    """
+    file = folder / f".doctor-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _transfer(file, megabytes, os.O_WRONLY | os.O_CREAT), _transfer(file, megabytes, os.O_RDONLY)
     finally:
         file.unlink(missing_ok=True)
-    return [_speed("NVMe write", written), _speed("NVMe read", read)]
 
 
 def _transfer(file: Path, megabytes: int, flags: int) -> float:

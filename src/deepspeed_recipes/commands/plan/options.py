@@ -3,11 +3,13 @@
 import argparse
 import math
 import re
+import sys
 from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ...planning.hardware.cluster import Cluster, cluster
+from ...planning.hardware import machine_file
+from ...planning.hardware.cluster import Cluster, cluster, with_measurements
 from ...planning.search import asked_layout, model_recipe, strategies
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
@@ -37,6 +39,9 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
     result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
     result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="memory of one GPU, instead of --gpu")
+    result.add_argument(
+        "--machine", type=Path, metavar="FILE", help="rates of such a node, written there by doctor --measure FILE"
+    )
     result.add_argument(
         "--host-memory", type=_gib, metavar="GIB", help="host memory of one node (default: unknown, not checked)"
     )
@@ -134,13 +139,20 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     Raises:
         UserError: the options contradict each other, or name unknown hardware.
     """
+    gpu, gpus = arguments.gpu, arguments.gpus
+    if arguments.machine and gpu is None and arguments.gpu_memory is None:
+        measured = machine_file.read(arguments.machine)
+        gpu, gpus = measured.device, gpus or measured.ranks
     hardware = cluster(
-        arguments.gpu,
-        arguments.gpus,
+        gpu,
+        gpus,
         arguments.nodes,
         arguments.gpu_memory,
         arguments.host_memory,
         arguments.nvme,
+    )
+    hardware = with_measurements(
+        hardware, arguments.machine, arguments.gpu is not None, lambda line: print(line, file=sys.stderr)
     )
     if arguments.network is None:
         return hardware

@@ -3,11 +3,15 @@
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ...recipe.errors import UserError
+from . import machine_file
 from .gpus import Gpu, all_names, find, host_gbs, with_memory
 from .instances import INSTANCES
+from .machine_file import Machine
 
 GIB = 2**30
 
@@ -31,6 +35,8 @@ class Cluster:
     """Of one node's CPUs; 0: unknown."""
     instance: str = ""
     """What is rented, a name in `instances.INSTANCES`, whether all its GPUs are used or not; empty: not said."""
+    machine: Machine | None = None
+    """Measurements of one of its nodes, or None if only datasheets are known."""
 
     @property
     def gpus(self) -> int:
@@ -158,3 +164,30 @@ def this_machine() -> Cluster | None:
         gpu = replace(with_memory(gib, properties.name), bf16=getattr(properties, "major", 8) >= 8)
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     return Cluster(gpu, torch.cuda.device_count(), host_memory_gib=host, cores=len(os.sched_getaffinity(0)))
+
+
+def with_measurements(
+    cluster: Cluster, file: Path | None, elsewhere: bool, say: Callable[[str], None] = print
+) -> Cluster:
+    """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
+
+    Args:
+        cluster: what the plan is for.
+        file: written by `ds-recipes doctor --measure`; None: this machine's own, if it was measured.
+        elsewhere: whether the user named the GPU, so that this machine's measurements need not apply.
+        say: is given the reason if a file is not used.
+    """
+    place = file or machine_file.default_file()
+    if file is None and not place.exists():
+        return cluster
+    try:
+        machine = machine_file.read(place)
+    except UserError as error:
+        say(f"{error} Datasheets are used instead.")
+        return cluster
+    if machine.has(cluster.gpu):
+        drive = machine.nvme_gbs or cluster.nvme_gbs
+        return replace(cluster, gpu=machine.measured(cluster.gpu), nvme_gbs=drive, machine=machine)
+    if file is not None or not elsewhere:
+        say(f"{place}: measured on {machine.device}, the plan is for {cluster.gpu.name}: datasheets are used instead.")
+    return cluster

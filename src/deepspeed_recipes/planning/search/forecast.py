@@ -10,7 +10,7 @@ from ...recipe.errors import UserError
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder, read_json, write_json
-from ..hardware.cluster import Cluster, this_machine
+from ..hardware.cluster import Cluster, this_machine, with_measurements
 from . import suggestions
 from .plans import Plan
 from .strategies import evaluate, plan_request, search
@@ -22,7 +22,7 @@ AUTO = "auto"
 def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     """Return a cluster of machines like this one with `gpus` GPUs each, or None if this machine has no GPU."""
     here = this_machine()
-    return here and replace(here, gpus_per_node=gpus, nodes=nodes)
+    return here and with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:

@@ -71,6 +71,7 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
             "nvme_gib": cluster.nvme_gib or None,
             "network_gbs": cluster.node_network_gbs if cluster.nodes > 1 else None,
             "calibrated": bool(plans) and plans[0].time.measured,
+            "measured": {"file": str(machine.file), "date": machine.date} if (machine := cluster.machine) else None,
         },
         "plans": [_plan_as_json(request, plan, workload) for plan in plans],
         "best": 0 if result.best else None,
@@ -172,7 +173,12 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."
         )
-    if not plan.time.measured:
+    if machine := plan.cluster.machine:
+        yield (
+            f"Speeds use rates measured on {machine.date} ({machine.file}); the network and whatever was not measured "
+            "are from datasheets."
+        )
+    elif not plan.time.measured:
         yield (
             f"No measurements on {plan.cluster.gpu.name} were used: the order of the plans is more reliable than "
             "their speeds."

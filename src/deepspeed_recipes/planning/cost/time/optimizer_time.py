@@ -26,10 +26,6 @@ CPU_ADAM = 4e9 / 256
 arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
 CORE_ADAM = 0.88e9
 """The same per core, at most (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70)."""
-STEP_LAUNCHES = {"zero3": 1.3e-4, "others": 0.8e-4}
-"""Seconds per trained weight in which the host launches a step's operations: norms, scales, copies (deepspeed 0.19.8, a
-Llama of 8 and of 16 layers with nine weights each, 64 wide, two CPU ranks, time of the process: ZeRO-3 1.1 and 1.2 ms
-per layer, ZeRO-1 0.7 ms)."""
 CPU_STEP = 2.0
 """Times as long as Adam alone takes what DeepSpeed's step does on the host: norm, clipping, conversions and copies too
 (deepspeed 0.19.8, 0.4 billion parameters on one rank with two threads: 2.05 at ZeRO-2, 1.93 at ZeRO-3)."""
@@ -44,9 +40,9 @@ def copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: 
     return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
 
 
-def launch_seconds(trained_weights: float, setup: TrainingSetup) -> float:
+def launch_seconds(trained_weights: float, setup: TrainingSetup, known: Constants) -> float:
     """Return the seconds in which a rank's host launches the operations of a step, for as many weights."""
-    return STEP_LAUNCHES["zero3" if setup.zero_stage == 3 else "others"] * trained_weights
+    return (known.step_sharded if setup.zero_stage == 3 else known.step) * trained_weights
 
 
 def updated_bytes(setup: TrainingSetup) -> float:
@@ -60,6 +56,8 @@ def updated_bytes(setup: TrainingSetup) -> float:
 
 def _host_adam(cluster: Cluster) -> float:
     """Return the parameters per second that Adam updates on a node's host; clouds count two threads of a core."""
+    if cluster.machine and (measured := cluster.machine.host_adam):
+        return measured
     cores = cluster.cores / 2 or math.inf
     return min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * cores)
 

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from ...hardware.cluster import Cluster
 from ...model_profile.profile import LayerProfile, ModelProfile
+from .. import measured
 from ..constants import Constants, constants
 from ..memory import activations
 from ..memory.stage_shards import stage_ranges
@@ -96,7 +97,9 @@ def step_time(
         given: constants; None: those of the cluster's GPU with DeepSpeed.
     """
     known = given or constants(cluster.gpu.name)
-    if setup.precision == "fp32":
+    if cluster.machine and not given:
+        known = measured.constants(cluster.machine, known, cluster.gpu, setup.precision)
+    elif setup.precision == "fp32":
         # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
         kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
         known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
@@ -109,7 +112,7 @@ def step_time(
     fetches += 2 * communication.to_host(stage.moved, cluster, known)
     visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
     optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    launches = launch_seconds(stage.trained_weights, setup)
+    launches = launch_seconds(stage.trained_weights, setup, known)
     return StepTime(
         matmul=micro_batches * compute.matmul,
         attention=micro_batches * compute.attention,

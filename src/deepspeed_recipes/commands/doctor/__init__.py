@@ -3,9 +3,14 @@
     ds-recipes doctor            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
     ds-recipes doctor --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
     ds-recipes doctor --prove    # compare training on this stack with plain PyTorch; about 2 minutes
+    ds-recipes doctor --measure  # time this machine, about a minute; plans then use the figures
 
 --prove trains a small model with every technique, compares it with a plain PyTorch loop, and tests for the known
 defects of DeepSpeed and transformers, with the installed versions and on this machine's devices.
+
+--measure times matrix products, attention, copies, collectives, and the cost of Python and ZeRO-3 on the host, on all
+GPUs at once, or on CPU ranks. The result replaces datasheets in plans on this machine. To plan elsewhere for machines
+like it, name a file: `doctor --measure node.json`, then `plan ... --machine node.json`.
 
 Exit status: 1 if something would stop a run, or if a technique does not train like plain PyTorch; otherwise 0.
 """
@@ -17,13 +22,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..launching.ssh import hostfile
-from ..machine import ops, software, system
-from ..machine.checks import Check
-from ..recipe import files
-from ..recipe.errors import UserError
-from ..recipe.run_folder import write_json
-from .main import Parser
+from ...launching.ssh import hostfile
+from ...machine import ops, software, system
+from ...machine.checks import Check
+from ...planning.hardware import machine_file
+from ...recipe import files
+from ...recipe.errors import UserError
+from ...recipe.run_folder import write_json
+from ..main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -46,18 +52,34 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
     group = parser.add_argument_group("compare training on this stack with plain PyTorch")
     group.add_argument("--prove", action="store_true", help="train with every technique, and compare with a plain loop")
-    group.add_argument("--gpus", type=int, metavar="N", help="ranks (default: all GPUs; without GPUs 2 CPU ranks)")
     group.add_argument("--only", metavar="NAME,...", help="only these techniques and known defects, e.g. zero3,tensor")
     group.add_argument("--reports", type=Path, metavar="DIR", help="write an upstream bug report for each defect found")
+    measuring = parser.add_argument_group("time this machine")
+    measuring.add_argument(
+        "--measure", nargs="?", const="", metavar="FILE",
+        help=f"write its rates to FILE (default: {machine_file.default_file()}); with --nvme also those of a drive",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gpus", type=int, metavar="N",
+        help="ranks of --prove and --measure (default: all GPUs; without GPUs 2 CPU ranks)",
+    )  # fmt: skip
     arguments = parser.parse_args(words)
     if arguments.json not in (None, "-"):
         files.check_writable("--json", Path(arguments.json))
     if arguments.prove:
-        parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile"), "not with --prove")
-        from ..prove import command  # needs packages that a machine may not have before it is ready
+        parser.refuse(
+            arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile", "measure"), "not with --prove"
+        )
+        from ...prove import command  # needs packages that a machine may not have before it is ready
 
         return command.run(arguments)
-    parser.refuse(arguments, ("gpus", "only", "reports"), "only with --prove")
+    parser.refuse(arguments, ("only", "reports"), "only with --prove")
+    if arguments.measure is not None:
+        parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "hostfile", "json"), "not with --measure")
+        from . import measure  # likewise
+
+        return measure.run(arguments)
+    parser.refuse(arguments, ("gpus",), "only with --prove or --measure")
     if arguments.checkpoint_gib is not None and arguments.checkpoint_gib <= 0:
         raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")
     arguments.hosts = hostfile.parse(arguments.hostfile) if arguments.hostfile else ()

@@ -1,0 +1,296 @@
+"""Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
+
+deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE
+
+All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
+the medians over the ranks, in seconds, to `FILE`; `planning.cost.measured` turns them into constants.
+"""
+
+import contextlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ..machine import ops
+from ..recipe.run_folder import write_json
+from ..training import distributed, upstream
+from ..training.console import leave_out_noise
+from ..training.environment import describe
+from ..training.model import attention
+
+ON_GPU = {
+    "products": (1024, 2048, 4096, 8192),
+    "copy": 2**30,
+    "length": 4096,
+    "heads": 16,
+    "repeats": 10,
+    "steps": 20,
+    "calls": 10,
+    "message": 2**26,
+}
+ON_CPU = {
+    "products": (128, 256, 512, 1024),
+    "copy": 2**26,
+    "length": 512,
+    "heads": 4,
+    "repeats": 7,
+    "steps": 7,
+    "calls": 1,
+    "message": 2**24,
+}
+"""Sides of square products, bytes of a copy, tokens and heads of attention; how often each is timed, how many calls
+are queued each time, so that a GPU does not wait for their launches, and optimizer steps of the small models."""
+WIDTH = 128
+"""Of a head."""
+LAYERS = (2, 10)
+"""Of two Llamas 64 wide, whose difference is what a layer costs the host: on a GPU nothing of it shows but launches."""
+WARM_UP = 3
+"""Steps of these models that are not counted: ZeRO-3 records the order of its modules in the first."""
+SMALL = 2**10
+"""Bytes of a collective that is bound by latency."""
+
+
+def main(file: str) -> None:
+    """Measure, and write what was found."""
+    leave_out_noise()
+    distributed.start()
+    upstream.leave_out_step_of_zeros()
+    found: dict[str, Any] = {}
+    took: dict[str, float] = {}
+    for probe in (products, attentions, copies, launches, collectives, host_adam):
+        begun = time.monotonic()
+        for name, seconds in probe().items():
+            found[name] = over_ranks(seconds)
+        took[probe.__name__] = time.monotonic() - begun
+    if distributed.is_first():
+        write_json(Path(file), {"environment": describe(), "sizes": sizes(), "seconds": found, "took": took})
+    distributed.stop()
+
+
+def over_ranks(seconds: Any) -> Any:
+    """Return the median over all ranks of a number, or of each number in a dictionary."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seconds)
+    if isinstance(seconds, dict):
+        return {name: statistics.median(one[name] for one in everywhere) for name in seconds}
+    return statistics.median(everywhere)
+
+
+def sizes() -> dict[str, Any]:
+    """Return the sizes that suit the ranks' device."""
+    return ON_GPU if distributed.on_gpu() else ON_CPU
+
+
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes in which this machine trains."""
+    return (torch.bfloat16, torch.float32)
+
+
+def median_seconds(work: Callable[[], Any], repeats: int | None = None) -> float:
+    """Return the median time of a call, including the work it queues on a GPU, after two warm-up rounds."""
+    taken, calls = [], sizes()["calls"]
+    for _ in range(2 + (repeats or sizes()["repeats"])):
+        wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            work()
+        wait()
+        taken.append((time.perf_counter() - start) / calls)
+    return statistics.median(taken[2:])
+
+
+def wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if distributed.on_gpu():
+        torch.cuda.synchronize()
+
+
+def products() -> dict[str, dict[str, float]]:
+    """Return the seconds of square matrix products: by dtype, and by size."""
+    found = {}
+    for dtype in dtypes():
+        for size in sizes()["products"]:
+            a, b = (torch.randn(size, size, device=distributed.device(), dtype=dtype) for _ in range(2))
+            found[f"{size} {short(dtype)}"] = median_seconds(partial(torch.matmul, a, b))
+    return {"products": found}
+
+
+def attentions() -> dict[str, dict[str, float]]:
+    """Return the seconds of causal attention, forward and both passes, by kernel; of one sequence."""
+    size, found = sizes(), {}
+    for dtype in dtypes():
+        shape = (1, size["heads"], size["length"], WIDTH)
+        inputs = [torch.randn(shape, device=distributed.device(), dtype=dtype, requires_grad=True) for _ in range(3)]
+        for name, kernel in kernels(dtype).items():
+            forward = partial(kernel, *inputs)
+            try:
+                gradient = torch.randn_like(forward())
+                found[f"{name} {short(dtype)} forward"] = median_seconds(forward)
+                found[f"{name} {short(dtype)} both"] = median_seconds(partial(_both_passes, forward, gradient))
+            except RuntimeError:  # this GPU has no such kernel
+                found.pop(f"{name} {short(dtype)} forward", None)
+    return {"attention": found}
+
+
+def _both_passes(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> None:
+    forward().backward(gradient)
+
+
+def kernels(dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
+    """Return the attention kernels that are measured, by the names in `constants.json`."""
+
+    def through(backend: SDPBackend) -> Callable[..., torch.Tensor]:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        return run
+
+    if not distributed.on_gpu():
+        return {"flash_2": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)}
+    if dtype is torch.float32:
+        return {"efficient": through(SDPBackend.EFFICIENT_ATTENTION)}
+    told = attention.document_boundaries([[sizes()["length"]]], sizes()["length"])
+    starts = told["cu_seq_lens_q"].to(distributed.device())
+
+    def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention.varlen(torch.nn.Module(), q, k, v, None, cu_seq_lens_q=starts, max_length_q=sizes()["length"])[
+            0
+        ]
+
+    return {
+        "flash_2": varlen,
+        "cudnn": through(SDPBackend.CUDNN_ATTENTION),
+        "efficient": through(SDPBackend.EFFICIENT_ATTENTION),
+    }
+
+
+def copies() -> dict[str, float]:
+    """Return the seconds of copies: in the device's memory, to it from the host, and back; and of a sum of squares."""
+    size, device = sizes()["copy"], distributed.device()
+    source = torch.zeros(size // 4, device=device)
+    target = torch.empty_like(source)
+    found = {
+        "copy": median_seconds(lambda: target.copy_(source)),
+        "multiply": median_seconds(lambda: torch.mul(source, 1.5, out=target)),
+    }
+    if distributed.on_gpu():
+        host = torch.empty(size // 4, pin_memory=True)
+        found["from_host"] = median_seconds(lambda: target.copy_(host, non_blocking=True))
+        found["to_host"] = median_seconds(lambda: host.copy_(source, non_blocking=True))
+    return found
+
+
+def launches() -> dict[str, Any]:
+    """Return what a layer costs the host: by pass, in plain PyTorch, and under ZeRO-1 and -3."""
+    one = torch.zeros(1, device=distributed.device())
+
+    def tiny(times: int = 1000) -> None:
+        for _ in range(times):
+            one.add_(1.0)
+
+    found = {name: passes(stage) for name, stage in (("plain", None), ("zero1", 1), ("zero3", 3))}
+    return {"operation": median_seconds(tiny, 5) / 1000, **{f"layer {name}": one for name, one in found.items()}}
+
+
+def passes(stage: int | None) -> dict[str, float]:
+    """Return the seconds of a layer's forward and backward pass, and of a step per trained weight."""
+    small, large = (_passes(layers, stage) for layers in LAYERS)
+    weights = 9 * (LAYERS[1] - LAYERS[0])
+    per = {"forward": LAYERS[1] - LAYERS[0], "backward": LAYERS[1] - LAYERS[0], "step": weights}
+    return {name: max(0.0, large[name] - small[name]) / count for name, count in per.items()}
+
+
+def _passes(layers: int, stage: int | None) -> dict[str, float]:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=256, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(distributed.device(), torch.bfloat16).train()
+    ids = torch.randint(256, (1, 8), device=distributed.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    engine: Any = model
+    if stage is not None:
+        settings = {
+            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        }  # fmt: skip
+        with quiet():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    taken: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+    for _ in range(WARM_UP + sizes()["steps"]):
+        marks = [time.perf_counter()]
+
+        def mark(marks: list[float] = marks) -> None:
+            wait()
+            marks.append(time.perf_counter())
+
+        loss = engine(input_ids=ids, labels=ids).loss
+        mark()
+        engine.backward(loss) if stage is not None else loss.backward()
+        mark()
+        if stage is None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            engine.step()
+        mark()
+        for name, start, end in zip(taken, marks, marks[1:], strict=False):
+            taken[name].append(end - start)
+    if stage is not None:
+        engine.destroy()
+    return {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    """Print nothing that DeepSpeed says of this small model."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        yield
+
+
+def collectives() -> dict[str, float]:
+    """Return the seconds of collectives over all ranks: of large and of small messages; nothing on one rank."""
+    if dist.get_world_size() == 1:
+        return {}
+    found = {}
+    for name, size in (("large", sizes()["message"]), ("small", SMALL)):
+        message = torch.ones(size // 2, device=distributed.device(), dtype=torch.bfloat16)
+        part = message[: message.numel() // dist.get_world_size()].clone()
+        found[f"all_reduce {name}"] = median_seconds(partial(dist.all_reduce, message))
+        found[f"all_gather {name}"] = median_seconds(partial(dist.all_gather_into_tensor, message, part))
+    return found
+
+
+def host_adam() -> dict[str, float]:
+    """Return the seconds in which the host updates its parameters; nothing where the op has not been compiled."""
+    if not ops.is_compiled("cpu_adam"):
+        return {}
+    weight = torch.zeros(sizes()["adam"], requires_grad=True)
+    weight.grad = torch.ones(sizes()["adam"])
+    with quiet():
+        optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([weight])
+    return {"host_adam": median_seconds(optimizer.step, 5)}
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return a dtype's name in recipes."""
+    return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,143 @@
+"""`ds-recipes doctor --measure`: this machine's rates, for the planner."""
+
+import argparse
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
+from ...machine import checks, children, system
+from ...planning.hardware import machine_file
+from ...recipe.errors import UserError, cannot_write
+from ...recipe.project import require
+from ...recipe.run_folder import write_json
+
+PROBE = "deepspeed_recipes.benchmarks.probe"
+LIMIT = 300
+"""Seconds after which the probe is ended."""
+BUSY = 0.5
+"""Load per core at which a machine without GPUs is busy."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, write the file, print a table, and return the exit status.
+
+    Raises:
+        UserError: the GPUs are in use, the probe fails, or the file cannot be written.
+    """
+    require("deepspeed")
+    gpus = visible_gpus()
+    ranks = rank_count(arguments.gpus, gpus)
+    file = Path(arguments.measure) if arguments.measure else machine_file.default_file()
+    refuse_busy(gpus)
+    drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
+    found = probe(ranks, gpus)
+    environment = found["environment"]
+    measured = {
+        "version": machine_file.VERSION,
+        "date": date.today().isoformat(),
+        "device": environment["gpus"][0] if environment["gpus"] else "CPU",
+        "driver": checks.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
+        "ranks": ranks,
+        **found,
+        **({"nvme_gbs": min(drive)} if drive else {}),
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, measured)
+    except OSError as error:
+        raise UserError(cannot_write(error, file) or f"{file}: {error.strerror}.") from error
+    for name, value in lines(measured):
+        print(f"{name:42} {value}")
+    if not gpus:
+        print(f"\n{file}: written; plans are for GPUs, so none of them uses it")
+    elif arguments.measure:
+        print(f"\n{file}: written; ds-recipes plan ... --machine {file} uses it")
+    else:
+        print(f"\n{file}: written; plan and launch on this machine use it from now on")
+    return 0
+
+
+def refuse_busy(gpus: int) -> None:
+    """Refuse to measure while other processes use the GPUs or the cores.
+
+    Raises:
+        UserError: names them.
+    """
+    if not gpus:
+        load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+        if load > BUSY * cores:
+            print(f"This machine is busy (load {load:.1f} on {cores} cores): the figures will be too low.", flush=True)
+        return
+    listed = checks.output("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+    if listed:
+        raise UserError(
+            f"--measure: the GPUs are in use ({'; '.join(listed.splitlines()[:3])}), so the figures would be wrong; "
+            "wait for these processes, or choose free GPUs with CUDA_VISIBLE_DEVICES."
+        )
+
+
+def probe(ranks: int, gpus: int) -> dict[str, Any]:
+    """Return what the ranks measure (`benchmarks.probe`).
+
+    Raises:
+        UserError: they fail, or take longer than `LIMIT`.
+    """
+    with children.scratch() as folder:
+        result, log = folder / "measured.json", folder / "log"
+        with log.open("wb") as out:
+            command = launcher_command((PROBE, str(result)), ranks)
+            try:
+                done = children.run(command, LIMIT, env=rank_environment(ranks, gpus), stdout=out, stderr=out)
+            except subprocess.TimeoutExpired:
+                raise UserError(f"--measure: not done after {LIMIT} s; the machine is busy, or a rank hangs.") from None
+        if done.returncode or not result.exists():
+            said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+            raise UserError(f"--measure: the ranks failed: {(said or ['without a message'])[-1][:300]}")
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def lines(measured: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what was measured, in the units of datasheets."""
+    seconds, sizes = measured["seconds"], measured["sizes"]
+    for name, taken in seconds["products"].items():
+        side, dtype = name.split()
+        yield f"product {side} x {side}, {dtype}", f"{2 * int(side) ** 3 / taken / 1e12:,.2f} TFLOP/s"
+    operations = 4 * sizes["heads"] * 128 * sizes["length"] ** 2 / 2
+    for name, taken in seconds["attention"].items():
+        kernel, dtype, which = name.split()
+        passes = 3.5 if which == "both" else 1
+        title = "both passes" if which == "both" else "forward"
+        yield f"attention {kernel}, {dtype}, {title}", f"{passes * operations / taken / 1e12:,.2f} TFLOP/s"
+    yield "memory, read and written", f"{2 * sizes['copy'] / seconds['copy'] / 1e9:,.0f} GB/s"
+    for name, title in (("from_host", "from host"), ("to_host", "to host")):
+        if name in seconds:
+            yield title, f"{sizes['copy'] / seconds[name] / 1e9:,.1f} GB/s"
+    yield "launch of a kernel from Python", f"{1e6 * seconds['operation']:.1f} us"
+    for name, title in (("plain", "plain"), ("zero1", "ZeRO-1"), ("zero3", "ZeRO-3")):
+        taken = seconds[f"layer {name}"]
+        yield (
+            f"host, per layer, {title}",
+            f"{1e3 * taken['forward']:.2f} ms forward, {1e3 * taken['backward']:.2f} ms backward",
+        )
+    for name in ("all_reduce", "all_gather"):
+        if f"{name} large" in seconds:
+            rate = sizes["message"] / seconds[f"{name} large"] / 1e9
+            title = name.replace("_", "-")
+            yield (
+                f"{title} over {measured['ranks']} ranks",
+                f"{rate:,.2f} GB/s of message, {1e6 * seconds[f'{name} small']:.0f} us at least",
+            )
+    if "host_adam" in seconds:
+        yield (
+            "Adam on the host",
+            f"{measured['ranks'] * sizes['adam'] / seconds['host_adam'] / 1e9:.2f} billion parameters/s",
+        )
+    else:
+        yield "Adam on the host", "not measured: ds-recipes doctor --build compiles its op"
+    if "nvme_gbs" in measured:
+        yield "drive, the slower of reading and writing", f"{measured['nvme_gbs']:.2f} GB/s"

@@ -1,0 +1,160 @@
+"""Machines that were measured: the file, the plans that use it, and runs on an H100 beside these plans."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
+from deepspeed_recipes.benchmarks.estimates import DOCUMENTS
+from deepspeed_recipes.commands import doctor, plan
+from deepspeed_recipes.commands.doctor import measure
+from deepspeed_recipes.planning.hardware import machine_file
+from deepspeed_recipes.planning.hardware.cluster import Cluster, with_measurements
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.planning.search import strategies
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+
+MEASUREMENTS = Path(__file__).parents[1] / "scripts" / "maintain" / "measurements"
+H100 = MEASUREMENTS / "machine_h100.json"
+"""One H100 with a slow host, 2026-11-26; the runs below were on it, minutes later."""
+RUNS = json.loads((MEASUREMENTS / "planner_error_gpu.json").read_text())["runs"]
+ONE = Cluster(find("H100"), cores=16)
+
+
+def speeds(recipe, document_length):
+    """Return tokens per second by datasheets, and with the machine's measurements."""
+    found = []
+    for cluster in (ONE, with_measurements(ONE, H100, False, pytest.fail)):
+        request = strategies.plan_request(recipe, cluster, document_length=document_length)
+        found.append(strategies.evaluate(request, recipe).speed)
+    return found
+
+
+def test_two_runs_of_an_h100_are_within_five_percent_of_the_plan():
+    ran = [case for case in BENCHMARKS["planner_error"].cases if RUNS[case.label]]
+    assert len(ran) == 2
+    for case in ran:
+        measured = RUNS[case.label][0]["tokens_per_second"]
+        for speed in speeds(recipe_of(case, 1, draft=False), DOCUMENTS):
+            assert speed == pytest.approx(measured, rel=0.05)
+
+
+def test_a_run_that_waits_for_its_host_is_predicted_once_the_host_was_measured():
+    """`make demo`, ZeRO-3 with a model of 3M parameters: 11,049 tokens/s there; steps 2 to 10 of a 1B ran at 27,925."""
+    by_datasheet, by_measurements = speeds(pages.find("tiny", "full"), 76)
+    assert by_datasheet > 2.5 * 11_049 and by_measurements == pytest.approx(11_049, rel=0.1)
+    sizes = ("sequence_length=2048", "global_batch_size=4", "micro_batch_size=4")
+    assert speeds(overrides.apply(pages.find("llama3-1b", "full"), sizes), 76) == pytest.approx([27_925] * 2, rel=0.05)
+
+
+def test_slower_measurements_make_slower_plans(tmp_path):
+    """Each measurement counts: made a hundred times slower, it slows down the plan that depends on it."""
+    whole = json.loads(H100.read_text())
+    whole["seconds"] |= {
+        "all_reduce large": 4e-4,
+        "all_gather large": 2e-4,
+        "all_gather small": 2e-5,
+        "host_adam": 0.01,
+    }
+    plans = {
+        "products": ("llama3-8b", "full", 8, ""),
+        "attention": ("llama3-8b", "long_context", 8, ""),
+        "copy": ("llama3-8b", "full", 8, ""),
+        "from_host": ("llama3-8b", "full", 1, "zero2_offload.json"),
+        "host_adam": ("llama3-8b", "full", 1, "zero2_offload.json"),
+        "layer zero1": ("llama3-1b", "lora", 1, ""),
+        "layer zero3": ("llama3-1b", "lora", 8, "zero3.json"),
+        "all_reduce large": ("llama3-70b", "full", 8, "zero3.json"),
+        "all_gather small": ("llama3-1b", "full", 8, "zero3.json"),
+    }
+
+    def speed(name, seconds):
+        page, variant, gpus, config = plans[name]
+        file = tmp_path / "machine.json"
+        file.write_text(json.dumps(whole | {"ranks": 8, "seconds": seconds}))
+        recipe = overrides.apply(pages.find(page, variant), [f"deepspeed={config}"] if config else [])
+        cluster = with_measurements(replace(ONE, gpus_per_node=gpus), file, False, pytest.fail)
+        return strategies.evaluate(strategies.plan_request(recipe, cluster), recipe).speed
+
+    def slower(value):
+        return {key: slower(one) for key, one in value.items()} if isinstance(value, dict) else 100 * value
+
+    for name in plans:
+        changed = whole["seconds"] | {name: slower(whole["seconds"][name])}
+        assert speed(name, changed) < 0.99 * speed(name, whole["seconds"]), name
+
+
+BROKEN = {
+    "of another version": (lambda data: data | {"version": 0}, "version 0 is not 1"),
+    "a list": (lambda data: [data], "version None is not 1"),
+    "without a probe": (lambda data: data | {"seconds": {}}, "seconds.products is missing"),
+    "negative": (lambda data: data | {"seconds": data["seconds"] | {"copy": -1}}, "seconds.copy"),
+    "not a number": (lambda data: data | {"seconds": data["seconds"] | {"copy": float("nan")}}, "seconds.copy"),
+    "by hand": (lambda data: data | {"seconds": data["seconds"] | {"copy": "fast"}}, "damaged"),
+    "without sizes": (lambda data: data | {"sizes": {}}, "damaged"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_broken_is_named_and_datasheets_are_used(tmp_path, name):
+    change, reason = BROKEN[name]
+    file, said = tmp_path / "machine.json", []
+    file.write_text(json.dumps(change(json.loads(H100.read_text()))))
+    assert with_measurements(ONE, file, False, said.append) == ONE
+    assert len(said) == 1 and str(file) in said[0] and reason in said[0] and "Datasheets are used instead" in said[0]
+
+
+def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):
+    for file, content in ((tmp_path / "cut.json", H100.read_text()[:500]), (tmp_path / "none.json", None)):
+        if content:
+            file.write_text(content)
+        said = []
+        assert with_measurements(ONE, file, False, said.append) == ONE and str(file) in said[0]
+
+
+def test_measurements_of_this_machine_apply_to_its_own_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    said = []
+    assert with_measurements(ONE, None, False, said.append) == ONE and not said, "never measured"
+    machine_file.default_file().parent.mkdir()
+    shutil.copy(H100, machine_file.default_file())
+    assert with_measurements(ONE, None, True, said.append).machine
+    other = Cluster(find("A100-80GB"))
+    assert with_measurements(other, None, True, said.append) == other and not said, "the user asked about another GPU"
+    assert with_measurements(other, None, False, said.append) == other, "the GPUs of this machine were exchanged"
+    assert "measured on NVIDIA H100" in said[0] and "the plan is for A100 80GB" in said[0]
+
+
+def test_plan_uses_the_file_that_is_named(capsys):
+    words = ["tiny", "full", "--json", "--machine", str(H100)]
+    assert plan.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hardware"]["gpu"] == "H100" and found["hardware"]["gpus_per_node"] == 1
+    assert found["hardware"]["measured"] == {"file": str(H100), "date": "2026-11-26"}
+    assert plan.main([*words, "--gpu", "4090"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["hardware"]["measured"] is None and "the plan is for RTX 4090" in told.err
+    plan.main(["tiny", "full", "--machine", str(H100)])
+    assert f"rates measured on 2026-11-26 ({H100})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_busy_gpus_are_named(monkeypatch):
+    monkeypatch.setattr(measure.checks, "output", lambda *_: "4711, python, 30000 MiB")
+    with pytest.raises(UserError, match=r"in use \(4711, python, 30000 MiB\)"):
+        measure.refuse_busy(1)
+
+
+def test_doctor_measures_this_machine(tmp_path, capsys, ranks):
+    """With real ranks; the figures are only asked to be there."""
+    file = tmp_path / "machine.json"
+    assert doctor.main(["--measure", str(file), "--gpus", "2", "--nvme", str(tmp_path)]) == 0
+    machine = machine_file.read(file)
+    assert (
+        machine.device == "CPU" and machine.ranks == 2 and machine.nvme_gbs > 0 and machine.seconds["all_reduce large"]
+    )
+    printed = capsys.readouterr().out
+    assert "TFLOP/s" in printed and "all-reduce over 2 ranks" in printed and "ZeRO-3" in printed
