@@ -538,6 +538,14 @@ def test_the_launcher_stops_what_cannot_fit(one_a100, capsys):
     assert launch.main([*too_much, "--draft"]) == 0
 
 
+def test_a_batch_that_another_variant_refuses_is_no_error(capsys):
+    """The suggestions try every variant of the page; GRPO needs a batch of whole groups of 8 answers."""
+    words = ["llama3-8b", "--method", "lora", "--gpu", "3060", "deepspeed=zero0.json", "global_batch_size=4"]
+    assert run_command("plan", words) == 1
+    shown = capsys.readouterr()
+    assert "does not fit" in shown.out and "grpo" not in shown.err and "zero0.json comes closest" in shown.err
+
+
 def test_auto_lets_the_planner_choose(one_a100, capsys):
     assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run"]) == 0
     shown = capsys.readouterr().out

@@ -167,20 +167,19 @@ def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
     if variant not in pages.variants(pages.page_of(recipe)):
         return None
     other = pages.find(pages.typed(recipe), variant)
-    other = replace(
-        other,
-        model=replace(recipe.model, quantization=other.model.quantization),
-        sequence_length=recipe.sequence_length,
-        global_batch_size=recipe.global_batch_size,
-        micro_batch_size=1,
-    )
     own = pinned(other)
     typed = request.fixed - pinned(page)
     if typed & own:
         return None
     words = [word for word in overrides.differences(page, recipe) if word.partition("=")[0] in typed]
     try:
-        other = overrides.apply(other, words)
-        return plan_request(other, request.cluster, typed | own)
+        other = replace(
+            other,
+            model=replace(recipe.model, quantization=other.model.quantization),
+            sequence_length=recipe.sequence_length,
+            global_batch_size=recipe.global_batch_size,
+            micro_batch_size=1,
+        )
+        return plan_request(overrides.apply(other, words), request.cluster, typed | own)
     except UserError:
         return None
