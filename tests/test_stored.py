@@ -162,7 +162,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(model):
         ({}, "no weight_map"),
         ({**found, DOWN: "../outside.safetensors"}, "'../outside.safetensors'"),
         ({**found, DOWN: "pytorch_model.bin"}, "'pytorch_model.bin'"),
-        ({**found, DOWN: "model-00003-of-00003.safetensors"}, "model-00003-of-00003.safetensors: no such file"),
+        ({**found, DOWN: "model-00003-of-00003.safetensors"}, "model-00003-of-00003.safetensors: does not exist"),
         ({**found, "model.layers.7.absent": first}, "names model.layers.7.absent"),
     ):
         write_json(model / weights.INDEX, {"metadata": {}, "weight_map": wrong})
