@@ -1,4 +1,4 @@
-"""The report on a tokenized dataset, shown before training: counts, lengths, what was dropped, masked examples."""
+"""The report on a tokenized dataset, shown before training: counts, lengths, dropped and masked examples."""
 
 import re
 from collections.abc import Sequence

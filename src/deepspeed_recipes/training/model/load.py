@@ -132,7 +132,7 @@ def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
     """
     config, left_out = model.config.get_text_config(), []
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # `whole.save` writes what the files say
+        config.output_router_logits = False  # `whole.save` writes the files' own value
         left_out.append("output_router_logits")
     if getattr(model, "z_loss_coefficient", 0):  # Bamba's
         model.z_loss_coefficient = 0.0

@@ -81,7 +81,7 @@ def shown(
     options: Any = None,
     prompt: bool = False,
 ) -> Shown:
-    """Return a conversation in a form of which the template renders every text.
+    """Return a conversation in a form in which the template renders every text.
 
     The forms tried are its own, content as lists of parts, and reasoning under other names. Reasoning that a template
     renders in a last turn and drops once another question follows is dropped on purpose, and not refused.
@@ -103,7 +103,7 @@ def shown(
     if missing:
         raise UserError(_dropped(turns, *missing))
     found = [_in_form(form, turn) for turn in turns]
-    if not has_generation_markers(template):  # each beginning is rendered too, and has to be as in the whole
+    if not has_generation_markers(template):  # each beginning is rendered too, and must match the whole
         for number in forgotten:
             found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
     return Shown(found, bool(forgotten))

@@ -47,7 +47,7 @@ def mixture(recipe: Recipe) -> Mixture:
     """Return AutoEP's settings; takes a second the first time, and must run before ZeRO-3 shards new models.
 
     Raises:
-        UserError: AutoEP computes something else than transformers, or cannot return what the recipe's loss needs.
+        UserError: AutoEP's results differ from transformers', or lack the router logits that the recipe's loss needs.
     """
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:

@@ -39,7 +39,7 @@ MASKS = [
 
 
 def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
-    """In training, make the model's attention cover whole sequences, of which each rank has a part; a collective."""
+    """In training, make the model's attention cover whole sequences that are divided over ranks; a collective."""
     size = dist.get_world_size()
     sharing = defaultdict(list)
     for rank in range(size):
@@ -83,7 +83,7 @@ class PartCollator:
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the attention in `model` cover whole sequences, of which each rank of the group has a part.
+    """Make the attention in `model` cover whole sequences that are divided over the ranks of the group.
 
     This applies in training only: in evaluation mode the model is unchanged, and each rank may have its own sequences.
     Inputs must include `position_ids`, and no attention mask.
@@ -199,7 +199,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the whole sequences, [sequences, width], of which each rank has a part."""
+    """Return whole sequences, [sequences, width], gathered from the ranks' parts."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part.contiguous(), group=group)
     return torch.cat(parts, dim=1)

@@ -20,7 +20,7 @@ from ...recipe.errors import UserError
 WHOLE = "replicated_with_grad_allreduce"
 """Style of a weight that every rank holds whole and uses for its own heads only."""
 SHARE = "share"
-"""Style of a module's number of heads or width, of which each rank has a share."""
+"""Style of a number of heads or a width that is divided over the ranks."""
 STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", WHOLE)
 """Styles of a Hugging Face plan that `shard` supports; the others are for experts and latent attention."""
 
@@ -152,7 +152,7 @@ def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Ten
 
 
 def layers(module: torch.nn.Module) -> dict[str, TensorParallel_Layer]:
-    """Return the layers of which each rank holds a part, by name; empty without tensor parallelism."""
+    """Return the layers that are split over ranks, by name; empty without tensor parallelism."""
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, TensorParallel_Layer)}
 
 

@@ -52,5 +52,5 @@ def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> N
         numbers = f"{example!r} is {ours.get(example, 'missing')} in the model, {theirs.get(example, 'missing')} there"
         raise UserError(
             f"distill.teacher={teacher}: another vocabulary: {len(differing):,} tokens differ ({numbers}).\n"
-            "Both have to mean the same by a token's number; use a teacher of the model's own family."
+            "A token's number must mean the same in both models; use a teacher of the model's own family."
         )
