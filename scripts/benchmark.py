@@ -1,8 +1,8 @@
-"""The command `benchmark` of this checkout; src/deepspeed_recipes/commands/benchmark.py says what it does."""
+"""The command `benchmark` of this checkout, documented in src/deepspeed_recipes/commands/benchmark.py."""
 
 import sys
 
-sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH leave this folder out
+sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH omit this folder
 from _checkout import run
 
 if __name__ == "__main__":  # the processes that it forks read this file, too

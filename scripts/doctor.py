@@ -1,8 +1,8 @@
-"""The command `doctor` of this checkout; src/deepspeed_recipes/commands/doctor/ says what it does."""
+"""The command `doctor` of this checkout, documented in src/deepspeed_recipes/commands/doctor/."""
 
 import sys
 
-sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH leave this folder out
+sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH omit this folder
 from _checkout import run
 
 if __name__ == "__main__":  # the ranks of --prove import this file too

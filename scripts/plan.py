@@ -1,8 +1,8 @@
-"""The command `plan` of this checkout; src/deepspeed_recipes/commands/plan/ says what it does."""
+"""The command `plan` of this checkout, documented in src/deepspeed_recipes/commands/plan/."""
 
 import sys
 
-sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH leave this folder out
+sys.path.insert(0, __file__.rpartition("/")[0] or ".")  # python -I and PYTHONSAFEPATH omit this folder
 from _checkout import run
 
 run("plan")

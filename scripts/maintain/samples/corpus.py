@@ -1,8 +1,8 @@
 """The raw-text corpus: documents about the same world as the chat task, but in other forms.
 
-A base model that reads them learns to copy names and to relate written dates and sums to normalised ones.
-It never sees a chat, nor a notice answered with a JSON object: that is what fine-tuning teaches. The only JSON here
-describes the contents of shelves.
+A base model trained on them learns to copy names and to relate written dates and sums to normalised ones. The corpus
+contains no chats and no notices answered with a JSON object, which fine-tuning teaches. Its only JSON describes the
+contents of shelves.
 """
 
 import random
@@ -51,7 +51,7 @@ def filed_notice(rng: random.Random, part: int | None) -> str:
 
 
 def jotting(rng: random.Random, part: int | None) -> str:
-    """Write one to three facts in no order and without a sentence, and then as a record.
+    """Write one to three facts in random order and without a sentence, and then as a record.
 
     With so little text, this is where an untrained model learns that records repeat what is above them.
     """
@@ -83,7 +83,7 @@ def same_amount(rng: random.Random, part: int | None) -> str:
 
 
 def same(rng: random.Random, forms: dict[str, str], normal: str) -> str:
-    """Say that a written form means its normal form.
+    """State that a written form means its normal form.
 
     Every second one is quoted: a token at the start of a value depends on what precedes it.
     """
@@ -100,7 +100,7 @@ def register(rng: random.Random, part: int | None) -> str:
 
 
 def shelf(rng: random.Random, part: int | None) -> str:
-    """Write the content of a shelf as JSON, which is never done with notices here."""
+    """Write the content of a shelf as JSON, a form in which the corpus never writes notices."""
     goods, count = rng.choice(world.GOODS), rng.randrange(2, 60)
     place = f"{rng.choice('ABCDEF')}{rng.randrange(1, 10)}"
     return f'Shelf {place} holds {count} {goods}.\n{{"goods":"{goods}","shelf":"{place}","count":"{count}"}}'

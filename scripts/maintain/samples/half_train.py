@@ -1,9 +1,9 @@
-"""Make the half-trained model, which answers in the right form and often wrongly: where learning from rewards begins.
+"""Makes the half-trained model, the starting point for learning from rewards: right in form, but often wrong.
 
     python -m scripts.maintain.samples.half_train   # seconds; writes samples/half_trained_model
 
-A short supervised fine-tune of `tiny_model` on the first examples of `extract/train.jsonl`, each read once, in plain
-PyTorch. A model that is never right gets no reward, and one that is nearly always right has nothing to learn.
+A short supervised fine-tuning of `tiny_model` on the first examples of `extract/train.jsonl`, each used once, in plain
+PyTorch. A model that is never right gets no reward, and a model that is nearly always right has nothing left to learn.
 """
 
 import argparse
@@ -22,7 +22,7 @@ STEPS, EXAMPLES_PER_STEP, LEARNING_RATE = 30, 16, 1.5e-3
 
 
 def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield tokens and labels of chats, [examples, longest]; only what the assistant says is learned."""
+    """Yield tokens and labels of chats, [examples, longest]; only the assistant's tokens have labels."""
     lines = (SAMPLES / "extract" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     for start in range(0, steps * EXAMPLES_PER_STEP, EXAMPLES_PER_STEP):
         chats = [json.loads(line)["messages"] for line in lines[start : start + EXAMPLES_PER_STEP]]
@@ -33,7 +33,7 @@ def batches(tokenizer: PreTrainedTokenizerFast, steps: int) -> Iterator[tuple[to
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int) -> float:
-    """Train on so many batches at a constant rate, and return the last loss."""
+    """Train on the batches at a constant rate, and return the last loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     model.train()
     loss = torch.tensor(0.0)

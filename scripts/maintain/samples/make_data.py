@@ -1,11 +1,11 @@
-"""Write the sample data: the chat task, its pairs and judged answers, the raw-text corpus, labelled and matching texts.
+"""Writes the sample data: the chat task with its pairs and judged answers, raw text, labelled and matching texts.
 
 Standard library only.
 
     python -m scripts.maintain.samples.make_data   # writes samples/{extract,preferences,...}/*.jsonl
     python -m scripts.maintain.samples.make_data --output /tmp/samples --seed 7
 
-With the default seed the files are the committed ones, byte for byte. Takes a few seconds.
+With the default seed, the files equal the committed ones byte for byte. It takes a few seconds.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Make = Callable[[random.Random, int | None], tuple[dict, list[str]]]
 
 
 def compact(value: object) -> str:
-    """Return JSON without spaces: the only form in which an answer is right."""
+    """Return JSON without spaces, the only correct form of an answer."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -82,7 +82,7 @@ def reverse_keys(facts: dict[str, str]) -> str | None:
 
 
 def lose_a_key(facts: dict[str, str]) -> str | None:
-    """Forget the last fact."""
+    """Omit the last fact."""
     return compact(dict(list(facts.items())[:-1]))
 
 
@@ -143,13 +143,13 @@ def document(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
 
 
 def labelled(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
-    """Make one notice labelled with what it is about."""
+    """Make one notice labelled with its topic."""
     text, _, topic = world.notice_of_topic(rng, part)
     return {"text": text, "label": topic}, [text]
 
 
 def matching(rng: random.Random, part: int | None) -> tuple[dict, list[str]]:
-    """Make one pair: a notice's facts in their normal form, without the name, and the notice to find by them."""
+    """Make one pair: a notice's normalised facts without the name as the query, and the notice to find."""
     text, facts = world.notice(rng, part)
     query = "; ".join(facts[key] for key in world.KEYS[1:] if key in facts)
     return {"anchor": query, "positive": text}, [text, query]
@@ -173,7 +173,7 @@ FILES: dict[str, tuple[Make, int | None]] = {
 
 
 def rows(name: str, seed: int, seen: set[str]) -> Iterator[dict]:
-    """Yield a file's examples; one whose text or answer is in `seen` is drawn again."""
+    """Yield a file's examples; an example whose text or answer is in `seen` is drawn again."""
     make, part = FILES[name]
     rng = random.Random(f"{seed}/{name}")
     left = COUNTS[name]

@@ -1,12 +1,12 @@
-"""Make the tiny base model: train its tokenizer, then pre-train the model from scratch on raw text, on a CPU.
+"""Makes the tiny base model: trains its tokenizer, then pre-trains the model from scratch on raw text, on a CPU.
 
     python -m scripts.maintain.samples.pretrain --output first                          # about 18 minutes, 2 threads
     python -m scripts.maintain.samples.pretrain --continue-from first --output second   # about 11 minutes
     python -m scripts.maintain.samples.pretrain --continue-from second --notices 48000 --seed 2026   # about 15 minutes
     python -m scripts.maintain.samples.pretrain --output /tmp/rough --documents 2000 --threads 8
 
-The text is `text/train.jsonl` and then more documents of the same kinds from another seed, each used once; no held-out
-person occurs in it. The loop is plain PyTorch, meant to be read: AdamW, warm-up, cosine, one document per sequence.
+The text is `text/train.jsonl`, followed by more documents of the same kinds from another seed, each used once. It does
+not contain held-out persons. The loop is plain PyTorch, for readers: AdamW, warm-up, cosine, one document per sequence.
 """
 
 import argparse
@@ -36,7 +36,7 @@ BOS, PAD, END, SYSTEM, USER, ASSISTANT = SPECIAL = (
 # Enough for whole given names and halves of family names; with more, rare whole names become tokens.
 VOCABULARY = 1152
 CONTEXT = 1024
-# Only what is between the generation marks, the answer and its end of turn, is the assistant's.
+# Only the text between the generation marks, the answer and its end of turn, is the assistant's.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
@@ -122,7 +122,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def documents(count: int, seed: int) -> Iterator[str]:
-    """Yield the committed documents, then new ones, `count` in all."""
+    """Yield the committed documents, then new ones, up to `count` in total."""
     texts = committed_text()[:count]
     yield from texts
     rng = random.Random(f"{seed}/pretrain")

@@ -1,10 +1,10 @@
-"""Keep a fine-tuned tiny model as the teacher that ships with the project: its weights rounded to bfloat16.
+"""Saves a fine-tuned tiny model as the teacher that ships with the project, with weights rounded to bfloat16.
 
     python scripts/launch.py tiny full --gpus 2                           # three minutes on two cores
     python -m scripts.maintain.samples.teacher runs/tiny-3m-full/RUN/export
     python scripts/shrink.py src/deepspeed_recipes/samples/tiny_teacher --layers 2 --intermediate 208 --output STUDENT
 
-The last command makes the student of `tiny distill`, in `tiny_student`: the same bytes each time.
+The last command makes the student of `tiny distill`, in `tiny_student`, with the same bytes every time.
 """
 
 import argparse

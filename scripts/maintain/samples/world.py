@@ -3,13 +3,12 @@
 Everything here is made up from the word lists below (no real persons, no copied text) and is a pure function of the
 given `random.Random`. `make_data.py` writes the committed files from it; `pretrain.py` draws more raw text from it.
 
-A *notice* is one or two sentences as somebody at a counter would write them. Its *facts* are the normalised
-values:
+A *notice* is one or two sentences as a clerk at a counter would write them. Its *facts* are the normalised values:
 
     text   "Please send the parcel to Dr Ada Norberg, Mill Lane 12, Velmouth, by March 14th, 2025."
     facts  {"name": "Ada Norberg", "date": "2025-03-14", "street": "12 Mill Lane", "city": "Velmouth"}
 
-Conventions that give every notice exactly one right answer:
+These conventions give every notice exactly one right answer:
 
 - `date` is ISO 8601. With slashes the month comes first (3/14/2025) unless the year does; with dots the day
   does (14.3.2025).
@@ -109,7 +108,7 @@ NOTICES = (
     "Note: {name}, {street}, {city}, owes {amount}.",
     "Insured parcel, value {amount}, from {name} in {city}, posted {date}.",
 )
-# What each of them is about.
+# The topic of each notice.
 TOPICS = words(
     """
     order payment delivery delivery appointment bill payment pickup bill move payment appointment pickup order delivery
@@ -133,12 +132,12 @@ ASIDES = (
 
 
 def is_reserved(name: str, part: int) -> bool:
-    """Say whether this person, 1 in 16, is kept for held-out part 0 (extract) or 1 (preferences, text)."""
+    """Return whether a person, 1 in 16, is reserved for held-out part 0 (extract) or 1 (preferences, text)."""
     return zlib.crc32(name.encode()) % 16 == part
 
 
 def person(rng: random.Random, part: int | None) -> str:
-    """Draw a full name from the people of a held-out part, or with None from those of the training files."""
+    """Draw the full name of a person from a held-out part, or from the training files if `part` is None."""
     while True:
         name = f"{rng.choice(GIVEN)} {rng.choice(FAMILY_START)}{rng.choice(FAMILY_END)}"
         if is_reserved(name, part) if part is not None else not (is_reserved(name, 0) or is_reserved(name, 1)):
@@ -222,7 +221,7 @@ def amount_forms(hundredths: int, code: str) -> dict[str, str]:
 
 
 def normal_amount(hundredths: int, code: str) -> str:
-    """Return an amount in its one normalised form, such as `1250.00 EUR`."""
+    """Return an amount in its normalised form, such as `1250.00 EUR`."""
     return f"{hundredths // 100}.{hundredths % 100:02} {code}"
 
 
@@ -255,14 +254,14 @@ def any_street(rng: random.Random) -> tuple[int, str]:
 
 
 def is_withheld(date_form: str, amount_form: str) -> bool:
-    """Say whether this date form next to this amount form is kept out of the training files (1 pair in 8)."""
+    """Return whether this pair of date form and amount form is withheld from the training files (1 pair in 8)."""
     return zlib.crc32(f"{date_form}/{amount_form}".encode()) % 8 == 0
 
 
 def write_date_and_amount(
     rng: random.Random, date: datetime.date, amount: tuple[int, str], part: int | None
 ) -> tuple[str, str]:
-    """Write a date and an amount; the training files never see the withheld pairs of forms."""
+    """Write a date and an amount; the training files never contain the withheld pairs of forms."""
     dates, amounts = date_forms(date), amount_forms(*amount)
     while True:
         date_form, amount_form = rng.choice(list(dates)), rng.choice(list(amounts))
@@ -280,14 +279,15 @@ def aside(rng: random.Random) -> str:
 def notice(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, str]]:
     """Write one notice and return it with its facts, keys in the order of KEYS.
 
-    `part` chooses the people: None for the training files, 0 for extract's held-out file, 1 for the others'.
+    `part` selects the people: None for the training files, 0 for extract's held-out file, 1 for the other held-out
+    files.
     """
     text, facts, _ = notice_of_topic(rng, part)
     return text, facts
 
 
 def notice_of_topic(rng: random.Random, part: int | None = None) -> tuple[str, dict[str, str], str]:
-    """Write one notice as `notice` does, and return what it is about too, one of `TOPICS`."""
+    """Write one notice as `notice` does, and return its topic, one of `TOPICS`, in addition."""
     template = rng.choice(NOTICES)
     name, city, day, amount = person(rng, part), any_city(rng), any_date(rng), any_amount(rng)
     number, street = any_street(rng)

@@ -1,1 +1,1 @@
-"""The sample that sees: small drawn pictures, what is asked about them, and the model that starts out reading them."""
+"""The vision-language sample: small drawn images, questions about them, and the base model."""

@@ -1,23 +1,23 @@
-"""What is said and asked about a picture: captions and chats to begin with, then the questions of the task."""
+"""Texts about images: captions and chats for pre-training, and the questions of the fine-tuning task."""
 
 import random
 
 from .draw import Bars, Dial, Picture, Receipt, any_bars, any_dial, any_receipt
 
 Chat = tuple[list[Picture], str, str]
-"""Pictures, a question about them, and its answer."""
+"""Images, a question about them, and its answer."""
 
 TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
 def any_picture(rng: random.Random) -> Picture:
-    """Return one of the three kinds."""
+    """Return an image of one of the three kinds."""
     return rng.choice((any_dial, any_bars, any_receipt))(rng)
 
 
 def caption(picture: Picture, rng: random.Random) -> str:
-    """Return all that a picture shows, in one line; bars and goods in any order, so that each has to be found.
+    """Return the whole content of an image in one line; bars and goods in random order, so that each must be found.
 
     Or bars in the order of their heights, so that they have to be compared.
     """
@@ -35,7 +35,7 @@ def caption(picture: Picture, rng: random.Random) -> str:
 
 
 def first_chat(picture: Picture, rng: random.Random) -> tuple[str, str]:
-    """Return a question that pre-training asks: what the picture is, or a description; never a reading by itself."""
+    """Return a question for pre-training: the kind of image or a description, but never a single reading."""
     if rng.random() < 0.5:
         return "Describe the picture.", caption(picture, rng)
     if isinstance(picture, Bars) and rng.random() < 0.5:
@@ -45,7 +45,7 @@ def first_chat(picture: Picture, rng: random.Random) -> tuple[str, str]:
 
 
 def question(rng: random.Random) -> Chat:
-    """Return an example of the fine-tuning task; one in twelve has two pictures, one in twenty-four has none."""
+    """Return an example of the fine-tuning task; one in twelve has two images, one in twenty-four has none."""
     kind = rng.randrange(24)
     if kind == 0:
         return _number(rng)

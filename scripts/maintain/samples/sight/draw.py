@@ -1,7 +1,7 @@
-"""Draw small pictures whose contents are known exactly: dials, bar charts and receipts, 48 x 48 pixels each.
+"""Draws small images whose contents are known exactly: dials, bar charts and receipts, 48 x 48 pixels each.
 
-Everything is drawn from a seeded generator with Pillow's lines, circles and rectangles; letters and digits have glyphs
-of their own, so that no font has to be installed. Letters lie on a grid of 8 pixels, and bars begin on it, which a
+Everything is drawn with Pillow's lines, circles and rectangles from a seeded generator. Letters and digits have
+built-in glyphs, so that no font has to be installed. Letters lie and bars begin on a grid of 8 pixels, which a vision
 tower of a hundred thousand weights learns to read in minutes.
 """
 
@@ -14,17 +14,17 @@ from typing import TypeAlias
 from PIL import Image, ImageDraw
 
 SIZE = 48
-"""Pixels of a side."""
+"""Side length in pixels."""
 CELL = 8
-"""Pixels of the grid."""
+"""Grid spacing in pixels."""
 FINER = 2
-"""How many times larger lines are drawn before they are averaged down, which smooths them."""
+"""Factor by which lines are drawn larger before averaging, which smooths them."""
 TOP = 100
-"""Of a dial's scale, which begins at 0."""
+"""Maximum of a dial's scale, which begins at 0."""
 STEP = 10
-"""Between the values that a hand can have."""
+"""Step between the possible values of a hand."""
 HIGHEST = 9
-"""Of a bar."""
+"""Maximum height of a bar."""
 COLOURS = {
     "red": (208, 40, 40),
     "green": (40, 150, 60),
@@ -68,7 +68,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Receipt:
-    """What a receipt lists, from top to bottom; the last line is the total."""
+    """The lines of a receipt from top to bottom; the last line is the total."""
 
     prices: tuple[tuple[str, int], ...]
     first: int = 0
@@ -104,7 +104,7 @@ def any_receipt(rng: random.Random) -> Receipt:
 
 
 def draw(picture: Picture, rng: random.Random) -> Image.Image:
-    """Return the picture, 48 x 48 RGB; shades, sizes and places vary with `rng`, what it shows does not."""
+    """Return the image, 48 x 48 RGB. Shades, sizes and positions vary with `rng`, the content does not."""
     shade = rng.randint(228, 255)
     if isinstance(picture, Receipt):
         return _receipt(picture, rng, shade)
@@ -115,7 +115,7 @@ def draw(picture: Picture, rng: random.Random) -> Image.Image:
 
 
 def png(image: Image.Image) -> bytes:
-    """Return the picture as a file."""
+    """Return the image as the content of a file."""
     held = io.BytesIO()
     image.save(held, "PNG", optimize=True)
     return held.getvalue()

@@ -1,16 +1,17 @@
-"""What is at each place of a picture's grid of 8 pixels: what the tower learns first, by itself."""
+"""Labels for each cell of an image's grid of 8 pixels, on which the vision tower is pre-trained alone."""
 
 from .draw import CELL, COLOURS, DEAREST, GLYPHS, GOODS, HIGHEST, SIZE, STEP, TOP, Bars, Dial, Picture, Receipt
 
 SIDE = SIZE // CELL
 NAMES = (*COLOURS, *GOODS, "sum")
 CLASSES = [2 + len(GLYPHS), 1 + len(NAMES), 3 * DEAREST + 1 + TOP + 1]
-"""Of the three labels: the letter, 0 for none; what the column or row is about; its number, or the dial's."""
+"""Numbers of classes of the three labels: the letter (0 for none), the meaning of the column or row, and its number or
+the dial's."""
 NOTHING = 0
 
 
 def of(picture: Picture) -> list[list[int]]:
-    """Return three labels for each place, row by row; 0 where there is nothing to say."""
+    """Return three labels for each cell, row by row; 0 stands for nothing."""
     letters, names = [NOTHING] * SIDE**2, [NOTHING] * SIDE**2
     if isinstance(picture, Dial):
         return [letters, names, [3 * DEAREST + 1 + picture.value // STEP] * SIDE**2]
@@ -31,7 +32,7 @@ def _of_bars(bars: Bars) -> tuple[list[int], list[int]]:
 
 
 def _of_receipt(receipt: Receipt) -> tuple[list[int], list[int], list[int]]:
-    """Return the letter at each place, and the name and the price of its row."""
+    """Return the letter in each cell, and the name and the price of its row."""
     letters, names, numbers = ([NOTHING] * SIDE**2 for _ in range(3))
     rows = [*receipt.prices, ("sum", receipt.total)]
     places = [receipt.first + number for number in range(len(receipt.prices))]

@@ -1,6 +1,6 @@
-"""Write the pictures and the questions about them, seeded: the same pixels and words on every machine.
+"""Writes the images and the questions about them from a seed: the same pixels and words on every machine.
 
-python -m scripts.maintain.samples.sight.make_data                         # what ships: seconds
+python -m scripts.maintain.samples.sight.make_data                         # the committed data, in seconds
 python -m scripts.maintain.samples.sight.make_data --seed 7 --output DIR   # other data of the same kind
 """
 
@@ -19,14 +19,14 @@ from .draw import draw, png
 
 HERE = SAMPLES / "sight"
 TRAIN, HELD_OUT = 3000, 300
-"""Examples."""
+"""Number of examples."""
 SCHEMA = pa.schema(
     [
         ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
         ("messages", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
     ]
 )
-"""Pictures as `datasets` stores them; `<image>` in the text is where each belongs."""
+"""Images as `datasets` stores them; `<image>` in the text marks the position of each."""
 
 
 def rows(count: int, seed: int, name: str) -> list[dict[str, Any]]:

@@ -1,11 +1,11 @@
-"""Make the base model that sees: train its tokenizer, then pre-train tower and language model from scratch, on a CPU.
+"""Makes the vision-language base model: trains its tokenizer, then pre-trains tower and language model, on a CPU.
 
     python -m scripts.maintain.samples.sight.pretrain --output first
     python -m scripts.maintain.samples.sight.pretrain --continue-from first --output second   # again, not the tower
 
-The tower learns what is at each of its places; then the whole learns from captions of the same pictures, and from chats
-about what a picture is. What the fine-tuning task asks, one reading at a time, is not among them. The loop is plain
-PyTorch, meant to be read: AdamW, warm-up, cosine.
+The tower first learns the labels of its cells; then the whole model learns from captions of the same images, and from
+chats about the kind of image. Questions of the fine-tuning task, which ask for a single reading, are not included. The
+loop is plain PyTorch, for readers: AdamW, warm-up, cosine.
 """
 
 import argparse
@@ -46,8 +46,8 @@ VOCABULARY = 448
 CONTEXT = 512
 PATCH = 8
 PLACES = (SIZE // PATCH) ** 2
-"""Tokens of a picture."""
-# Only what is between the generation marks, the answer and its end of turn, is the assistant's.
+"""Tokens per image."""
+# Only the text between the generation marks, the answer and its end of turn, is the assistant's.
 CHAT_TEMPLATE = (
     "{%- macro said(content) -%}"
     "{%- if content is string -%}{{- content -}}"
@@ -73,7 +73,7 @@ PIECES = Regex(r"\p{L}+|\p{N}| |[^\s\p{L}\p{N}]+|\s")
 
 
 def said(pictures: list[Picture], rng: random.Random) -> str:
-    """Return the text around one or two pictures: captions, or of one picture sometimes a chat."""
+    """Return the text about one or two images: captions, or sometimes a chat about a single image."""
     first = ask.caption(pictures[0], rng)
     if len(pictures) == 2:
         return f"{BOS}{IMAGE}{IMAGE}{first}\n{ask.caption(pictures[1], rng)}{END}"
@@ -118,7 +118,7 @@ def train_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def processor_of(tokenizer: PreTrainedTokenizerFast) -> LlavaProcessor:
-    """Return the processor: pictures become 48 x 48 pixels, and 36 tokens each."""
+    """Return the processor, which resizes images to 48 x 48 pixels, 36 tokens each."""
     return LlavaProcessor(
         image_processor=SiglipImageProcessorPil(size={"height": SIZE, "width": SIZE}),
         tokenizer=tokenizer,
@@ -169,7 +169,7 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlavaForConditionalGenerati
 
 
 def drawn(count: int, rng: random.Random) -> tuple[list[Picture], torch.Tensor]:
-    """Return pictures, and their pixels as the processor gives them, [pictures, 3, side, side]."""
+    """Return images and the processor's pixel values for them, [images, 3, side, side]."""
     pictures = [ask.any_picture(rng) for _ in range(count)]
     pixels = np.stack([np.asarray(draw(one, rng)) for one in pictures])
     return pictures, torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
@@ -178,7 +178,7 @@ def drawn(count: int, rng: random.Random) -> tuple[list[Picture], torch.Tensor]:
 def batches(
     tokenizer: PreTrainedTokenizerFast, pool: tuple[list[Picture], torch.Tensor], count: int, size: int, seed: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield `count` batches about the pictures of `pool`; every token but theirs and the padding is learned."""
+    """Yield `count` batches about the images in `pool`; all tokens except those of images and padding have labels."""
     rng, image = random.Random(f"{seed}/batches"), tokenizer.convert_tokens_to_ids(IMAGE)
     pictures, pixels = pool
     for _ in range(count):
@@ -206,12 +206,12 @@ def schedule(step: int, steps: int) -> float:
 def train_tower(
     model: LlavaForConditionalGeneration, pool: tuple[list[Picture], torch.Tensor], steps: int, rate: float, size: int
 ) -> float:
-    """Teach the tower to say of each of its places what is there; return the mean loss of the last steps.
+    """Train the tower to predict the labels of each cell, and return the mean loss of the last steps.
 
-    As large towers are, it is trained by itself first, which needs far less computation than through the language
-    model. What it learns from is `labels.of`; the linear layer that names them is not kept.
+    Like large towers, it is first trained alone, which needs far less computation than training it through the language
+    model. The labels are those of `labels.of`; the linear layer that predicts them is discarded.
     """
-    named = torch.tensor([labels.of(one) for one in pool[0]])  # [pictures, kinds of labels, places]
+    named = torch.tensor([labels.of(one) for one in pool[0]])  # [images, kinds of labels, cells]
     head = torch.nn.Linear(model.config.vision_config.hidden_size, sum(labels.CLASSES))
     tower = model.model.vision_tower
 
@@ -236,7 +236,7 @@ def pretrain(
 def trained(
     parameters: list[torch.nn.Parameter], loss_of: Callable[[int], torch.Tensor], steps: int, rate: float
 ) -> float:
-    """Make so many steps; return the mean loss of the last fiftieth of them."""
+    """Train for a number of steps, and return the mean loss of the last fiftieth of them."""
     groups = [
         {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.05},
         {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
