@@ -3,7 +3,7 @@
     python scripts/launch.py _template-1b lora --draft
     python scripts/launch.py _template-1b lora --draft data.path=FILE lora.rank=8     # change anything
 
-TODO where the learning rates come from, and what whoever fine-tunes this family has to know, in two lines.
+TODO the sources of the learning rates, and the peculiarities of fine-tuning this family, in two lines.
 """
 
 from dataclasses import replace

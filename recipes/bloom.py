@@ -105,7 +105,7 @@ def dpo_lora(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
-    Each text is a sequence of its own: join short ones into texts of about 2,048 tokens.
+    Each text becomes one sequence: join short texts into texts of about 2,048 tokens.
     """
     return variants.pretrain(full(size), learning_rate=6e-6 if size == "176b" else 1e-5, weight_decay=0.1)
 
@@ -113,8 +113,8 @@ def pretrain(size: str) -> Recipe:
 def pipeline(size: str) -> Recipe:
     """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
-    The 176b is predicted to fit on 36 nodes of 8 H200. A GPU holds two layers or, at either end, one and the embedding
-    of 3.6B. With 144 micro-batches per step and copy, the stages wait for the time of 35 (20 %).
+    The 176b is predicted to fit on 36 nodes of 8 H200. A GPU holds two layers or, at either end, one layer and the
+    embedding of 3.6B. With 144 micro-batches per step and copy, the stages are idle for the time of 35 (20 %).
     """
     large = size == "176b"
     return replace(

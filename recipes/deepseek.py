@@ -126,7 +126,7 @@ def full(size: str) -> Recipe:
 def lora(size: str) -> Recipe:
     """Adapters on attention, at v2-lite on every routed expert too, ZeRO-2, ZeRO-3 at v3: the usual start.
 
-    PEFT adds an adapter to a layer's whole stack of experts at every pass: 22.5 GB at v3 beside the stack itself.
+    PEFT adds an adapter to a layer's whole stack of experts at every pass: 22.5 GB at v3, in addition to the stack.
     """
     experts = variants.EXPERTS if size == "v2-lite" else None
     return replace(
@@ -155,7 +155,7 @@ def pretrain(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs, at v3 over 256 (AutoEP): tokens travel, not weights.
+    """All weights with each layer's experts spread over 8 GPUs, at v3 over 256 (AutoEP): sends tokens, not weights.
 
     Two all-to-alls per layer instead of gathering every expert. The v2-lite is predicted to fit on one node of 8 H100.
     The v3 is predicted to fit on 32 nodes of 8 B200.

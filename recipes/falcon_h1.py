@@ -7,8 +7,8 @@ All weights: 1e-5 at batch 64 from NVIDIA-NeMo/Automodel (llm_finetune/falcon/fa
 Adapters: rank 32, alpha 16 and 2e-4 from axolotl (falcon-h1/falcon-h1-7b-qlora.yaml), 1e-4 at 34b as QLoRA
 (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
 (zephyr-7b-beta/dpo/config_qlora.yaml).
-No variant packs documents: a mixer carries its state from one into the next. Install mamba-ssm and causal-conv1d:
-without them it is slow.
+No variant packs documents: a mixer carries its state from one document into the next. Install mamba-ssm and
+causal-conv1d: without them training is slow.
 """
 
 from dataclasses import replace
@@ -100,13 +100,13 @@ WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""
 
 LINEAR = f"{variants.ATTENTION},in_proj,gate_proj,up_proj,down_proj"
-"""The linear layers but `out_proj`: the fused Mamba kernels pass adapters on it by, so PEFT refuses them."""
+"""The linear layers except `out_proj`: fused Mamba kernels bypass adapters on it, so PEFT refuses them."""
 
 WITHOUT = variants.NO_HEADS
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

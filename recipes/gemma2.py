@@ -7,8 +7,8 @@ All weights: 2e-5 for 2b from torchtune (gemma2/2B_full.yaml), 1e-5 at batch 64 
 (llm_finetune/gemma/gemma_2_9b_it_squad.yaml), half of it at 27b. Adapters: rank 32, alpha 16 and 2e-4 from axolotl
 (gemma2/qlora.yml), 1e-4 at 27b as in QLoRA (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-Attention caps its scores, which SDPA cannot: it is computed eagerly, and its memory grows with the square of the
-length. Where flash-attn is installed, add model.attention=flash_attention_2. The chat template refuses system turns.
+Attention caps its scores, which SDPA does not support: attention is eager, and its memory grows with the square of the
+length. If flash-attn is installed, add model.attention=flash_attention_2. The chat template refuses system turns.
 """
 
 from dataclasses import replace
@@ -83,7 +83,7 @@ WHOLE = ("2b",)
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

@@ -1,11 +1,11 @@
-"""gemma3_vision: Google's Gemma 3 with its vision tower, instruction-tuned, for pictures and text.
+"""gemma3_vision: Google's Gemma 3 with its vision tower, instruction-tuned, for images and text.
 
     python scripts/launch.py gemma3_vision-4b lora
     python scripts/launch.py gemma3_vision-4b lora data.path=FILE learning_rate=1e-4 model.train_vision=true   # change
 
 Rates: those of gemma3.py. Special: the tower is SigLIP So400m (dimensions: transformers,
-models/gemma3/convert_gemma3_weights.py), frozen unless model.train_vision=true; it makes 256 tokens of every picture,
-whatever its size, so data.max_pixels bounds only what is read from the disk.
+models/gemma3/convert_gemma3_weights.py), frozen unless model.train_vision=true. It turns every image into 256 tokens,
+whatever its size, so data.max_pixels only limits the size of images that are read.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ LANGUAGE = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
 }
-"""What all sizes have in common, unless they say otherwise."""
+"""Settings of all sizes, unless a size overrides them."""
 
 
 SHARED = {"model_type": "gemma3", "mm_tokens_per_image": 256, "tie_word_embeddings": True, "vision_config": TOWER}
@@ -113,7 +113,7 @@ def full(size: str) -> Recipe:
         weight_decay=0.0,
         global_batch_size=64,
         sequence_length=2048,
-        packing=False,  # sequences with pictures are not packed
+        packing=False,  # sequences with images are not packed
         schedule=Schedule("cosine", warmup=0.03),
     )
 

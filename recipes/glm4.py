@@ -8,7 +8,7 @@ full: 1e-5 at batch 64 (NVIDIA-NeMo/Automodel glm_4_9b_chat_hf_squad.yaml); THUD
 and alpha 32 as axolotl's glm4/qlora-32b.yaml, which takes 2e-4. dpo_lora: 5e-6 (alignment-handbook zephyr-7b-beta/dpo).
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
-Nothing of its own ends an assistant's turn: the next role's token does (`<|user|>`, an end token in generation too).
+An assistant's turn has no end token of its own: the next role's token ends it (`<|user|>`, also in generation).
 gate and up are one matrix, `gate_up_proj`; only 9b has biases in q, k and v.
 """
 

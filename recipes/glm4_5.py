@@ -1,4 +1,4 @@
-"""glm4_5: Z.ai's GLM-4.5, mixtures of experts that think or answer at once; 4.6 and 4.7 have the same dimensions.
+"""glm4_5: Z.ai's GLM-4.5, MoE models that reason first or answer directly; 4.6 and 4.7 have the same dimensions.
 
     python scripts/launch.py glm4_5-air lora
     python scripts/launch.py glm4_5-355b lora model.path=zai-org/GLM-4.7 data.path=FILE.jsonl epochs=2
@@ -6,8 +6,8 @@
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/glm/glm_4.7_te_deepep.yaml). Adapters: rank 16, alpha 8 and
 2e-4 from axolotl (glm45/glm-45-air-qlora.yaml), 1e-4 at 355b as QLoRA (arXiv:2305.14314); DPO 5e-6 from
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints hold a layer that predicts a second token too: it is neither loaded, counted nor exported. DeepSpeed has
-no preset for these experts: the project tells AutoEP how they are routed, and checks it on a draft before a run.
+The checkpoints include a layer that predicts a second token: it is neither loaded, counted nor exported. DeepSpeed has
+no preset for these experts: the project configures AutoEP's routing, and checks it on a draft before a run.
 `pretrain` usually starts from base weights: model.path=zai-org/GLM-4.5-Air-Base.
 """
 
@@ -105,7 +105,7 @@ def long_context(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The air is predicted to fit on 8 nodes of 8 H200.

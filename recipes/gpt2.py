@@ -1,9 +1,9 @@
-"""gpt2: OpenAI's GPT-2, small to XL: old, small and open, so the family to learn fine-tuning with.
+"""gpt2: OpenAI's GPT-2, small to XL: old, small and open, and therefore good for learning fine-tuning.
 
     python scripts/launch.py gpt2-124m full
     python scripts/launch.py gpt2-124m full data.path=FILE learning_rate=3e-5 epochs=3     # change anything
 
-A course in seven runs (1 and 2 on two GPUs or more). Before each, guess what it does to memory, speed and loss.
+A course in seven runs (1 and 2 on two or more GPUs). Before each, guess its effect on memory, speed and loss.
 
     python scripts/launch.py gpt2-124m full deepspeed=zero0.json          # 1. plain data parallelism
     python scripts/launch.py gpt2-124m full deepspeed=zero3.json          # 2. everything sharded: the same loss
@@ -19,10 +19,10 @@ ZeRO-1 shards the 12, ZeRO-2 the gradient's 2 as well, ZeRO-3 all 16 (configs/RE
 5.84 GB each with ZeRO-2, 3.12 GB with ZeRO-3. A frozen weight costs 2 bytes: `lora` on 124m trains 2.36M weights, and
 holds 0.29 GB. Activations grow with micro_batch_size x sequence_length; recomputing them trades time for memory.
 
-The learning rate matters most: adapters take several times the rate of all weights, DPO far less, and larger models
-less than small ones. The batch is global_batch_size x sequence_length tokens per step, on one GPU or on
-eight: what does not fit at once is accumulated. Packing fills every sequence with several short documents that
-never attend to each other; the position ids, which restart at each document, keep them apart.
+The learning rate matters most: adapters need several times the rate of full training, DPO far less, and large models
+less than small ones. The batch is global_batch_size x sequence_length tokens per step, on one GPU as on eight: if it
+does not fit at once, gradients are accumulated. Packing fills every sequence with several short documents that never
+attend to each other; the position ids, which restart at each document, keep them apart.
 
 Rates: `full` is the Trainer's default (5e-5, linear) for 124m and 355m, and nanoGPT config/finetune_shakespeare.py
 (3e-5, 32 sequences of 1,024 tokens) for the larger two; `pretrain` is nanoGPT's throughout, constant, with train.py's
@@ -30,8 +30,8 @@ beta2 0.95 and weight decay 0.1. Adapters: the LoRA paper's GPT-2 (arXiv:2106.09
 alpha 32, linear, weight decay 0.01; rank 4 on attention only); TRL trl/scripts/dpo.py (5e-6).
 
 A base model without a chat format: it continues text until `full` teaches it to answer. Positions are a learned table
-of 1,024 entries, so no sequence can be longer. Linear layers are Conv1D modules (weights transposed), which PEFT knows.
-Dropout (0.1) is on during training.
+of 1,024 entries, so no sequence can be longer. Linear layers are Conv1D modules (transposed weights), which PEFT
+supports. Dropout (0.1) is on during training.
 """
 
 from dataclasses import replace

@@ -8,7 +8,7 @@ training/finetune_GPT-NeoXT-Chat-Base-20B.sh trains this model at 1e-6. Adapters
 13B), TRL trl/scripts/dpo.py (5e-6). `pretrain`: gpt-neox configs/20B.yml, the last rate of its pre-training (0.97e-5);
 betas and weight decay are from there too.
 
-The base model knows no chat format. Queries, keys and values are one fused layer (query_key_value), so an adapter on it
+The base model has no chat format. Queries, keys and values are one fused layer (query_key_value), so an adapter on it
 adapts all three; attention and feed-forward run in parallel on the same residual.
 """
 

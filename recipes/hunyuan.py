@@ -1,4 +1,4 @@
-"""hunyuan: Tencent's dense Hunyuan models, 1.8B to 7B, which think slowly or answer at once.
+"""hunyuan: Tencent's dense Hunyuan models, 1.8B to 7B, which reason first or answer directly.
 
     python scripts/launch.py hunyuan-7b lora
     python scripts/launch.py hunyuan-4b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
@@ -79,7 +79,7 @@ WHOLE = ("1.8b", "4b")
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

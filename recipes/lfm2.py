@@ -6,7 +6,7 @@
 All weights: 5e-5, batch and warm-up from axolotl (LiquidAI/lfm2-350m-fft.yaml). Adapters: rank 32 and alpha 16 from
 axolotl (LiquidAI/lfm2-8b-a1b-lora.yaml), 2e-4 as QLoRA at this size (arXiv:2305.14314), DoRA at half the rank
 (arXiv:2402.09353); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-No variant packs documents: convolutions read the two tokens before each, across the border of two documents.
+No variant packs documents: convolutions read the two preceding tokens, even those of the previous document.
 """
 
 from dataclasses import replace
@@ -90,7 +90,7 @@ WITHOUT = variants.NO_HEADS
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],
@@ -100,7 +100,7 @@ def full(size: str) -> Recipe:
         schedule=Schedule("cosine", warmup=0.1),
         global_batch_size=32,
         sequence_length=4096,
-        # Convolutions read the tokens before, whichever document they belong to.
+        # Convolutions read the preceding tokens, even those of another document.
         packing=False,
     )
 

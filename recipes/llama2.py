@@ -1,4 +1,4 @@
-"""llama2: Llama 2 Chat, Meta's decoders of July 2023, which many others have been fine-tuned from.
+"""llama2: Llama 2 Chat, Meta's decoders of July 2023, on which many other models are based.
 
     python scripts/launch.py llama2-13b lora
     python scripts/launch.py llama2-70b qlora data.path=FILE.jsonl lora.rank=64 epochs=2  # your data
@@ -7,7 +7,7 @@ All weights: rate, decay, batch and length are those of Meta's own SFT (arXiv:23
 pre-training. Adapters: rank 32, alpha 16 and 2e-4 from axolotl (llama-2/lora.yml), 1e-4 for 70b as in QLoRA
 (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
 (zephyr-7b-beta/dpo/config_qlora.yaml).
-Its chat template has no control token around the user's turns but `[INST]` in plain text, and no tools.
+Its chat template marks the user's turns with `[INST]` in plain text instead of control tokens, and has no tools.
 `pretrain` usually starts from base weights: model.path=meta-llama/Llama-2-7b-hf.
 """
 
@@ -67,7 +67,7 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

@@ -11,7 +11,7 @@ above). `pretrain`: smollm finemath-4plus.yaml, which continues Llama 3.2 3B (5e
 larger ones scaled as in `full`.
 
 The weights are gated: accept the licence on the Hub first. The chat template opens every conversation with a system
-block that holds a date; for 1b and 3b it is the day of the run, so the same data tokenizes differently tomorrow.
+block that contains a date; for 1b and 3b it is the day of the run, so the same data tokenizes differently tomorrow.
 """
 
 from dataclasses import replace
@@ -148,7 +148,7 @@ def qlora(size: str) -> Recipe:
 
 
 def qlora_zero3(size: str) -> Recipe:
-    """Adapters on 4-bit weights that the GPUs share: where `qlora` loads on one but does not train, as 70b on 40 GB."""
+    """Adapters on 4-bit weights that the GPUs share: if `qlora` loads on a GPU but cannot train, as 70b on 40 GB."""
     return variants.qlora_zero3(lora(size), learning_rate=1e-4 if size in LARGE else 2e-4)
 
 
@@ -165,7 +165,7 @@ def dpo_lora(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.
 
-    From the base model: add model.path=meta-llama/Llama-3.1-8B, or the one of your size (70b: Llama-3.1-70B).
+    To start from the base model, add model.path=meta-llama/Llama-3.1-8B, or that of your size (70b: Llama-3.1-70B).
     """
     return variants.pretrain(full(size), learning_rate=2.5 * RATES[size], weight_decay=0.01, adam_beta2=0.95)
 
@@ -179,7 +179,7 @@ def tensor(size: str) -> Recipe:
 
 
 def sequence(size: str) -> Recipe:
-    """All weights on sequences of 131,072 tokens, an eighth on each GPU of a node: for what no GPU holds alone.
+    """All weights on sequences of 131,072 tokens, an eighth on each GPU of a node: for sequences too long for one GPU.
 
     The 8b is predicted to fit on one node of 8 H100.
     """
@@ -189,8 +189,8 @@ def sequence(size: str) -> Recipe:
 def pipeline(size: str) -> Recipe:
     """All weights, the layers over several GPUs: for many nodes with a slow network between them.
 
-    The 70b is predicted to fit on 8 nodes of 8 H200. With 64 micro-batches per step and copy, the stages wait for the
-    time of 15 (19 %).
+    The 70b is predicted to fit on 8 nodes of 8 H200. With 64 micro-batches per step and copy, the stages are idle for
+    the time of 15 (19 %).
     """
     large = size in LARGE
     return replace(
@@ -204,7 +204,7 @@ def pipeline(size: str) -> Recipe:
 def three_d(size: str) -> Recipe:
     """All weights, matrices split inside a node and layers over nodes: the most GPUs with the least waiting.
 
-    The 70b is predicted to fit on 8 nodes of 8 H100; the stages wait for the time of 3 micro-batches in 35 (9 %).
+    The 70b is predicted to fit on 8 nodes of 8 H100; the stages are idle for the time of 3 micro-batches in 35 (9 %).
     """
     return replace(full(size), deepspeed="pipeline.json", layout=Layout(tensor=8, pipeline=4))
 

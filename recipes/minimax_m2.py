@@ -1,4 +1,4 @@
-"""minimax_m2: MiniMax-M2.5, a mixture of 256 experts with 10B of 229B active, for code and agents.
+"""minimax_m2: MiniMax-M2.5, an MoE model of 256 experts with 10B of 229B active, for code and agents.
 
     python scripts/launch.py minimax_m2-229b lora
     python scripts/launch.py minimax_m2-229b lora model.path=BF16_FOLDER data.path=FILE.jsonl epochs=2
@@ -6,8 +6,8 @@
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/minimax_m2/minimax_m2.5_hellaswag_pp.yaml). Adapters: rank 16
 and alpha 32 from axolotl (minimax/m2-qlora.yaml), which takes 2e-4; here 1e-4, as QLoRA does at this size
 (arXiv:2305.14314); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The weights are published in FP8, which cannot be trained: model.path has to name a folder with a bf16 copy of them. Its
-layers that predict more tokens are neither loaded, counted nor exported.
+The weights are published in FP8, which cannot be trained: model.path must name a folder with a bf16 copy. The layers
+that predict further tokens are neither loaded, counted nor exported.
 """
 
 from dataclasses import replace
@@ -76,7 +76,7 @@ def long_context(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The 229b with layout.expert=64 is predicted to fit on 8 nodes of 8 H200.

@@ -6,7 +6,7 @@
 All weights: 1e-5 at batch 64 from NVIDIA-NeMo/Automodel (llm_finetune/mistral/ministral3_3b_squad.yaml). Adapters: rank
 32, alpha 16 and 2e-4 from axolotl (ministral3/ministral3-3b-qlora.yaml), DoRA at half the rank (arXiv:2402.09353); DPO
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints hold a vision tower of 0.4B parameters too: it is neither loaded, counted nor exported. Instruct is
+The checkpoints include a vision tower of 0.4B parameters: it is neither loaded, counted nor exported. Instruct is
 published in FP8, which cannot be trained; this is Mistral's bf16 copy. Beyond 16,384 positions queries are scaled.
 `pretrain` usually starts from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
 """
@@ -84,7 +84,7 @@ WHOLE = ("3b",)
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

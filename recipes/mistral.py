@@ -10,7 +10,7 @@ lora: 2e-4, rank 16 (alignment-handbook zephyr-7b-beta/sft/config_qlora.yaml); q
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
 Small 3.1 and 3.2 are image and text models (`mistral3`), which AutoModelForCausalLM does not load: 24b is 2501.
-Its chat template puts a system prompt with the day's date where a conversation has none: give each a system turn.
+Its chat template adds a system prompt with the current date to conversations without one: give each a system turn.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""mixtral: Mistral AI's mixtures of eight experts, two of them per token, instruct versions.
+"""mixtral: Mistral AI's MoE models of eight experts, two of them per token, instruct versions.
 
     python scripts/launch.py mixtral-8x7b lora
     python scripts/launch.py mixtral-8x22b lora data.path=FILE.jsonl lora.rank=8 epochs=2  # your own data
@@ -9,7 +9,7 @@ the same for 8x22b); 8x22b: half of it. dpo_lora: 5e-6 (alignment-handbook zephy
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
 `full` needs 16 bytes per parameter over all GPUs before activations: 747 GB (8x7b), 2,250 GB (8x22b).
-Adapters leave the router as it is; its balancing loss counts only with router_aux_loss_coef, whatever config.json has.
+Adapters leave the router unchanged; its balancing loss only counts with router_aux_loss_coef, whatever config.json has.
 """
 
 from dataclasses import replace
@@ -105,7 +105,7 @@ def pretrain(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The 8x7b is predicted to fit on 4 nodes of 8 H100.

@@ -6,8 +6,8 @@
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/nemotron/nemotron_nano_v3_hellaswag.yaml). Adapters: rank 16,
 alpha 32 and 2e-4 from axolotl (nemotron-h/nano-30b-a3b-qlora.yaml); DPO 5e-6 from alignment-handbook
 (zephyr-7b-beta/dpo/config_qlora.yaml).
-No variant packs documents: a Mamba layer carries its state from one into the next. Install mamba-ssm and causal-conv1d:
-without them it is slow. Its experts have no gate projection, which DeepSpeed's AutoEP needs: nothing spreads them.
+No variant packs documents: a Mamba layer carries its state from one document into the next. Install mamba-ssm and
+causal-conv1d: without them training is slow. DeepSpeed's AutoEP cannot distribute the experts, which lack a gate.
 The licence's full name is NVIDIA Nemotron Open Model License (`nvidia-nemotron-open-model-license` on the Hub).
 """
 
@@ -75,7 +75,7 @@ def full(size: str) -> Recipe:
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on attention and on what enters the Mamba-2 layers: try this first; the experts stay as they are."""
+    """Adapters on attention and on the inputs of the Mamba-2 layers: try this first; the experts stay frozen."""
     return replace(
         full(size),
         lora=Lora(rank=16, alpha=32, target_modules=f"{variants.ATTENTION},in_proj"),

@@ -75,7 +75,7 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],
@@ -101,7 +101,7 @@ def lora(size: str) -> Recipe:
 
 
 def long_context(size: str) -> Recipe:
-    """All weights on sequences of 32,768 tokens, Ai2's own length: for long documents and long reasoning.
+    """All weights on sequences of 32,768 tokens, the length that Ai2 used: for long documents and long reasoning.
 
     Ai2 starts from base weights: model.path=allenai/Olmo-3-1025-7B.
     """

@@ -6,8 +6,8 @@
 All weights: 2e-5 at batch 128 and length 4,096, and DPO 5e-7, as Ai2 trained it (allenai/OLMoE, README.md).
 Adapters: rank 16, alpha 32 and 2e-4 as QLoRA at this size (arXiv:2305.14314); DPO with adapters 5e-6 from
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-64 experts per layer, 8 for a token. DeepSpeed has no preset for them: the project tells AutoEP how they are routed, and
-checks it on a draft before a run. The loss that balances them is off; router_aux_loss_coef=0.01 is pre-training's.
+64 experts per layer, 8 per token. DeepSpeed has no preset for them: the project configures AutoEP's routing, and checks
+it on a draft before a run. The balancing loss is off; pre-training used router_aux_loss_coef=0.01.
 `pretrain` usually starts from base weights: model.path=allenai/OLMoE-1B-7B-0924.
 """
 
@@ -51,7 +51,7 @@ WITHOUT = variants.NO_HEADS
 
 
 def full(size: str) -> Recipe:
-    """All weights, routers included: for plenty of data, or a task far from what the model knows."""
+    """All weights, routers included: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],
@@ -75,7 +75,7 @@ def lora(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The 1b-7b is predicted to fit on one node of 8 H100.

@@ -10,7 +10,8 @@ torchtune's phi4/14B_lora.yaml has 3e-4 at rank 8. dpo_lora: 5e-6 (alignment-han
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
 q, k and v are one matrix, gate and up another: adapters are on `qkv_proj` and `gate_up_proj`, not on `q_proj`.
-mini (LongRoPE): a document over 4,096 tokens changes the rotary factors of its whole batch; train at the lengths used.
+mini (LongRoPE): a document over 4,096 tokens changes the rotary factors of its whole batch; train with the lengths that
+you will use.
 """
 
 from dataclasses import replace

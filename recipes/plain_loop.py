@@ -5,8 +5,8 @@
 
 MODEL is a Hugging Face model with a chat template that marks the assistant's tokens; every line of data.jsonl is
 {"messages": [{"role": ..., "content": ...}, ...]}. OUTPUT becomes a folder that `from_pretrained` loads.
-A run whose loss is not finite, or that leaves the weights as they were, ends with exit status 1 and writes no OUTPUT.
-What it leaves out, and `scripts/launch.py` has: evaluation, resume, adapters, tracking, checks.
+A run whose loss is not finite, or that leaves the weights unchanged, ends with exit status 1 and writes no OUTPUT.
+`scripts/launch.py` has what this file lacks: evaluation, resume, adapters, tracking, checks.
 """
 
 import argparse
@@ -51,14 +51,14 @@ def options():
 
 def documents(path, tokenizer, length):
     """Return (tokens, labels) per conversation; -100 keeps a token out of the loss."""
-    # Not splitlines(): it also divides at U+2028, which JSON leaves as it is inside strings.
+    # Not splitlines(), which also splits at U+2028, a character that JSON allows inside strings.
     lines = [line for line in Path(path).read_text(encoding="utf-8").split("\n") if line.strip()]
     kept, long, unmarked = [], 0, 0
     for line in lines:
         messages = json.loads(line)["messages"]
         chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         tokens, mask = chat["input_ids"], chat["assistant_masks"]
-        # The first token has no label: nothing before it could have predicted it.
+        # The first token has no label, since no earlier token could predict it.
         labels = [-100] + [t if m else -100 for t, m in zip(tokens[1:], mask[1:], strict=True)]
         if len(tokens) > length:
             long += 1
@@ -158,7 +158,7 @@ def main():
         )
 
     def sample():
-        """Return some of the weights: of those that ZeRO-3 shards, this rank's part."""
+        """Return a sample of the weights: this rank's part of those that ZeRO-3 shards."""
         return [getattr(p, "ds_tensor", p).detach().flatten()[:1024].clone() for p in model.parameters()]
 
     before = sample()
@@ -185,7 +185,7 @@ def main():
         if step % o.log_every == 0 or step == o.steps:
             dist.all_reduce(total)
             if not total.isfinite():
-                raise SystemExit(f"step {step}: the loss is {total.item()}: lower --lr {o.lr}, or look at {o.data}.")
+                raise SystemExit(f"step {step}: the loss is {total.item()}: lower --lr {o.lr}, or check {o.data}.")
             if rank == 0:
                 norm = engine.get_global_grad_norm()
                 print(json.dumps({
@@ -200,7 +200,7 @@ def main():
     moved = torch.tensor(float(any(not a.equal(b) for a, b in zip(sample(), before, strict=True))), device=device)
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)
     if not moved:
-        raise SystemExit(f"after {o.steps} steps the weights are what they were before: --lr {o.lr} is too small.")
+        raise SystemExit(f"the weights have not changed after {o.steps} steps: --lr {o.lr} is too small.")
 
     # Under ZeRO-3 every rank takes part in gathering the weights; rank 0 gets them.
     state = engine._zero3_consolidated_16bit_state_dict() if o.zero_stage == 3 else engine.module.state_dict()

@@ -7,7 +7,7 @@ All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/qwen/qwen2_5_7b_squad
 torchtune (qwen2_5/0.5B_full.yaml, 1.5B_full.yaml), decay of Qwen's own SFT (arXiv:2412.15115). Adapters: rank 32, alpha
 64 and 2e-4 from axolotl (qwen2/qlora-fsdp.yaml), 1e-4 from 32b on as in QLoRA (arXiv:2305.14314), DoRA at half the rank
 (arXiv:2402.09353); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-Its chat template opens with a system prompt of its own where a conversation has none: give each a system turn.
+Its chat template adds a default system prompt to conversations without one: give each a system turn.
 Coder and Math are the same architecture: model.path=Qwen/Qwen2.5-Coder-7B-Instruct. Up to 3b the output layer and the
 embedding are one weight.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen2.5-7B (there is one for each size).
@@ -140,7 +140,7 @@ WHOLE = ("0.5b", "1.5b", "3b")
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

@@ -1,17 +1,17 @@
-"""qwen2_5_vl: Qwen2.5-VL, Alibaba's Qwen2.5 with a vision tower, instruction-tuned, for pictures and text.
+"""qwen2_5_vl: Qwen2.5-VL, Alibaba's Qwen2.5 with a vision tower, instruction-tuned, for images and text.
 
     python scripts/launch.py qwen2_5_vl-7b lora
     python scripts/launch.py qwen2_5_vl-7b lora data.path=FILE data.max_pixels=1000000 sequence_length=4096   # change
 
-Special: a picture keeps its proportions and is a token per 28 x 28 pixels, so data.max_pixels decides what a picture
-costs: at most 576 tokens here, 1,275 with the default of other pages. Small print and dense documents need more, and
-sequence_length with it. The tower is frozen unless model.train_vision=true, with the layers that project its outputs.
-Training is on pictures; an export still reads videos. As Qwen2.5's, its chat template opens with a system prompt of its
-own where a conversation has none.
+Special: an image keeps its proportions and takes a token per 28 x 28 pixels, so data.max_pixels determines the cost of
+an image: at most 576 tokens here, 1,275 with the default of other pages. Small print and dense documents need more,
+and a larger sequence_length. The tower and its projection are frozen unless model.train_vision=true. Training uses
+images only; an export still reads videos. As in Qwen2.5, the chat template adds a default system prompt to
+conversations without one.
 Rates: 1e-5 for all weights and 1e-4 for adapters from LLaMA-Factory (train_full/qwen2_5vl_full_sft.yaml and
 train_lora/qwen2_5vl_lora_sft.yaml, for 7b). Qwen's own script (QwenLM/Qwen3-VL, qwen-vl-finetune), from which
-data.max_pixels, decay and warmup are, advises 2e-7 to 1e-6 for all weights: take that for much data near what the model
-knows.
+data.max_pixels, decay and warmup are taken, advises 2e-7 to 1e-6 for all weights: use that for much data of a kind that
+the model was trained on.
 """
 
 from dataclasses import replace
@@ -38,12 +38,12 @@ LANGUAGE = {
     "vocab_size": 152_064,
     "max_position_embeddings": 128_000,
     "rms_norm_eps": 1e-6,
-    # Pairs of a head that turn with time, height and width.
+    # Numbers of a head's rotary pairs for time, height and width.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
     "tie_word_embeddings": False,
 }
 SHARED = {"model_type": "qwen2_5_vl", "tie_word_embeddings": False}
-"""What all sizes have in common, unless they say otherwise."""
+"""Settings of all sizes, unless a size overrides them."""
 
 PIXELS_PER_TOKEN = 28 * 28
 
@@ -134,7 +134,7 @@ def full(size: str) -> Recipe:
         weight_decay=0.01,
         global_batch_size=64,
         sequence_length=2048,
-        packing=False,  # sequences with pictures are not packed
+        packing=False,  # sequences with images are not packed
         schedule=Schedule("cosine", warmup=0.03),
     )
 

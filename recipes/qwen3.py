@@ -8,8 +8,8 @@ sequences of 2048 for 32b), decay and beta2 from THUDM/slime (run-qwen3-4B-base-
 TRL's sft.py, warm-up and the rate for raw text from ms-swift (megatron/dense/qwen3_32b.sh, train/pretrain/train.sh).
 Adapters: rank 32 and 2e-4 from axolotl (qwen3/8b-lora-fused-attn.yaml), 1e-4 at 32b as in QLoRA (arXiv:2305.14314),
 DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The template for training writes a think block into every answer: data without reasoning teaches an empty one, so mix
-in examples with reasoning if the model should keep it. Up to 4b the output layer and the embedding are one weight.
+The training template writes a think block into every answer. Data without reasoning teaches an empty block, so mix in
+examples with reasoning if the model should keep reasoning. Up to 4b the output layer and the embedding are one weight.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen3-8B-Base (there is one for each size up to 14b).
 """
 
@@ -110,7 +110,7 @@ WHOLE = ("0.6b", "1.7b", "4b")
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],
@@ -151,7 +151,7 @@ def tensor(size: str) -> Recipe:
 
 
 def sequence(size: str) -> Recipe:
-    """All weights on sequences of 40,960 tokens, an eighth on each GPU of a node: for what no GPU holds alone.
+    """All weights on sequences of 40,960 tokens, an eighth on each GPU of a node: for sequences too long for one GPU.
 
     The 32b is predicted to fit on one node of 8 H200.
     """

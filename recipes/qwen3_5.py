@@ -9,8 +9,8 @@ All weights: 1e-5, decay and beta2 from NVIDIA-NeMo/Automodel (qwen3_5_4b.yaml, 
 Adapters: rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/27b-qlora.yaml), 1e-4 at 27b from Automodel
 (qwen3_8_27b_lora.yaml), warm-up from ms-swift (Qwen3_8-Best-Practice.md), DoRA at half the rank (arXiv:2402.09353);
 DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints hold a vision tower and a layer that predicts a second token too: neither is loaded, counted or
-exported. No variant packs documents. Install flash-linear-attention and causal-conv1d: without them it is slow.
+The checkpoints include a vision tower and a layer that predicts a second token: neither is loaded, counted or exported.
+No variant packs documents. Install flash-linear-attention and causal-conv1d: without them training is slow.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
 """
 
@@ -119,7 +119,7 @@ WHOLE = ("0.8b", "2b", "4b")
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

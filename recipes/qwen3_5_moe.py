@@ -1,4 +1,4 @@
-"""qwen3_5_moe: the mixtures of Qwen3.5, three layers of linear attention for one of full attention, for text.
+"""qwen3_5_moe: the MoE models of Qwen3.5, three layers of linear attention for one of full attention, for text.
 
     python scripts/launch.py qwen3_5_moe-35b-a3b lora
     python scripts/launch.py qwen3_5_moe-35b-a3b lora model.path=Qwen/Qwen3.6-35B-A3B data.path=FILE.jsonl epochs=2
@@ -6,8 +6,8 @@
 All weights: 5e-6, decay and beta2 from NVIDIA-NeMo/Automodel (vlm_finetune/qwen3_5_moe/qwen3_6_35b.yaml). Adapters:
 rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/35b-a3b-moe-qlora.yaml), 1e-4 above as QLoRA (arXiv:2305.14314); DPO
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints hold a vision tower and a layer that predicts a second token too: neither is loaded, counted or
-exported. No variant packs documents. Install flash-linear-attention and causal-conv1d: without them it is slow.
+The checkpoints include a vision tower and a layer that predicts a second token: neither is loaded, counted or exported.
+No variant packs documents. Install flash-linear-attention and causal-conv1d: without them training is slow.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-35B-A3B-Base.
 """
 
@@ -130,7 +130,7 @@ def long_context(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The 35b-a3b is predicted to fit on 2 nodes of 8 H100.

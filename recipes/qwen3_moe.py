@@ -7,8 +7,8 @@ All weights: 1e-5, decay and beta2 from THUDM/slime (run-qwen3-235B-A22B-sft.sh)
 too (qwen3_moe_30b_ep8_te_fusedadam.yaml). Adapters: rank 8, alpha 32, 1e-4 and the warm-up from ms-swift
 (train/moe/qwen3_moe.sh, megatron/lora/qwen3_235b.sh, which counts 64 GPUs of 80 GB for all weights of 235b);
 DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-128 experts per layer, 8 for a token: each has an adapter of its own, so even a small rank is many weights. The
-routers stay frozen under adapters; the loss that balances them is off in the checkpoints (output_router_logits).
+128 experts per layer, 8 per token: each has its own adapter, so even a small rank means many weights. The routers
+stay frozen under adapters; the balancing loss is off in the checkpoints (output_router_logits).
 `pretrain` of 30b-a3b usually starts from base weights: model.path=Qwen/Qwen3-30B-A3B-Base (its context is 32,768
 tokens).
 """
@@ -101,7 +101,7 @@ def long_context(size: str) -> Recipe:
 
 
 def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): tokens travel instead of weights.
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
 
     Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
     The 30b-a3b is predicted to fit on 2 nodes of 8 H100.

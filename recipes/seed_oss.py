@@ -7,7 +7,7 @@ All weights: 1e-5 at batch 128 from NVIDIA-NeMo/Automodel (llm_finetune/seed/see
 rank 32 and alpha 16 from axolotl (seed-oss/seed-oss-36b-qlora.yaml), which takes 2e-4; here 1e-4, as QLoRA does at this
 size (arXiv:2305.14314), DoRA at half the rank (arXiv:2402.09353); DPO 5e-6 from alignment-handbook
 (zephyr-7b-beta/dpo/config_qlora.yaml).
-Its configuration trains with dropout of 0.1 in attention and after each block, unlike those of most decoders.
+Unlike those of most decoders, its configuration trains with dropout of 0.1 in attention and after each block.
 """
 
 from dataclasses import replace
@@ -43,7 +43,7 @@ SIZES = {
 
 
 def full(size: str) -> Recipe:
-    """All weights: for plenty of data, or a task far from what the model knows."""
+    """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
         method="sft",
         model=SIZES[size],

@@ -7,8 +7,8 @@ Rates of `full`: alignment-handbook recipes/smollm3/sft/sft.yaml (2e-5, cosine, 
 Adapters: TRL trl/scripts/sft.py (rank 32, alpha 16, 2e-4) and dpo.py (5e-6); QLoRA (arXiv:2305.14314, 2e-4).
 `long_context` and `pretrain`: smollm text/pretraining/smollm3/long_context_4k_to_32k.yaml (2e-5, weight decay 0.1).
 
-The chat template opens with a system block that holds today's date and a reasoning mode. Answers without reasoning
-belong under /no_think in the system message: then it puts an empty think block before them.
+The chat template begins with a system block with today's date and a reasoning mode. For answers without reasoning, put
+/no_think in the system message: the template then puts an empty think block before them.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """tiny: the model that ships with the project; every variant runs anywhere, offline, on CPU, in minutes.
 
-A Qwen3 made and pre-trained by `scripts/maintain/samples/pretrain.py`, so that what follows is fine-tuning and not
-training from noise. The task: turn a sentence into one JSON object, scored by exact match.
+A Qwen3 pre-trained by `scripts/maintain/samples/pretrain.py`, so that runs are real fine-tuning and not training from
+noise. The task: turn a sentence into a JSON object, scored by exact match.
 
     python scripts/launch.py tiny full
     python scripts/launch.py tiny full learning_rate=5e-4 epochs=2 deepspeed=zero2.json     # change anything
@@ -37,7 +37,7 @@ STUDENT = Model(
     parameters=1_009_024,
     config={**SIZES["3m"].config, "num_hidden_layers": 2, "intermediate_size": 208},
 )
-"""Two of the fine-tuned model's layers, narrowed (`scripts/shrink.py`); knows next to nothing until it is trained."""
+"""Two narrowed layers of the fine-tuned model (`scripts/shrink.py`), almost always wrong before training."""
 
 WITHOUT = dict.fromkeys(
     ("qlora", "dora", "full_offload"), "a model of 3M parameters leaves no memory to save; take full or lora"
@@ -57,7 +57,7 @@ def full(size: str) -> Recipe:
         micro_batch_size=4,
         sequence_length=256,
         schedule=Schedule("cosine", warmup=0.05),
-        precision="fp32",  # CPUs without bf16 units are slower in bf16, and nothing here is short of memory
+        precision="fp32",  # CPUs without bf16 units are slower in bf16, and memory is not scarce here
         gradient_checkpointing=False,
         save_steps=100,
         eval_steps=100,
@@ -83,12 +83,12 @@ def dpo_lora(size: str) -> Recipe:
 
 
 def kto_lora(size: str) -> Recipe:
-    """Judged answers (KTO) with adapters, ZeRO-2: each labelled good or bad by itself, no pairs needed."""
+    """Judged answers (KTO) with adapters, ZeRO-2: each is labelled good or bad, no pairs needed."""
     return variants.kto(lora(size), learning_rate=1e-3, epochs=0.5)
 
 
 def orpo_lora(size: str) -> Recipe:
-    """Preference pairs (ORPO) with adapters, ZeRO-2: imitates the right JSON too, so no run before it is needed."""
+    """Preference pairs (ORPO) with adapters, ZeRO-2: also imitates the right JSON, so no earlier run is needed."""
     return variants.orpo(lora(size), learning_rate=2e-3)
 
 
@@ -101,7 +101,7 @@ def simpo_lora(size: str) -> Recipe:
 
 
 def dpo_full(size: str) -> Recipe:
-    """Preference pairs (DPO), all weights, ZeRO-3: the model as it was is held beside it, in parts too.
+    """Preference pairs (DPO), all weights, ZeRO-3: the initial model is kept as the reference, sharded as well.
 
     Best after `full`: add model.path=RUN_FOLDER/export.
     """
@@ -114,9 +114,9 @@ def reward(size: str) -> Recipe:
 
 
 def grpo(size: str) -> Recipe:
-    """Its own answers, scored by a function (GRPO), all weights, ZeRO-2: learns from what turns out to be right.
+    """Own answers, scored by a function (GRPO), all weights, ZeRO-2: reinforces the right answers.
 
-    Starts from a half-trained model, since a model that is never right has nothing to learn from.
+    It starts from a half-trained model, since a model that is never right has nothing to learn from.
     """
     return variants.grpo(
         replace(full(size), model=replace(SIZES[size], path=HALF_TRAINED)),
@@ -137,19 +137,20 @@ def pretrain(size: str) -> Recipe:
 
 
 def classify(size: str) -> Recipe:
-    """Train a classifier on labelled texts, all weights, ZeRO-3: what a notice is about."""
+    """Train a classifier on labelled texts, all weights, ZeRO-3: the topic of a notice."""
     return variants.classify(full(size), learning_rate=5e-4, epochs=0.5)
 
 
 def embed(size: str) -> Recipe:
-    """Train embeddings on pairs of texts, all weights, ZeRO-3: finds the notice that some facts are from."""
+    """Train embeddings on pairs of texts, all weights, ZeRO-3: finds the notice that contains given facts."""
     return variants.embed(full(size), learning_rate=5e-4, epochs=3, global_batch_size=32, micro_batch_size=16)
 
 
 def distill(size: str) -> Recipe:
     """Distillation, all weights, ZeRO-2: a student of 1M learns the fine-tuned model's distributions over 250 answers.
 
-    Of so few the answers alone teach it less than half as much; of thousands, as much: see README.md.
+    With so little data, answers alone teach it less than half as much; with thousands of examples there is no
+    difference: see README.md.
     """
     few = replace(full(size).data, max_examples=250)
     student = replace(full(size), model=STUDENT, data=few, learning_rate=3e-3, max_steps=560)

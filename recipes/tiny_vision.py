@@ -1,13 +1,13 @@
-"""tiny_vision: the model that ships with the project and sees; trains anywhere, offline, on CPU.
+"""tiny_vision: the vision-language model that ships with the project; trains anywhere, offline, on CPU.
 
-A LLaVA, a SigLIP tower before a Qwen3, made and pre-trained by `scripts/maintain/samples/sight/pretrain.py`
-(samples/README.md says what it can do). The task: answer a question about small pictures of dials, bar charts and
-receipts in a word or a number, scored by exact match.
+A LLaVA (a SigLIP tower and a Qwen3), pre-trained by `scripts/maintain/samples/sight/pretrain.py`; samples/README.md
+describes its abilities. The task: answer a question about small images of dials, bar charts and receipts with a word or
+a number, scored by exact match.
 
     python scripts/launch.py tiny_vision full
     python scripts/launch.py tiny_vision full data.path=FILE.jsonl model.train_vision=true     # change anything
 
-Your own data is conversations whose turns hold pictures: recipes/README.md has the forms.
+Your own data are conversations with images in their turns; recipes/README.md describes the forms.
 """
 
 from dataclasses import replace
@@ -59,7 +59,7 @@ WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take l
 
 
 def full(size: str) -> Recipe:
-    """All weights of the language part, ZeRO-3: answers about pictures of dials, bars and receipts. Start here."""
+    """All weights of the language part, ZeRO-3: answers about images of dials, bars and receipts. Start here."""
     return Recipe(
         method="sft",
         model=SIZES[size],
@@ -70,7 +70,7 @@ def full(size: str) -> Recipe:
         global_batch_size=32,
         micro_batch_size=16,
         sequence_length=128,
-        packing=False,  # sequences with pictures are not packed
+        packing=False,  # sequences with images are not packed
         schedule=Schedule("cosine", warmup=0.05),
         precision="fp32",
         gradient_checkpointing=False,
