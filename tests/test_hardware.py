@@ -129,7 +129,7 @@ def test_another_model_of_the_same_number_is_another_gpu(name):
         ({"gpu": "p5.48xlarg"}, "did you mean p5.48xlarge"),
         ({"gpu": "abacus"}, "known GPUs are RTX 2080 Ti"),
         ({"gpu": "H900"}, "did you mean H800, H200, H100? GPUs with about 79 GiB (H800): "),
-        ({"gpu": "8xH100"}, "--gpu 8xH100: the number has an option of its own: --gpu H100 --gpus 8."),
+        ({"gpu": "8xH100"}, "--gpu 8xH100: give the number as a separate option: --gpu H100 --gpus 8."),
         ({"gpu": "8 x A100 80GB"}, "--gpu A100-80GB --gpus 8."),
         ({"gpu": "gpu_8x_h100_sxm5"}, "--gpu h100_sxm5 --gpus 8."),
         ({"gpu": "h100x8"}, "--gpu h100 --gpus 8."),

@@ -1,4 +1,4 @@
-"""Constants of the time estimate: what share of their datasheets hardware and software reach, as measured."""
+"""Constants of the time estimate: the measured share of datasheet values that hardware and software reach."""
 
 import json
 from collections.abc import Mapping
@@ -13,57 +13,57 @@ FILE = Path(__file__).parents[1] / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """Shares of a datasheet's figures, and what no datasheet states."""
+    """Shares of datasheet values, and values that no datasheet states."""
 
     matmul: float
     """Share of the peak that large matrix products reach."""
     attention: float
-    """Share of the peak that fused attention reaches, where `kernels` are not told apart."""
+    """Share of the peak that fused attention reaches, if `kernels` is empty."""
     waves: float
-    """Waves of a matrix product's tiles that are lost to quantisation, per product."""
+    """Waves of tiles per matrix product that are lost to wave quantisation."""
     memory: float
     """Share of the memory bandwidth that element-wise operations reach."""
     link: float
-    """Share of the link inside a node, or to the host, that is reached."""
+    """Share of the bandwidth that links inside a node and to the host reach."""
     network: float
     """Share of a node's network that collectives reach."""
     latency: float
-    """Seconds of a collective per participating node, whatever its size; ZeRO runs one per layer."""
+    """Seconds of a collective per participating node, for any size; ZeRO runs one per layer."""
     passes: float
-    """How often element-wise operations read or write what a layer computes: less often where kernels are fused."""
+    """Number of times that element-wise operations read or write a layer's results; fused kernels need fewer."""
     gap: float
     """Seconds that the GPU idles between the kernels of one layer's forward pass, however long they run."""
     overlap: float = 0.0
-    """Share of ZeRO's communication that overlaps with computation, as long as there is any."""
+    """Share of ZeRO's communication that overlaps with computation, as long as there is computation."""
     scores: float = 0.0
-    """Bytes moved per score in the forward pass of attention that is not fused."""
+    """Bytes moved per score in the forward pass of unfused attention."""
     unaligned: float = 1.0
-    """Share of a matrix product's rate that remains where a dimension is not a multiple of 64."""
+    """Share of a matrix product's rate that remains if a dimension is not a multiple of 64."""
     launch: float = 5e-6
     """Seconds in which Python launches a kernel, while the GPU runs earlier ones."""
     dequantize: float = 0.85
     """Share of the memory bandwidth that unpacking 4-bit weights reaches."""
     peer: float = 0.0
-    """Share of PCIe that collectives reach inside a node without NVLink: GeForce GPUs cannot read each other's memory,
-    so that everything passes through the host's. 0: the same as `link`."""
+    """Share of PCIe bandwidth that collectives reach inside a node without NVLink. GeForce GPUs cannot read each
+    other's memory, so all data pass through the host's. 0 stands for the same share as `link`."""
     hook: float = 0.0
-    """Seconds in which ZeRO-3 fetches or releases a module, on the host of one rank, at each pass."""
+    """Seconds in which the host of one rank fetches or releases a module under ZeRO-3, per pass."""
     waiting: float = 0.0
-    """Share by which that takes longer for each further rank, with which it exchanges weights."""
+    """Relative increase of `hook` for each further rank that exchanges weights."""
     step: float = 0.8e-4
     """Seconds per trained weight in which the host launches an optimizer step: norms, scales, copies (deepspeed 0.19.8,
     Llamas of 8 and 16 layers with nine weights each, 64 wide, two CPU ranks, process time: 0.7 ms per layer)."""
     step_sharded: float = 1.3e-4
-    """The same under ZeRO-3 (likewise: 1.1 and 1.2 ms per layer)."""
+    """The same under ZeRO-3 (measured likewise: 1.1 and 1.2 ms per layer)."""
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Shares of the peak that each attention kernel reaches on long sequences, forward and backward; empty: software of
-    a table whose kernel was another."""
+    """Shares of the peak that each attention kernel reaches on long sequences, forward and backward. Empty for software
+    of a table that used another kernel."""
     measured: bool = True
-    """Whether this kind of GPU was measured; otherwise its shares are those of another."""
+    """False if this kind of GPU was not measured and has the shares of another."""
 
 
 def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
-    """Return the constants of a GPU and of the software that trains on it, out of all in `data`."""
+    """Return the constants of a GPU and of the training software from `data`, the content of `constants.json`."""
     gpus = data["gpus"]
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
     measured = not {"like", "assumed"} & set(gpus[kind])
@@ -79,10 +79,10 @@ def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
 
 @cache
 def constants(gpu: str, software: str = "deepspeed") -> Constants:
-    """Return the constants of a GPU (a name in `gpus.GPUS`) and of the software that trains on it.
+    """Return the constants of a GPU and of the training software.
 
     Args:
-        gpu: one that was not measured has the shares of the nearest one that was.
+        gpu: a name in `gpus.GPUS`; a GPU that was not measured has the shares of the most similar measured GPU.
         software: a key in `constants.json`: `deepspeed` is this project's, the others are those of published tables.
     """
     return resolve(json.loads(FILE.read_text()), gpu, software)

@@ -1,4 +1,4 @@
-"""The machines that a plan is for: equal nodes of equal GPUs, from the command line's flags or this machine's own."""
+"""The machines of a plan: equal nodes of equal GPUs, from the command line's flags or this machine."""
 
 import math
 import os
@@ -24,33 +24,33 @@ class Cluster:
     gpus_per_node: int = 1
     nodes: int = 1
     host_memory_gib: float = 0.0
-    """Of one node; 0: unknown, so no plan is refused for it."""
+    """Host memory of one node; 0 if unknown, in which case it is not checked."""
     nvme_gib: float = 0.0
-    """Of one node; 0: none."""
+    """NVMe space of one node; 0 if it has none."""
     nvme_gbs: float = 3.0
-    """Reading or writing, one node's drives together."""
+    """Bandwidth of one node's drives together, for reading or writing."""
     network_gbs: float = 0.0
-    """From one node to the others, in GB/s and one direction, all cards together; 0: the GPU's usual network."""
+    """Bandwidth from one node to the others, in GB/s per direction, all cards together; 0 for the GPU's usual value."""
     cores: int = 0
-    """Of one node's CPUs; 0: unknown."""
+    """CPU cores of one node; 0 if unknown."""
     instance: str = ""
-    """What is rented, a name in `instances.INSTANCES`, whether all its GPUs are used or not; empty: not said."""
+    """The rented instance, a name in `instances.INSTANCES`, even if not all its GPUs are used; empty if unknown."""
     machine: Machine | None = None
     """Measurements of one of its nodes, or None if only datasheets are known."""
 
     @property
     def gpus(self) -> int:
-        """Over all nodes."""
+        """Number of GPUs over all nodes."""
         return self.gpus_per_node * self.nodes
 
     @property
     def host_gbs(self) -> float:
-        """Memory bandwidth of a node's host, as is usual for its GPUs, in GB/s."""
+        """Memory bandwidth of a node's host in GB/s, the usual value for its GPUs."""
         return host_gbs(self.gpu, self.gpus_per_node)
 
     @property
     def node_network_gbs(self) -> float:
-        """From one node to the others, as given or as usual."""
+        """Bandwidth from one node to the others in GB/s, as given or the usual value."""
         return self.network_gbs or self.gpu.network_gbs * self.gpus_per_node
 
 
@@ -65,15 +65,15 @@ def cluster(
     """Return the cluster that `ds-recipes plan`'s flags describe.
 
     Args:
-        gpu: a GPU or a cloud instance (`H100`, `p5.48xlarge`); None: this machine's, or `gpu_memory`.
-        gpus: per node; None: all that the instance or this machine has, otherwise 1.
-        nodes: how many, all equal.
-        gpu_memory: in GiB, of a GPU that is not listed: it is assumed to be as fast as the slowest one of that memory.
-        host_memory: of one node in GiB; None: the instance's, or unknown.
-        nvme: of one node in GiB; None: the instance's, or none.
+        gpu: a GPU or a cloud instance (`H100`, `p5.48xlarge`), or None for this machine's GPU or `gpu_memory`.
+        gpus: GPUs per node, or None for all GPUs of the instance or of this machine, otherwise 1.
+        nodes: number of equal nodes.
+        gpu_memory: GiB of an unlisted GPU, which is assumed to be as fast as the slowest GPU with that memory.
+        host_memory: GiB per node, or None for the instance's, otherwise unknown.
+        nvme: GiB per node, or None for the instance's, otherwise none.
 
     Raises:
-        UserError: the flags contradict each other, name nothing known, or exceed what the instance has.
+        UserError: the flags contradict each other, name an unknown GPU, or exceed the instance's resources.
     """
     for flag, value in (("--gpus", gpus), ("--nodes", nodes), ("--gpu-memory", gpu_memory)):
         if value is not None and not 0 < value < math.inf:
@@ -82,7 +82,7 @@ def cluster(
         if value is not None and not 0 <= value < math.inf:
             raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
     if gpu is not None and gpu_memory is not None:
-        raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name says its memory.")
+        raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name implies its memory.")
     _refuse_count(gpu)
     node = _node(gpu, gpu_memory)
     if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
@@ -100,7 +100,7 @@ def _refuse_count(gpu: str | None) -> None:
     """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_h100_sxm5`, `h100x8`.
 
     Raises:
-        UserError: with the option that says how many.
+        UserError: names the option for the number of GPUs.
     """
     if gpu is None or instance_name(gpu):
         return
@@ -109,7 +109,7 @@ def _refuse_count(gpu: str | None) -> None:
     count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
     if count:
         raise UserError(
-            f"--gpu {gpu}: the number has an option of its own: --gpu {name.replace(' ', '-')} --gpus {count}."
+            f"--gpu {gpu}: give the number as a separate option: --gpu {name.replace(' ', '-')} --gpus {count}."
         )
 
 
@@ -128,7 +128,7 @@ def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
 
 
 def of_instance(name: str) -> Cluster:
-    """Return one node, by its name in `instances.INSTANCES`."""
+    """Return one node of an instance, by its name in `instances.INSTANCES`."""
     instance = INSTANCES[name]
     return Cluster(
         find(instance.gpu),
@@ -142,13 +142,13 @@ def of_instance(name: str) -> Cluster:
 
 
 def instance_name(name: str) -> str | None:
-    """Return the name in `instances.INSTANCES` of what a person calls an instance; None: it is none."""
+    """Return the name of an instance in `instances.INSTANCES`, ignoring case and Azure's prefix, or None if unknown."""
     known = {known.lower(): known for known in INSTANCES}
     return known.get(name.lower().removeprefix("standard_"))
 
 
 def this_machine() -> Cluster | None:
-    """Return the GPUs and the host of the machine that this runs on; None without a GPU, or without torch."""
+    """Return the GPUs and the host of this machine, or None without a GPU or without torch."""
     try:
         import torch
     except ImportError:
@@ -172,10 +172,10 @@ def with_measurements(
     """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
 
     Args:
-        cluster: what the plan is for.
-        file: written by `ds-recipes doctor --measure`; None: this machine's own, if it was measured.
+        cluster: the cluster to plan for.
+        file: a file from `ds-recipes doctor --measure`, or None for this machine's own if it was measured.
         elsewhere: whether the user named the GPU, so that this machine's measurements need not apply.
-        say: is given the reason if a file is not used.
+        say: receives the reason if a file is not used.
     """
     place = file or machine_file.default_file()
     if file is None and not place.exists():

@@ -31,7 +31,7 @@ GPU with the optimizer on the host. Fitted."""
 ALL_REDUCE = 5 * 10**8
 """Gradients, as a number of elements, that are copied into one buffer to be reduced without ZeRO (deepspeed,
 runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE)."""
-IN_TRANSFER = 5
+ON_THEIR_WAY = 5
 """Layers whose offloaded inputs are still on the GPU, because they are being copied (trl, `OffloadActivations`)."""
 MUON_BUFFERS = 2**28
 """Bytes of gathered gradients and momenta that ZeRO-3 keeps for Muon's next step (deepspeed, stage3.py,
@@ -116,7 +116,7 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
     kinds = [kind for kind, _ in shard.layer_counts]
     kept = activations.waiting_bytes(shard.layer_counts, setup)
     if setup.activation_offloading:
-        kept = min(kept, IN_TRANSFER * max(activations.kept_bytes(kind, setup) for kind in kinds))
+        kept = min(kept, ON_THEIR_WAY * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)

@@ -1,1 +1,1 @@
-"""How long an optimizer step takes."""
+"""Predicts the time of an optimizer step."""

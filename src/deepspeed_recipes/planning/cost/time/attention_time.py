@@ -1,7 +1,7 @@
-"""Attention time: which kernel a run's attention uses on which GPU, and how long its forward and backward pass take.
+"""Attention time: the kernel that a run uses on its GPU, and the duration of its forward and backward pass.
 
-A kernel's share of the peak grows with the length of the sequences, since blocks on the diagonal are computed whole and
-short ones leave multiprocessors idle; the shares in `constants.json` are those of long sequences with causal masks.
+A kernel's share of the peak grows with the sequence length, since blocks on the diagonal are computed as a whole and
+short sequences leave multiprocessors idle. The shares in `constants.json` are for long sequences with causal masks.
 """
 
 from collections.abc import Container
@@ -15,7 +15,7 @@ from ..training_setup import TrainingSetup
 Kernel = Literal["flash_2", "flash_3", "cudnn", "flex", "efficient"]
 
 HALF_SPEED = 380
-"""Tokens of a sequence at which a fused kernel reaches half of its speed: arXiv:2407.08608, figures 5 and 6, width 128
+"""Sequence length at which a fused kernel reaches half of its speed: arXiv:2407.08608, figures 5 and 6, width 128
 (FlashAttention-2 forward, 512 to 16k tokens: 191 to 335 TFLOP/s; -3: 292 to 616; backward: 214 to 322, 316 to 561)."""
 
 
@@ -23,9 +23,9 @@ def kernel(attention: str, masked: bool, known: Container[str]) -> Kernel:
     """Return the kernel that computes `Model.attention`.
 
     Args:
-        attention: fused, so not `eager`.
-        masked: with a mask of all pairs.
-        known: the kernels that this kind of GPU has; torch 2.13's SDPA takes cuDNN's where it is among them (compute
+        attention: a fused implementation, so not `eager`.
+        masked: whether attention gets a full mask.
+        known: the kernels available on this kind of GPU; if cuDNN's is among them, torch 2.13's SDPA uses it (compute
             capability 9.0 and 10.0: `check_prefer_cudnn_attention` in `sdp_utils.cpp`).
     """
     if attention == "sdpa":
@@ -34,18 +34,18 @@ def kernel(attention: str, masked: bool, known: Container[str]) -> Kernel:
         return "flex"
     if attention == "flash_attention_3" and "flash_3" in known:
         return "flash_3"
-    return "flash_2"  # itself, and `varlen`, which is torch's copy of it
+    return "flash_2"  # also for `varlen`, torch's copy of it
 
 
 def implementation(setup: TrainingSetup) -> str:
-    """Return `Model.attention` with `auto` decided as `training.model.attention` does on a GPU."""
+    """Return `Model.attention`, with `auto` resolved as in `training.model.attention` on a GPU."""
     if setup.attention != "auto":
         return setup.attention
     return "varlen" if setup.packing and setup.layout.pipeline == 1 else "sdpa"
 
 
 def attended_tokens(kind: LayerProfile, length: float) -> float:
-    """Return how many tokens a token attends to on average, causally: half of its sequence, or its window."""
+    """Return the average number of tokens that a token attends to, causally: half of its sequence, or its window."""
     if kind.window is None or kind.window >= length:
         return length / 2
     return kind.window * (1 - kind.window / (2 * length))
@@ -54,13 +54,13 @@ def attended_tokens(kind: LayerProfile, length: float) -> float:
 def attention_seconds(
     kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
-    """Return the seconds of a layer's attention, scores and values: its forward and its backward pass.
+    """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass.
 
     Args:
         kind: the layer.
-        tokens: of a micro-batch on one rank.
-        setup: says which implementation, and how long sequences are.
-        gpu: with the peak that the shares are of.
+        tokens: number of tokens of a micro-batch on one rank.
+        setup: the training setup, with the implementation and the sequence length.
+        gpu: the GPU, whose peak the shares refer to.
         constants: the shares.
     """
     length, peak = float(setup.sequence_length), gpu.bf16_tflops * 1e12
@@ -68,13 +68,13 @@ def attention_seconds(
     if setup.attention == "eager":
         forward = per_key * length / constants.matmul
         return forward, 2 * forward
-    # Fused kernels recompute the scores in their backward pass: five products instead of four.
+    # Fused kernels recompute the scores in the backward pass: five products instead of four.
     if not constants.kernels:
         forward = per_key * attended_tokens(kind, length) / constants.attention
         return forward, 2.5 * forward
     attention = implementation(setup)
     masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
-    if setup.packing and setup.document_length and not masked:  # what a mask hides is computed all the same
+    if setup.packing and setup.document_length and not masked:  # with a mask, hidden pairs are computed as well
         length = min(length, setup.document_length)
     keys = length if masked else attended_tokens(kind, length)
     ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]

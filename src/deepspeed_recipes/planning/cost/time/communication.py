@@ -1,4 +1,4 @@
-"""Communication time: how long collectives take over the links between the ranks."""
+"""Communication time: the duration of collectives over the links between ranks."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -11,37 +11,38 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate: `size` of them, every `stride`-th one, in the order of `recipe.layout.rank_position`."""
+    """Ranks that communicate: `size` ranks, each `stride` after the last, in the order of `layout.rank_position`."""
 
     size: int
     stride: int
 
     def per_node(self, cluster: Cluster) -> int:
-        """Return how many of them share a node."""
+        """Return how many of the ranks share a node."""
         return min(self.size, max(1, cluster.gpus_per_node // self.stride))
 
     def nodes(self, cluster: Cluster) -> int:
-        """Return how many nodes they span."""
+        """Return how many nodes the ranks span."""
         return ceil(self.size / self.per_node(cluster))
 
 
 def _inside(cluster: Cluster, constants: Constants) -> float:
-    """Return bytes per second between two GPUs of a node, in one direction."""
+    """Return the bytes per second between two GPUs of a node, in one direction."""
     if cluster.gpu.link_gbs:
         return cluster.gpu.link_gbs * constants.link * GB
     return cluster.gpu.pcie_gbs * (constants.peer or constants.link) * GB
 
 
 def _between(cluster: Cluster, constants: Constants) -> float:
-    """Return bytes per second between two nodes, in one direction."""
+    """Return the bytes per second between two nodes, in one direction."""
     return cluster.node_network_gbs * constants.network * GB
 
 
 def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
-    """Return the seconds of an all-gather that leaves `size` bytes on each rank, or of a reduce-scatter of as many.
+    """Return the seconds of an all-gather that leaves `size` bytes on each rank, or of a reduce-scatter of that size.
 
-    It runs in `count` parts, one after the other. Each rank receives what it does not hold. A node receives what its
-    ranks do not hold between them, once for every group with ranks on it; the slower of the two links decides.
+    It runs in `count` parts, one after the other. Each rank receives the data that it does not hold. A node receives
+    the data that none of its ranks holds, once for every group with ranks on it. The slower of the two links determines
+    the time.
     """
     if group.size == 1 or not size:
         return 0.0
@@ -58,7 +59,7 @@ def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds in which each rank sends `size` bytes in equal parts to all ranks, itself included."""
+    """Return the seconds in which each rank sends `size` bytes in equal parts to all ranks, including itself."""
     if group.size == 1 or not size:
         return 0.0
     here, nodes = group.per_node(cluster), group.nodes(cluster)
@@ -68,7 +69,7 @@ def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants
 
 
 def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds in which every rank sends `size` bytes to the next one of its group, over the slowest link.
+    """Return the seconds in which every rank sends `size` bytes to the next rank of its group, over the slowest link.
 
     All ranks between two members of the group send across the same node boundary.
     """

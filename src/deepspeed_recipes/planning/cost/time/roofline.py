@@ -1,4 +1,4 @@
-"""Compute time: a layer's arithmetic and the bytes it moves on one rank, and the seconds they take (a roofline)."""
+"""Compute time: seconds of a layer on one rank, from its arithmetic and the bytes that it moves (a roofline)."""
 
 from dataclasses import dataclass
 from math import prod
@@ -13,38 +13,38 @@ from .attention_time import attention_seconds
 from .host_time import adapted_share, host_seconds, waiting_seconds
 
 TILE = 128 * 256
-"""Elements of a matrix product's result that one streaming multiprocessor computes at a time: cuBLAS's largest tile."""
+"""Elements of a matrix product's result that a streaming multiprocessor computes at a time: cuBLAS's largest tile."""
 RESIDUAL = 10
-"""Vectors of the model's width that a layer's norms and residual sums read and write: two of each, 2 and 3 vectors."""
+"""Vectors of the hidden size that a layer's norms and residual sums read and write: two of each, 2 and 3 vectors."""
 FUSED_PASSES = 1.0
-"""`Constants.passes` where each norm, rotary embedding and activation function is one kernel: 4, 2.5 and 10.5 vectors
-of the hidden size, and 6 for residual sums, over the 23 of one pass; llm-foundry's, which torch compiled, fits 0.96."""
+"""`Constants.passes` if each norm, rotary embedding and activation function is one kernel: 4, 2.5 and 10.5 vectors of
+the hidden size, and 6 for residual sums, over the 23 of one pass; for llm-foundry, which torch compiled, 0.96 fits."""
 FP32_PASSES = 2.2
-"""How many times as much is moved where activations between 4-bit matrices are in fp32: of a Llama layer, in vectors of
-the hidden size, norms 28, residual sums 12, rotary embedding 30, activation function 35, casts of inputs 28 and of
-outputs 31, over the 74.5 in bf16."""
+"""Factor on the bytes moved if activations between 4-bit matrices are in fp32. For a Llama layer, in vectors of the
+hidden size: norms 28, residual sums 12, rotary embedding 30, activation function 35, casts of inputs 28 and of outputs
+31, over the 74.5 in bf16."""
 ROUTED = 7
-"""Vectors of the model's width read and written for each expert of a token: gathered (2), weighted (2), summed (3)."""
+"""Vectors of the hidden size read and written for each expert of a token: gathering (2), weighting (2), summing (3)."""
 EXPERT_ROWS = 128
 """Rows of a tile of the experts' product: the last tile of each expert is half empty on average."""
 DEQUANTIZED = 2.5
-"""Bytes moved per 4-bit weight each time that it is used: half a byte read and two written; the product that reads them
-again takes no longer for that, as with any other weight."""
+"""Bytes moved per 4-bit weight each time that it is used: half a byte read and two written. Reading them again in the
+product takes no additional time, as with any other weight."""
 FUSED_ADAPTER_BYTES = 4 / 3
-"""Bytes moved per pass and output of a fused adapter, and per input without dropout: read and written once in the
-forward and the two backward passes (training/adapters/fused.py)."""
+"""Bytes moved per pass and output of a fused adapter, and per input without dropout: each is read and written once over
+the forward and the two backward passes (training/adapters/fused.py)."""
 LOSS = 30
-"""Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both directions, and 4 read back."""
+"""Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both passes, and 4 read back."""
 TILED_LOSS = 14
-"""The same in tiles: written and read in each direction, turned into its gradient in place, and read by two products
-(trl, kernels/chunked_logprob.py, with Triton)."""
+"""The same in tiles: written and read in each pass, turned into its gradient in place, and read by two products (trl,
+kernels/chunked_logprob.py, with Triton)."""
 ADDED_UP = 8
-"""Bytes moved per number of the gradients in fp32 to which each tile adds: read and written."""
+"""Bytes moved per element of the fp32 gradients to which each tile adds: read and written."""
 
 
 @dataclass(frozen=True)
 class ComputeSeconds:
-    """Of one micro-batch on one rank, forward and backward pass."""
+    """Seconds of one micro-batch on one rank, for the forward and the backward pass."""
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -53,11 +53,11 @@ class ComputeSeconds:
     recomputation: float = 0.0
     logits: float = 0.0
     launch: float = 0.0
-    """In which the GPU waits for its next kernel."""
+    """Time in which the GPU waits for its next kernel."""
 
     @property
     def total(self) -> float:
-        """The sum of all."""
+        """Sum of all parts."""
         return self.matmul + self.attention + self.elementwise + self.recomputation + self.logits + self.launch
 
     def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
@@ -70,10 +70,10 @@ class ComputeSeconds:
 
 
 def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return the operations of an optimizer step over all ranks, counted as `training.model.flops` does for MFU.
+    """Return the operations of an optimizer step over all ranks, counted as in `training.model.flops` for MFU.
 
-    Two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
-    Recomputation is not progress and not counted, and neither are windows.
+    They are two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
+    Recomputation is not counted, since it is not progress; windows of attention are ignored.
     """
     per_weight = 6 if setup.lora is None else 4
     layers = profile.layer_counts
@@ -84,7 +84,7 @@ def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
 
 
 def linear_adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> int:
-    """Return the parameters of adapters on all linear layers of a decoder layer; 0 without adapters."""
+    """Return the number of adapter parameters on all linear layers of a decoder layer, or 0 without adapters."""
     return setup.lora.rank * sum(sum(shape) for shape in kind.linears) if setup.lora else 0
 
 
@@ -100,8 +100,8 @@ def layer_seconds(
     moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
     weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
     once = forward + attention + moved + weights
-    # Checkpointing computes a layer once more, and so does DPO's comparison with the model that training starts from;
-    # a teacher computes as much more as it is larger.
+    # Checkpointing computes a layer once more, and so does DPO's reference model; a teacher's computation grows with
+    # its size.
     again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
     part = moved if setup.selective else 0.0
     if setup.recomputes_feed_forward:
@@ -122,12 +122,12 @@ def layer_seconds(
 
 
 def feed_forward_share(kind: LayerProfile) -> float:
-    """Return the share of a layer's linear layers that is its feed-forward part, which some levers compute again."""
+    """Return the share of a layer's linear weights in its feed-forward part, which some settings recompute."""
     return sum(map(prod, kind.feed_forward)) / sum(map(prod, kind.linears)) if kind.linears else 0.0
 
 
 def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the weights of a layer on one rank that are in 4 bits: experts only where each is a module of its own."""
+    """Return the number of 4-bit weights of a layer on one rank, including experts only if each is its own module."""
     if not setup.quantized:
         return 0.0
     experts = 0.0 if setup.grouped_experts else kind.expert_parameters / setup.layout.expert
@@ -135,18 +135,18 @@ def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def tokens_per_pass(setup: TrainingSetup) -> float:
-    """Return the tokens that go through a layer at once, on one rank."""
+    """Return the number of tokens that go through a layer at once on one rank."""
     return setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
 
 
 def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return how many experts of a layer are on one rank; 0 without any."""
+    """Return the number of a layer's experts on one rank, or 0 if it has none."""
     used = kind.active_weights - _dense_weights(kind)
     return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
 
 
 def _dense_weights(kind: LayerProfile) -> float:
-    """Return the weights of a layer that every token is multiplied with, outside of routed experts."""
+    """Return the number of weights of a layer outside routed experts, which every token is multiplied with."""
     return min(kind.active_weights, kind.parameters - kind.expert_parameters)
 
 
@@ -177,11 +177,11 @@ def _product(rows: float, columns: float, depth: float, gpu: Gpu, constants: Con
 def _products(
     kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
 ) -> tuple[float, float, float]:
-    """Return the seconds of a layer's products: forward, for the inputs' gradients, and for the weights'."""
+    """Return the seconds of a layer's products: forward, for the gradients of inputs, and for those of weights."""
     seconds = [0.0, 0.0, 0.0]
     tensor = setup.layout.tensor
     for inputs, outputs in kind.linears:
-        # A matrix that widens is split by its outputs, one that narrows to the model's width by its inputs.
+        # Tensor parallelism splits a matrix that widens by its outputs, and a matrix that narrows by its inputs.
         shape = (inputs, outputs / tensor) if outputs > inputs else (inputs / tensor, outputs)
         for index, (rows, columns, depth) in enumerate(
             ((tokens, shape[1], shape[0]), (tokens, shape[0], shape[1]), (shape[1], shape[0], tokens))
@@ -195,7 +195,7 @@ def _products(
 
 
 def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
-    """Return the seconds of one pass's products with fused experts, which are no linear layers to torch and PEFT."""
+    """Return the seconds of one pass's products with fused experts, which are not linear layers for torch and PEFT."""
     rest = max(0.0, kind.active_weights - sum(map(prod, kind.linears)))
     if not rest:
         return 0.0
@@ -206,7 +206,7 @@ def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu
 
 
 def _half_empty_tiles(kind: LayerProfile, tokens: float, setup: TrainingSetup) -> float:
-    """Return how much longer the experts' products take than their operations, since tiles are computed whole."""
+    """Return the factor by which partly filled tiles, which are computed as a whole, slow the experts' products."""
     experts = experts_on_rank(kind, setup)
     if not experts:
         return 1.0
@@ -219,7 +219,7 @@ def _moved_bytes(
 ) -> float:
     """Return the bytes that element-wise operations move in the forward pass."""
     tensor, hidden = setup.layout.tensor, profile.hidden_size
-    # One side of each matrix has the model's width; the widths of the other sides are what the layer computes.
+    # One side of each matrix has the hidden size; the other sides add up to the layer's results.
     passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
     passes *= FP32_PASSES if setup.fp32_activations else 1.0
     moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
@@ -233,12 +233,12 @@ def _moved_bytes(
 
 def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:
     """Return the bytes per token and pass that adapters on all linear layers of a layer move."""
-    # Reads the input, with dropout two more times; adds to the output, which is read twice and written.
+    # An adapter reads the input, with dropout two more times, and adds to the output: two reads and a write.
     per_input, per_output = 6.0 if lora.dropout else 2.0, 6.0
     if lora.fused:  # products add to the output, and to the input's gradient, in place
         per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER_BYTES, FUSED_ADAPTER_BYTES
     if setup.fp32_adapters:
-        # The input is cast to fp32 (2 + 4), with dropout read and written beside a mask (4 + 4 + 1), cast back by
+        # The input is cast to fp32 (2 + 4), with dropout read and written with a mask (4 + 4 + 1), cast back by
         # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
         per_input, per_output = 23 if lora.dropout else 14, 12
     return sum(per_input * inputs + per_output * outputs for inputs, outputs in kind.linears)

@@ -19,7 +19,7 @@ from .zero_traffic import zero_traffic
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on the slowest pipeline stage, as far as nothing else hides them."""
+    """Seconds of one optimizer step on the slowest pipeline stage, without the time that overlaps with other work."""
 
     matmul: float
     """Products with the layers' weights, forward and backward."""
@@ -27,11 +27,11 @@ class StepTime:
     elementwise: float
     """Bound by memory bandwidth: norms, activation functions, residual sums, adapters, 4-bit weights."""
     recomputation: float
-    """The forward pass of checkpointed layers once more."""
+    """The repeated forward pass of checkpointed layers."""
     logits: float
     """The output matrix and the loss."""
     launch: float
-    """The GPU waits for its next kernel."""
+    """Time in which the GPU waits for its next kernel."""
     tensor: float
     """All-reduces of tensor parallelism."""
     sequence: float
@@ -43,22 +43,22 @@ class StepTime:
     pipeline: float
     """Activations and gradients between stages."""
     bubble: float
-    """Stages wait for the first micro-batch to arrive and the last one to come back."""
+    """Time in which stages wait for the first micro-batch to arrive and for the last one to return."""
     optimizer: float
-    """Adam, wherever it runs."""
+    """Adam, on the GPU or on the host."""
     offload: float
-    """Over PCIe, to the host and back."""
+    """Transfers over PCIe to and from the host."""
     nvme: float
-    """To the drives and back."""
+    """Transfers to and from the drives."""
     tokens: float
-    """Of the step, over all ranks."""
+    """Tokens per step over all ranks."""
     gpus: int
     model_flops: float
-    """Of the step, over all ranks, without recomputation."""
+    """Operations per step over all ranks, without recomputation."""
     peak_flops: float
-    """Of one GPU, per second."""
+    """Operations per second of one GPU."""
     measured: bool
-    """Whether the constants of this GPU were measured."""
+    """True if the constants of this GPU were measured."""
 
     @property
     def components(self) -> dict[str, float]:
@@ -67,7 +67,7 @@ class StepTime:
 
     @cached_property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(self.components.values())
 
     @property
@@ -82,19 +82,19 @@ class StepTime:
 
 
 COMPONENTS = tuple(field.name for field in fields(StepTime))[:15]
-"""Those of its fields that are seconds; the step is their sum."""
+"""The fields that are seconds; their sum is the time of the step."""
 
 
 def step_time(
     profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, given: Constants | None = None
 ) -> StepTime:
-    """Return how long an optimizer step takes.
+    """Return the predicted time of an optimizer step.
 
     Args:
-        profile: of the model.
-        setup: how it is trained; a pipeline's micro-batches are its gradient accumulation steps.
-        cluster: where; ranks fill its nodes one after the other, in the order of `recipe.layout.rank_position`.
-        given: constants; None: those of the cluster's GPU with DeepSpeed.
+        profile: the model's profile.
+        setup: the training setup; a pipeline's micro-batches are its gradient accumulation steps.
+        cluster: the machines; ranks fill the nodes one after the other, in the order of `recipe.layout.rank_position`.
+        given: the constants to use, or None for those of the cluster's GPU with DeepSpeed.
     """
     known = given or constants(cluster.gpu.name)
     if cluster.machine and not given:
@@ -105,7 +105,7 @@ def step_time(
         known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
     stages = _stage_times(profile, setup, cluster, known)
     stage = max(stages, key=lambda stage: stage.micro_batch)
-    largest = max(stages, key=lambda stage: stage.updated)  # the step ends when all have updated theirs
+    largest = max(stages, key=lambda stage: stage.updated)  # the step ends with the last stage's update
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
     collectives, once = _zero_seconds(stage, profile, setup, cluster, known)
     fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
@@ -125,7 +125,7 @@ def step_time(
         expert=micro_batches * stage.expert,
         zero=micro_batches * collectives * visible + once,
         pipeline=micro_batches * stage.sent,
-        # (d - 1) micro-batches more than one stage alone would take: (d - 1) / (m + d - 1) of the whole.
+        # d stages wait for the time of (d - 1) micro-batches: (d - 1) / (m + d - 1) of the step.
         bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
         optimizer=copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
         offload=offload + micro_batches * fetches * visible,
@@ -149,17 +149,18 @@ class _StageTime:
     expert: float
     sent: float
     parameters: float
-    """On the rank, before ZeRO shards them."""
+    """Parameters on the rank, before ZeRO shards them."""
     trained: float
-    """Of these."""
+    """The trained part of these parameters."""
     moved: float
-    """Bytes of activations that are offloaded between its passes."""
+    """Bytes of activations that are offloaded between the passes."""
     updated: float
-    """Trained parameters that ZeRO's ranks update between them: with expert parallelism all experts count."""
+    """Trained parameters that all ranks of ZeRO's group update together, including all experts with expert
+    parallelism."""
     trained_weights: float
-    """In layers: how many matrices and vectors, or matrices of adapters."""
+    """Number of trained matrices and vectors, or of adapter matrices, in the layers."""
     gathers: float
-    """Collectives in which ZeRO-3 gathers its layers for a pass."""
+    """Number of collectives in which ZeRO-3 gathers the layers for a pass."""
 
     @property
     def micro_batch(self) -> float:
@@ -167,7 +168,7 @@ class _StageTime:
 
 
 def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> list[_StageTime]:
-    """Return the pipeline stages that differ; without a pipeline, the one there is."""
+    """Return one entry for each kind of pipeline stage, or a single entry without a pipeline."""
     layout, kinds = setup.layout, profile.layer_kinds
     ranges = stage_ranges(profile, layout.pipeline)
     seconds = [roofline.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
@@ -186,7 +187,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         counts = [profile.layer_order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
         is_last = number == len(ranges) - 1
         if (key := (*counts, number == 0, is_last)) in found:
-            continue  # most stages are like the one before
+            continue  # most stages equal the previous stage
 
         def total(each: list | tuple, counts: list[int] = counts) -> float:
             return sum(count * value for count, value in zip(counts, each, strict=True))
@@ -215,14 +216,14 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
 
 
 def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return the bytes of a micro-batch between two layers, on one rank."""
+    """Return the bytes of a micro-batch's activations between two layers on one rank."""
     return 2 * roofline.tokens_per_pass(setup) * profile.hidden_size
 
 
 def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
-    """Return the seconds in which a stage sends a micro-batch on, and its gradient back.
+    """Return the seconds in which a stage sends a micro-batch to the next stage, and the gradient to the previous one.
 
-    Tensor-parallel ranks hold the same numbers: each sends its part, and the receivers gather them.
+    Tensor-parallel ranks hold the same activations: each sends its part, and the receivers gather the parts.
     """
     layout, size = setup.layout, _activation_bytes(profile, setup)
     if layout.pipeline == 1:
@@ -235,12 +236,12 @@ def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster,
 def _model_parallel_seconds(
     kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
 ) -> tuple[float, float, float]:
-    """Return the seconds of a layer's collectives: of tensor, sequence and expert parallelism."""
+    """Return the seconds of a layer's collectives for tensor, sequence and expert parallelism."""
     layout = setup.layout
     size = _activation_bytes(profile, setup)
     forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
-    # the input of each matrix by itself.
+    # each matrix's input separately.
     sums = 2 * forward + max(2, len(kind.linears) - 2)
     tensor = sums * communication.all_reduce(size, Group(layout.tensor, 1), cluster, known)
     # Queries, keys and values go to the ranks that have their heads, and the results come back.
@@ -256,9 +257,9 @@ def _model_parallel_seconds(
 
 
 def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return in how many collectives ZeRO-3 gathers a layer's weights: as many matrices in one as it prefetches.
+    """Return the number of collectives in which ZeRO-3 gathers a layer's weights.
 
-    FSDP gathers a layer.
+    A collective contains as many matrices as ZeRO-3 prefetches. FSDP gathers a whole layer.
     """
     matrices = len(kind.linears)
     if not matrices or setup.fsdp:
@@ -268,7 +269,7 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
 
 
 def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return in how many collectives ZeRO reduces a rank's gradients: whole ones in buckets; FSDP and DDP by layers."""
+    """Return how many collectives reduce a rank's gradients: by buckets in ZeRO, by layers in FSDP and DDP."""
     if setup.fsdp or not setup.zero_stage:
         return stage.layers
     return min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
@@ -277,7 +278,7 @@ def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) 
 def _zero_seconds(
     stage: _StageTime, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
 ) -> tuple[float, float]:
-    """Return the seconds of ZeRO's collectives: per micro-batch, which computation can hide, and once per step."""
+    """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
     layout = setup.layout
     group = Group(setup.zero_ranks, layout.tensor)
     reductions = _reductions(stage, profile, setup)
@@ -287,26 +288,26 @@ def _zero_seconds(
         weights = setup.weight_bytes * stage.parameters
         forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
         return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
-    # An all-reduce of gradients, which is twice that: at stage 2 in every backward pass, otherwise after the last one;
-    # then, with ZeRO, the weights that each rank has updated.
+    # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
+    # Then, with ZeRO, the updated weights are gathered.
     if setup.zero_stage == 2:
         return 2 * reduced, reduced
     return 0.0, (3 if setup.zero_stage else 2) * reduced
 
 
 def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
-    """Return the share of a rank's weights that ZeRO-3 gathers for the backward pass too."""
+    """Return the share of a rank's weights that ZeRO-3 gathers again for the backward pass."""
     sent = zero_traffic(3, int(parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
     return sent / parameters - 1 if parameters else 0.0
 
 
 def _fetch_seconds(parameters: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
-    """Return the seconds in which a micro-batch's two passes fetch a rank's offloaded weights from the host."""
+    """Return the seconds in which the two passes of a micro-batch fetch a rank's offloaded weights from the host."""
     if setup.offload_parameters == "none":
         return 0.0
     return 2 * communication.to_host(setup.weight_bytes * parameters / setup.zero_ranks, cluster, known)
 
 
 def _visible_share(transfers: float, computation: float, overlap: float) -> float:
-    """Return the share of a micro-batch's transfers that computation does not hide."""
+    """Return the share of a micro-batch's transfers that does not overlap with computation."""
     return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0

@@ -1,4 +1,4 @@
-"""Bytes that ZeRO and data parallelism send in a step, by kind of collective, to be compared with a profile."""
+"""Bytes that ZeRO and data parallelism send in a step, by kind of collective, for comparison with a profile."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,17 +15,17 @@ Group: TypeAlias = tuple[int, ...]
 def zero_traffic(
     stage: int, total: int, trained: int, weight_bytes: int, micro_batches: int, kept: int = KEPT_WEIGHTS
 ) -> dict[str, int]:
-    """Return the bytes of a step's messages, whole, by kind; each counts what an all-gather leaves on each rank.
+    """Return the bytes of a step's whole messages by kind, such as the output of an all-gather on each rank.
+
+    Small weights that ZeRO-3 keeps on every rank, and norms, are not included: below 1 %.
 
     Args:
-        stage: of ZeRO.
-        total: parameters of the model that the ranks have between them.
-        trained: of these.
-        weight_bytes: of one in the training precision, in which gradients travel too.
-        micro_batches: per step and rank.
+        stage: ZeRO stage.
+        total: number of the model's parameters that the ranks hold together.
+        trained: number of trained parameters among them.
+        weight_bytes: bytes of a parameter in the training precision, which is also that of gradients.
+        micro_batches: number per step and rank.
         kept: weights that ZeRO-3 keeps whole from the forward to the backward pass, `DeepSpeedFile.kept_weights`.
-
-    Small weights that ZeRO-3 keeps on every rank, and norms, are not in it: below 1 %.
     """
     gradients = trained * weight_bytes
     if stage == 0:
@@ -38,10 +38,10 @@ def zero_traffic(
 
 
 def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
-    """Return the same by kind and process group for a run, from what its trace says of it.
+    """Return the same by kind and process group for a run, from the `about` of its trace.
 
-    Empty where stages or experts are apart. What tensor parallelism sends of activations is not in it: it depends on
-    the sequences' lengths.
+    Empty if stages or experts are split. Activations that tensor parallelism sends are not included, since they depend
+    on the sequence lengths.
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
     world_size = about.get("world_size", 1)
@@ -60,7 +60,7 @@ def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
     found = {(kind, group): size for kind, size in sent.items()}
     near = about.get("partition_size", 1)
     if about["stage"] == 3 and 1 < near < len(group):
-        # Every gather but the first after an update finds all weights among the ranks that share the second copy.
+        # Except for the first gather after an update, all weights are in the second copy that these ranks share.
         far = held["total"] * weight_bytes
         first = rank // near * near
         found["all-gather", group] = far
@@ -69,7 +69,7 @@ def of_run(about: Mapping[str, Any]) -> dict[tuple[str, Group], int]:
 
 
 def _replicas(layout: Layout, rank: int, world_size: int) -> Group:
-    """Return the ranks that hold the same part of the model as `rank`, between which ZeRO divides it."""
+    """Return the ranks that hold the same part of the model as `rank`, over which ZeRO shards it."""
 
     def part(one: int) -> Any:
         return replace(rank_position(layout, one, world_size), data=0, sequence=0)
