@@ -1,1 +1,1 @@
-"""Derives what the linter knows of DeepSpeed's keys and values and of transformers' model types."""
+"""Derives the linter's schemas of DeepSpeed's keys and values and of transformers' model types."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 MUON_HALVES = ("lr", "momentum", "weight_decay", "ns_method", "betas", "eps")
-"""What DeepSpeed's engine takes for the weights that Muon updates and for those that its Adam does (`engine.py`)."""
+"""Settings that DeepSpeed's engine reads separately for weights updated by Muon and by Adam (`engine.py`)."""
 
 
 def texts() -> tuple[str, ...]:
@@ -30,16 +30,16 @@ def texts() -> tuple[str, ...]:
 
 
 def optimizers() -> list[str]:
-    """Return the optimizers that DeepSpeed knows by name."""
+    """Return the optimizers that DeepSpeed supports by name."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
     return sorted(DEEPSPEED_OPTIMIZERS)
 
 
 def optimizer_parameters() -> dict[str, dict[str, dict]]:
-    """Return the parameters of DeepSpeed's optimizers, for each class that one name may mean.
+    """Return the parameters of DeepSpeed's optimizers, for each class that a name may stand for.
 
-    `gpu` is the class without optimizer offload, `cpu` the one with, `torch` the one that `torch_adam` asks for.
+    `gpu` is the class without optimizer offload, `cpu` the class with it, `torch` the class that `torch_adam` selects.
     """
     import torch
     from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
@@ -48,7 +48,7 @@ def optimizer_parameters() -> dict[str, dict[str, dict]]:
     from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
     adam, adagrad = parameters_of(torch.optim.AdamW), parameters_of(torch.optim.Adagrad)
-    # What the engine takes out before it builds the class, and what it passes to the class itself.
+    # Keys that the engine removes before it builds the class, and arguments that the engine itself passes to the class.
     taken = {name: _entry({"kind": "truth"}) for name in ("adam_w_mode", "torch_adam", "fp32_optimizer_states")}
     passed = ("adamw_mode",)
 
@@ -98,7 +98,7 @@ def torch_classes(module: str, base: str) -> dict[str, dict]:
 def parameters_of(kind: type) -> dict[str, dict]:
     """Return each parameter of an optimizer or a schedule as `{"type": ..., "required": ...}`.
 
-    A type is None if no sample says anything about it.
+    A type is None if no sample determines it.
     """
     _, *parameters = inspect.signature(kind).parameters.values()
     required = {item.name: 2 for item in parameters if item.default is item.empty and item.kind is not item.VAR_KEYWORD}
@@ -149,7 +149,7 @@ def _tried(runs: Callable[[Any], bool], default: Any) -> dict | None:
 def _numbers(runs: Callable[[Any], bool]) -> dict:
     """Return which numbers run; `float` is a number that may also be in quotes."""
     whole = not (runs(0.5) or runs(2.5))
-    minus, zero, one = (-1, 0, 1) if whole else (-1.0, 0.0, 1.0)  # torch tells 0 and 0.0 apart in betas
+    minus, zero, one = (-1, 0, 1) if whole else (-1.0, 0.0, 1.0)  # torch distinguishes 0 from 0.0 in betas
     kind: dict = {"kind": "float" if runs("2") else "whole" if whole else "number"}
     if not runs(minus):
         kind.update({"ge": 0} if runs(zero) else {"gt": 0})
