@@ -13,12 +13,14 @@ import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
+from deepspeed_recipes.commands import main
 from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
 from deepspeed_recipes.training.model import load
 from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.model_folder import intact
 from tests.launching import LAUNCH
 from tests.small import small
 
@@ -222,6 +224,84 @@ def test_a_damaged_safetensors_file_is_named(damage, model):
     with pytest.raises(UserError) as caught:
         load.load_model(small(model, Path("unread")))
     one_line(caught, str(model), ".safetensors file is damaged or cut off")
+
+
+def write(content):
+    return lambda file: file.write_bytes(content)
+
+
+def no_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+def unreadable(file):
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+
+
+BAD_FILES = {
+    "tokenizer.json": (write(b'{"version": "1.0",'), "tokenizer.json:1: not JSON"),
+    "tokenizer_config.json": (write(b"[]"), "tokenizer_config.json: not one JSON object"),
+    "config.json": (unreadable, "config.json: Input/output error"),
+    "generation_config.json": (no_folder, "generation_config.json: Is a directory"),
+    "chat_template.jinja": (write(b"{% for a in"), "chat_template.jinja:1: not a template"),
+    "model.safetensors": (write(b"version https://git-lfs"), "model.safetensors: Git LFS's pointer"),
+    "tokenizer.model": (write(b""), "tokenizer.model: is empty"),
+}
+AFTER_TRAINING = {
+    "export": ("{}", "--output", "out"),
+    "generate": ("{}", "hi", "--max-new-tokens", "2"),
+    "serve": ("{}", "--engine", "transformers"),
+    "evaluate": ("{}", "--limit", "1"),
+    "shrink": ("{}", "--layers", "2", "--output", "out"),
+    "launch": ("tiny", "full", "model.path={}", "--dry-run", "--gpus", "1"),
+}
+
+
+@pytest.mark.parametrize("command", AFTER_TRAINING)
+def test_every_command_names_the_file_that_cannot_be_used(command, model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, (damage, said) in BAD_FILES.items():
+        shutil.rmtree(model)
+        shutil.copytree(TINY_MODEL, model)
+        damage(model / name)
+        words = [word.format(model) for word in AFTER_TRAINING[command]]
+        assert main.run(command, words) == 2, (command, name)
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert f"{model}/{said}" in lines[-1] and ("; " in lines[-1] or "pointer" in said), lines
+        assert list(tmp_path.iterdir()) == [model], "nothing is written"
+
+
+@pytest.mark.parametrize("command", ["export", "generate", "serve", "evaluate"])
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_every_command_names_the_adapters_file_that_cannot_be_used(command, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(TINY_MODEL), "r": 1}))
+    save_file(load_file(Path(TINY_MODEL) / "model.safetensors"), adapter / "adapter_model.safetensors")
+    (adapter / name).write_bytes((adapter / name).read_bytes()[:20])
+    assert main.run(command, [word.format(adapter) for word in AFTER_TRAINING[command]]) == 2
+    assert f"{adapter / name}:" in capsys.readouterr().err
+
+
+def test_several_files_that_cannot_be_used_are_named_at_once(model):
+    names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    for name in names[:2]:
+        (model / name).write_text("{")
+    with pytest.raises(UserError) as caught:
+        intact.check(model)
+    where = "line 1: not JSON (Expecting property name enclosed in double quotes)"
+    assert str(caught.value) == (
+        f"{model}: 2 files cannot be used: config.json ({where}), generation_config.json ({where}); copy or download "
+        "them again."
+    )
+    for name in names:
+        (model / name).write_text("{")
+    with pytest.raises(UserError, match=r"5 files .*config.json .*, generation_.*, model.safetensors .* and 2 more;"):
+        intact.check(model)
+    intact.check(Path("OWNER/NAME"))
 
 
 def test_a_layer_without_weights_is_refused_and_tied_weights_are_not_missed(model):

@@ -23,7 +23,7 @@ from ..machine import children
 from ..recipe.errors import UserError, first_line
 from ..recipe.run_folder import read_json
 from ..training.export import move
-from ..training.model_folder import complete
+from ..training.model_folder import complete, intact
 
 INDEX = "model.safetensors.index.json"
 COPIED = (
@@ -73,6 +73,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
         UserError: no such model, sizes that it has not, or an architecture that cannot be cut like this.
     """
     folder = _local(source)
+    intact.check(folder)
     config = read_json(folder / "config.json")
     sizes = _text(config)
     complete.check(folder, output)

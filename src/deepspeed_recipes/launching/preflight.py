@@ -20,13 +20,12 @@ from ..recipe.layout import bubble, gradient_accumulation_steps
 from ..recipe.methods import rewards
 from ..recipe.methods.traits import Method
 from ..recipe.recipe import Recipe, names
-from ..recipe.run_folder import read_json
 from ..recipe.tracking import trackers
 from ..training.data import classes, text_files, updates
 from ..training.data.forms import columns, formats
 from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
-from ..training.model_folder import weights
+from ..training.model_folder import intact, weights
 from ..training.model_folder.base_model import config_of
 from ..training.vision import content, files
 
@@ -67,12 +66,11 @@ def check_model(recipe: Recipe) -> None:
         UserError: names the folder or the file, and the fix.
     """
     if not recipe.draft.enabled:
+        intact.check(Path(recipe.model.path))
         weights.check(Path(recipe.model.path))
         # The ranks look at special tokens, too, and at the data.
         if known := vocabulary.tokens(Path(recipe.model.path), special=False):
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
-        if (settings := Path(recipe.model.path, "generation_config.json")).exists():
-            read_json(settings)
     if recipe.traits.teacher and not recipe.distill.served:
         weights.check(Path(str(recipe.distill.teacher)), "distill.teacher")
 

@@ -23,7 +23,7 @@ from .checkpoint import digests
 from .console import say
 from .model import generation, heads, remote_code
 from .model import load as load_model
-from .model_folder import base_model, complete, head, sentence_transformers, weights
+from .model_folder import base_model, complete, head, intact, sentence_transformers, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 from .vision import processor as vision
 
@@ -204,9 +204,11 @@ def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreT
         UserError: not a model folder, or the adapter's base model cannot be found.
     """
     if adapter is None and (folder / ADAPTER).exists():
+        intact.check(folder)
         folder, adapter = base_of(folder), folder
     if adapter is None:
         return load_whole(folder, dtype)
+    intact.check(adapter)
     return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter, autocast_adapter_dtype=False)
 
 
@@ -270,6 +272,7 @@ def check_loadable(folder: Path) -> None:
         UserError: the message names the file.
     """
     if folder.is_dir():
+        intact.check(folder)
         weights.tensors(folder, "model")
         generation.check(str(folder))
 
@@ -357,11 +360,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Return the tokenizer in `folder`.
 
     Raises:
-        UserError: the folder has none.
+        UserError: the folder has none, or one of its files cannot be used.
     """
+    intact.check(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.permitted(folder))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each kind of tokenizer fails in its own way
         raise UserError(f"{folder}: cannot load the tokenizer: {_reason(error)}") from error
 
 
@@ -377,6 +381,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
         UserError: `source` holds no model, or `output` is not empty.
     """
     complete.check(source, output)
+    intact.check(source)
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
         if list(source.glob("checkpoint-*")):

@@ -26,7 +26,7 @@ from ...recipe.recipe import Recipe
 from .. import checkpointing, distributed, upstream
 from ..adapters import add as adapters
 from ..console import say
-from ..model_folder import weights
+from ..model_folder import intact, weights
 from ..vision import blank, processor, tower
 from . import attention, generation, heads, kernels, remote_code, stored, tiling
 
@@ -146,6 +146,7 @@ def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
 
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
+    intact.check(Path(recipe.model.path))
     config = load_config(recipe)
     stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
     weights.check(Path(recipe.model.path))
