@@ -242,13 +242,13 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
     asked = [
         ([tmp_path / "nowhere"], "no such folder"),
-        ([tmp_path], "holds neither a model nor an adapter"),
+        ([tmp_path], "has neither a model nor an adapter"),
         ([TINY_MODEL], "add --data FILE"),
-        ([run.path, "--metric", "bleu"], "metric bleu: not measured here"),
+        ([run.path, "--metric", "bleu"], "metric bleu: not supported"),
         ([run.path, "--limit", "0"], "--limit 0: must be at least 1"),
         (["http://127.0.0.1:9", "--data", "x"], "is a server running there?"),
         ([address, "--metric", "loss", "--data", run.recipe], "a server is measured by exact_match only"),
-        ([run.path, "--tasks", "gsm8k"], "--tasks needs lm_eval, in an environment of its own: make serving"),
+        ([run.path, "--tasks", "gsm8k"], "--tasks needs lm_eval in a separate environment: make serving"),
     ]
     handler.names = ("one",)
     asked[6] = ([address, "--metric", "loss", "--data", tmp_path / "some.jsonl"], asked[6][1])
@@ -261,7 +261,7 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
         assert said in printed and len(printed.splitlines()) == 1, printed
     handler.names = ("one", "two")
     assert run_command("evaluate", [address, "--data", str(tmp_path / "some.jsonl")]) == 2
-    assert "has one, two; name one with --model NAME" in capsys.readouterr().err
+    assert "has several models (one, two); name one with --model NAME" in capsys.readouterr().err
 
 
 def test_the_harness_gets_the_model_as_it_is(tmp_path, run):

@@ -106,13 +106,13 @@ def test_a_push_that_fails_leaves_what_was_there_before(hub, folder):
 
 
 WRONG = {
-    "optimizer.pt": ("x", "optimizer.pt: no part of a model"),
-    ".env": ("A=1", ".env: no part of a model"),
-    "notes/plan.md": ("x", "notes/plan.md: no part of a model"),
-    "run.py": ("x", "run.py: no part of a model"),
+    "optimizer.pt": ("x", "optimizer.pt: not part of a model"),
+    ".env": ("A=1", ".env: not part of a model"),
+    "notes/plan.md": ("x", "notes/plan.md: not part of a model"),
+    "run.py": ("x", "run.py: not part of a model"),
     "LICENSE": ("password=correct-horse-battery", "credential"),
     "chat_template.jinja": ("hf_" + "c" * 24, "credential"),
-    "config.json": ('{"_name_or_path": "/home/me/secret-project/base"}', "a path of this machine"),
+    "config.json": ('{"_name_or_path": "/home/me/secret-project/base"}', "a path on this machine"),
 }
 
 
@@ -130,12 +130,12 @@ def test_what_is_no_model_and_what_must_stay_here_is_refused(folder, name, capsy
 def test_a_link_and_a_variable_that_is_a_credential_are_refused(folder, capsys, monkeypatch):
     (folder / "LICENSE").symlink_to(Path.home())
     assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 2
-    assert "LICENSE: no part of a model" in capsys.readouterr().err
+    assert "LICENSE: not part of a model" in capsys.readouterr().err
     (folder / "LICENSE").unlink()
     monkeypatch.setenv("MY_SERVICE_TOKEN", "correct-horse-battery")
     (folder / "merges.txt").write_text("a b\ncorrect-horse-battery\n")
     assert run_command("publish", [str(folder), NAME, "--dry-run"]) == 2
-    assert "merges.txt: holds what looks like a credential" in capsys.readouterr().err
+    assert "merges.txt: has text that looks like a credential" in capsys.readouterr().err
 
 
 def test_no_model_an_adapter_that_nobody_can_use_and_no_name(exports, tmp_path, capsys):  # noqa: F811

@@ -66,7 +66,7 @@ def test_fused_gates_are_cut_in_both_halves():
 
 
 REFUSED = {
-    "--layers 5": r"--layers 5: the model has 4; keep between 2",
+    "--layers 5": r"--layers 5: the model has 4 layers; keep between 2",
     "--layers 1": r"--layers 1: the model has 4",
     "--intermediate 641": r"--intermediate 641: the model's is 640",
     "--intermediate 0": r"--intermediate 0: the model's is 640",
@@ -88,7 +88,7 @@ def test_folders_that_cannot_be_read_or_written_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"this folder has no config.json"):
         shrink.shrink(str(empty), tmp_path / "student", 2, None)
     shutil.copytree(TINY_TEACHER, bare, ignore=shutil.ignore_patterns("*.safetensors"))
-    with pytest.raises(UserError, match=r"holds no .safetensors file"):
+    with pytest.raises(UserError, match=r"has no .safetensors file"):
         shrink.shrink(str(bare), tmp_path / "student", 2, None)
     with pytest.raises(UserError, match=r"--output .*bare: exists and is not empty; choose a new folder"):
         shrink.shrink(TINY_TEACHER, bare, 2, None)
@@ -101,10 +101,10 @@ def test_architectures_that_cannot_be_cut_are_refused(tmp_path):
     shutil.copytree(TINY_TEACHER, folder)
     config = read_json(folder / "config.json")
     write_json(folder / "config.json", config | {"num_experts": 8})
-    with pytest.raises(UserError, match=r"--intermediate 64: .* has no plain feed-forward parts"):
+    with pytest.raises(UserError, match=r"--intermediate 64: .* has no plain feed-forward layers"):
         shrink.shrink(str(folder), tmp_path / "student", None, 64)
     write_json(folder / "config.json", config | {"num_hidden_layers": 5})
-    with pytest.raises(UserError, match=r"its files hold 0 lists of 5 layers"):
+    with pytest.raises(UserError, match=r"its files have 0 lists of 5 layers"):
         shrink.shrink(str(folder), tmp_path / "student", 2, None)
     write_json(folder / "config.json", config)
     state = load_file(folder / "model.safetensors")

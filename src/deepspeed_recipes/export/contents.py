@@ -1,4 +1,4 @@
-"""What of an exported folder goes out when it is published: the model, its card and its record, and nothing else."""
+"""Selects the files of an exported folder to publish: the model, its card and its record, and nothing else."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _CONFIGURATION = {
     "processor_config.json",
 }
 _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"}
-"""Too many words, any of which may look like a credential."""
+"""Files with so many words that one may look like a credential."""
 _TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja", "Modelfile"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
 _KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *sentence_transformers.FILES}
@@ -36,42 +36,42 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class File:
-    """A file that goes out."""
+    """A file to publish."""
 
     path: Path
     name: str
-    """In the repository."""
+    """Path in the repository."""
     size: int
     """Bytes."""
 
 
 def files(folder: Path) -> list[File]:
-    """Return what goes out of `folder`, in the order of names.
+    """Return the files of `folder` to publish, sorted by name.
 
     Raises:
-        UserError: the folder is not a model's, or holds a file that does not belong to a model, a credential, a path
-            on this machine, or an adapter whose base model others cannot find.
+        UserError: `folder` is not a model folder, or contains a file that is no part of a model, a credential, a path
+            on this machine, or an adapter whose base model is not on the Hub.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
-    nothing = f"{folder}: not a model folder: name a run's export/, or what ds-recipes export wrote."
-    if not any(map(_WEIGHTS.fullmatch, os.listdir(folder))):  # before all of a disk is listed
-        raise UserError(nothing)
+    no_model = f"{folder}: not a model folder; name a run's export/, or a folder that ds-recipes export wrote."
+    if not any(map(_WEIGHTS.fullmatch, os.listdir(folder))):  # before `rglob`, which could list a whole disk
+        raise UserError(no_model)
     found = {
         str(path.relative_to(folder)): path
         for path in sorted(folder.rglob("*"))
         if path.is_symlink() or not path.is_dir()
     }
     if CHECK_FAILED in found:
-        raise UserError(f"{folder}: this export failed its check: it computes other logits than the trained model.")
+        raise UserError(f"{folder}: this export failed its check: its logits differ from the trained model's.")
     described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in found)
     if not described:
-        raise UserError(nothing)
+        raise UserError(no_model)
     others = [name for name, path in found.items() if path.is_symlink() or not _is_model(name)]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise UserError(
-            f"{folder}: {', '.join(others[:_SHOWN])}{more}: no part of a model; remove it, or write a clean folder "
+            f"{folder}: {', '.join(others[:_SHOWN])}{more}: not part of a model; remove it, or write a clean folder "
             "with ds-recipes export FOLDER --output DIR."
         )
     held = record.read(folder)
@@ -87,12 +87,12 @@ def _is_model(name: str) -> bool:
 
 
 def _check(name: str, path: Path, commit: str) -> None:
-    """Refuse a file with a credential, or with a path of this machine.
+    """Refuse a file with a credential, or with a path on this machine.
 
     Args:
-        name: in the repository.
-        path: of the file.
-        commit: of the project, which looks like a key of W&B and is none.
+        name: the file's path in the repository.
+        path: the file.
+        commit: the project's git commit, which looks like a W&B key and is accepted.
 
     Raises:
         UserError: names the file.
@@ -106,15 +106,15 @@ def _check(name: str, path: Path, commit: str) -> None:
         text = text.replace(commit, "") if commit else text
         secret = redact(text) != text
     if secret:
-        raise UserError(f"{path}: holds what looks like a credential; take it out before the folder is published.")
+        raise UserError(f"{path}: has text that looks like a credential; remove it before you publish the folder.")
     if name in _RECORD | {ADAPTER, "config.json"}:
         values = read_json(path)
         if portable(values) != values:
-            raise UserError(f"{path}: names a path of this machine; write the folder again with ds-recipes export.")
+            raise UserError(f"{path}: names a path on this machine; write the folder again with ds-recipes export.")
 
 
 def _credentials() -> list[str]:
-    """Return the values of this machine's variables that are credentials."""
+    """Return the values of this process's environment variables that are credentials."""
     return [
         value
         for name, value in os.environ.items()
@@ -126,14 +126,14 @@ def _check_base(folder: Path) -> None:
     """Refuse an adapter whose base model is not on the Hub.
 
     Raises:
-        UserError: says what to do.
+        UserError: names the base model and the fix.
     """
     if not (folder / ADAPTER).exists():
         return
     base = str(read_json(folder / ADAPTER).get(KEY) or "")
     if not is_hub_id(base):
         raise UserError(
-            f"{folder}: an adapter for {base or 'an unnamed base model'}, which is not on the Hub, so nobody could use "
-            "it;\npublish the merged model (ds-recipes export RUN --output DIR --merge), or name one on the Hub in "
-            f"{ADAPTER}."
+            f"{folder}: an adapter for {base or 'an unnamed base model'}, which is not on the Hub, so others could not "
+            "use it;\npublish the merged model (ds-recipes export RUN --output DIR --merge), or name a base model on "
+            f"the Hub in {ADAPTER}."
         )

@@ -1,4 +1,4 @@
-"""Publish a model folder on the Hub: one commit, which is there as a whole or not at all."""
+"""Publishes a model folder on the Hub in one commit, completely or not at all."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,21 +16,21 @@ from ..training.model_folder.card import UNPUBLISHED
 from .contents import CARD, File
 
 HUBS_OWN = {".gitattributes"}
-"""What the Hub itself puts into a new repository."""
+"""Files that the Hub itself adds to a new repository."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Target:
-    """The repository, as it is before the push."""
+    """The repository before the push."""
 
     name: str
     commit: str | None
-    """Its newest; None where the repository does not exist yet."""
+    """The newest commit, or None if the repository does not exist yet."""
 
 
 def check_name(name: str) -> None:
-    """Refuse what cannot be a repository's name.
+    """Refuse a name that is not valid for a repository.
 
     Raises:
         UserError: not OWNER/NAME.
@@ -40,14 +40,14 @@ def check_name(name: str) -> None:
     except HFValidationError as error:
         raise UserError(f"{name}: not a name for the Hub: {first_line(error)}") from None
     if name.count("/") != 1:
-        raise UserError(f"{name}: name the owner too, OWNER/NAME (`hf auth whoami` says who you are).")
+        raise UserError(f"{name}: name the owner too, OWNER/NAME (`hf auth whoami` prints your user name).")
 
 
 def look(name: str, files: Sequence[File], private: bool) -> Target:
     """Return the repository to push to.
 
     Raises:
-        UserError: no token, no network, or a repository with other files, or public where a private one is asked for.
+        UserError: no token, no network, a repository with other files, or a public repository despite `private`.
     """
     if huggingface_hub.get_token() is None:
         raise UserError("no token for the Hub; log in with `hf auth login`, or set HF_TOKEN.")
@@ -67,7 +67,7 @@ def look(name: str, files: Sequence[File], private: bool) -> Target:
 
 
 def push(target: Target, files: Sequence[File], private: bool) -> str:
-    """Push the files in one commit and return its address. A repository that was made for it goes if that fails.
+    """Push the files in one commit and return its address. If that fails, a newly created repository is removed.
 
     Raises:
         UserError: the Hub refuses, or cannot be reached.
@@ -90,7 +90,7 @@ def push(target: Target, files: Sequence[File], private: bool) -> str:
 
 
 def content(file: File, name: str) -> str | bytes:
-    """Return what is uploaded of a file: its path, or the card with the name that the model gets."""
+    """Return the path of the file to upload or, for the card, its text with the model's name on the Hub."""
     if file.name != CARD:
         return str(file.path)
     text = file.path.read_text(encoding="utf-8")
@@ -98,11 +98,11 @@ def content(file: File, name: str) -> str | bytes:
 
 
 def show(folder: Path, name: str, files: Sequence[File], private: bool) -> str:
-    """Return what goes out, for a person to read."""
+    """Return the list of files to publish, as text."""
     width = max(len(file.name) for file in files)
     lines = [f"{folder} -> {name} ({'private' if private else 'public'})"]
     lines += [f"  {file.name:<{width}}  {_size(file.size):>10}" for file in files]
-    return "\n".join([*lines, f"  {'in all':<{width}}  {_size(sum(file.size for file in files)):>10}"])
+    return "\n".join([*lines, f"  {'total':<{width}}  {_size(sum(file.size for file in files)):>10}"])
 
 
 def _size(size: int) -> str:
@@ -111,10 +111,10 @@ def _size(size: int) -> str:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn the Hub's errors into a line.
+    """Turn the Hub's errors into one line.
 
     Raises:
-        UserError: says what the Hub said.
+        UserError: quotes the Hub's error.
     """
     try:
         yield
@@ -124,7 +124,7 @@ def _explained(name: str) -> Iterator[None]:
         status = error.response.status_code if error.response is not None else None
         if status in (401, 403):
             raise UserError(
-                f"{name}: the Hub refuses this token ({status}); it needs the right to write there."
+                f"{name}: the Hub refuses this token ({status}); use a token with write access to the repository."
             ) from None
         raise UserError(f"{name}: the Hub answered {status}: {first_line(error)}") from None
     except (httpx.HTTPError, OSError) as error:

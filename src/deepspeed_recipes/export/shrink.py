@@ -1,7 +1,7 @@
-"""A smaller model made of a larger one's weights, as the start of a student: fewer layers, narrower feed-forward parts.
+"""Makes a smaller model from a larger model's weights, as an initial student: fewer layers, narrower feed-forward.
 
-Works on the files: tensors keep their names and their dtype, and no model is built until the result is checked. What
-such a model says is nonsense until it is trained; it learns far faster than from random weights (Sanh et al. 2019,
+This works on the files: tensors keep their names and their dtype, and no model is built until the result is checked.
+The smaller model writes nonsense until it is trained, but learns far faster than from random weights (Sanh et al. 2019,
 arXiv:1910.01108, for layers; Muralidharan et al. 2024, arXiv:2407.14679, for both).
 """
 
@@ -38,39 +38,39 @@ COPIED = (
 """Files that a smaller model shares with the larger one."""
 LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 NUMBERED = re.compile(r"^(.+?)\.(\d+)\.(.+)$")
-"""A tensor of a layer: the list of layers, the layer's number, and the rest of its name."""
+"""A tensor of a layer: the list of layers, the layer's number, and the rest of the name."""
 INPUTS, OUTPUT, BOTH = ("gate_proj.weight", "up_proj.weight"), "down_proj.weight", "gate_up_proj.weight"
-"""The matrices of a gated feed-forward part, by the ends of their names; some models store the first two as one."""
+"""The matrices of a gated feed-forward layer, by the ends of their names; some models store the first two as one."""
 HIDDEN = (
-    "--hidden: every layer reads and adds to one stream of that width, and which of its directions matter shows on "
-    "data only, not in the weights; use --layers and --intermediate."
+    "--hidden: every layer reads and adds to one stream of that width, and the weights do not show which of its "
+    "directions matter, only data does; use --layers and --intermediate."
 )
 
 
 @dataclass(frozen=True)
 class Shrunken:
-    """What was made."""
+    """The sizes of the smaller model."""
 
     layers: list[int]
-    """The numbers of those that were kept."""
+    """The numbers of the layers that were kept."""
     intermediate: int
     before: int
-    """Parameters."""
+    """Parameters of the larger model."""
     after: int
 
 
 def shrink(source: str, output: Path, layers: int | None, intermediate: int | None) -> Shrunken:
-    """Write a model with some of another's layers and feed-forward neurons into a folder that is new or empty.
+    """Write a model with a part of another model's layers and feed-forward neurons into a new or empty folder.
 
     Args:
         source: a folder or a Hub id.
         output: the folder.
-        layers: how many to keep, evenly spaced, the first and the last among them; None: all.
-        intermediate: how wide the feed-forward parts become; each layer keeps the neurons whose weights have the
-            largest norms. None: as they are.
+        layers: number of layers to keep, evenly spaced, including the first and the last, or None for all.
+        intermediate: the new width of the feed-forward layers, each of which keeps the neurons whose weights have the
+            largest norms, or None to keep the width.
 
     Raises:
-        UserError: no such model, sizes that it has not, or an architecture that cannot be cut like this.
+        UserError: no such model, sizes larger than the model's, or an architecture that cannot be cut this way.
     """
     folder = _local(source)
     intact.check(folder)
@@ -84,8 +84,8 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     names = _layer_lists(state, sizes["num_hidden_layers"])
     if len(names) != 1:
         raise UserError(
-            f"{source}: its files hold {len(names)} lists of {sizes['num_hidden_layers']} layers, so it is not known "
-            "which to shorten; shrink reads decoders with one list."
+            f"{source}: its files have {len(names)} lists of {sizes['num_hidden_layers']} layers, and shrink only "
+            "supports decoders with exactly one; choose another model."
         )
     state = _with_layers(state, names[0], kept)
     if width < sizes["intermediate_size"]:
@@ -100,7 +100,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
 
 
 def spaced(before: int, after: int) -> list[int]:
-    """Return the numbers of `after` layers of `before`, evenly spaced, with the first and the last."""
+    """Return the numbers of `after` of the `before` layers, evenly spaced, including the first and the last."""
     return [round(index * (before - 1) / (after - 1)) for index in range(after)]
 
 
@@ -123,12 +123,12 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
 def _kept(source: str, sizes: Mapping[str, Any], layers: int | None) -> list[int]:
     before = sizes.get("num_hidden_layers")
     if before is None:
-        raise UserError(f"{source}: its config.json has no num_hidden_layers; shrink cannot tell its layers.")
+        raise UserError(f"{source}: its config.json has no num_hidden_layers, which shrink needs; use another model.")
     if layers is None:
         return list(range(before))
     if not 2 <= layers <= before:
         raise UserError(
-            f"--layers {layers}: the model has {before}; keep between 2, the first and the last, and those."
+            f"--layers {layers}: the model has {before} layers; keep between 2 (the first and the last) and {before}."
         )
     return spaced(before, layers)
 
@@ -138,16 +138,16 @@ def _width(source: str, sizes: Mapping[str, Any], intermediate: int | None) -> i
     if intermediate is None:
         return before or 0
     if before is None or any("expert" in name and size for name, size in sizes.items()):
-        raise UserError(f"--intermediate {intermediate}: {source} has no plain feed-forward parts; leave it out.")
+        raise UserError(f"--intermediate {intermediate}: {source} has no plain feed-forward layers; leave it out.")
     if not 1 <= intermediate <= before:
-        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a number from 1 to that.")
+        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a number from 1 to {before}.")
     return intermediate
 
 
 def _state(folder: Path) -> dict[str, torch.Tensor]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder}: holds no .safetensors file; pickled weights are not read, since they can run code.")
+        raise UserError(f"{folder}: has no .safetensors file; pickled weights are not read, since they can run code.")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -156,7 +156,7 @@ def _count(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def _layer_lists(state: Mapping[str, Any], layers: int) -> list[str]:
-    """Return the names of the lists that have exactly so many layers."""
+    """Return the names of the lists with exactly this number of layers."""
     found: dict[str, set[int]] = {}
     for name in state:
         if match := NUMBERED.match(name):
@@ -165,7 +165,7 @@ def _layer_lists(state: Mapping[str, Any], layers: int) -> list[str]:
 
 
 def _with_layers(state: Mapping[str, torch.Tensor], layers: str, kept: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the kept layers, under their new numbers, and all that are in no layer."""
+    """Return the tensors of the kept layers under their new numbers, and all tensors outside the layers."""
     numbers, result = {old: new for new, old in enumerate(kept)}, {}
     for name, tensor in state.items():
         match = NUMBERED.match(name)
@@ -177,10 +177,10 @@ def _with_layers(state: Mapping[str, torch.Tensor], layers: str, kept: Sequence[
 
 
 def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[str, torch.Tensor]:
-    """Return the tensors with `width` neurons in every feed-forward part.
+    """Return the tensors with `width` neurons in every feed-forward layer.
 
-    A neuron is a row of the gate, the same row of the up projection and the same column of the down projection; it
-    matters as the product of their norms, which is the largest that it can add to the stream.
+    A neuron is a row of the gate, the same row of the up projection and the same column of the down projection. Neurons
+    are ranked by the product of the three norms, which bounds what a neuron can add to the stream.
     """
     outputs = [name for name in state if name.endswith(OUTPUT)]
     result = dict(state)
@@ -200,14 +200,14 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
         result |= dict(zip(names, smaller, strict=True)) | {name: state[name][:, best].contiguous()}
     if not outputs:
         raise UserError(
-            f"--intermediate {width}: {source} has no gated feed-forward parts (gate, up and down projection without "
+            f"--intermediate {width}: {source} has no gated feed-forward layers (gate, up and down projection without "
             "biases); leave it out."
         )
     return result
 
 
 def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[str, Any]:
-    """Return the configuration with the new sizes; lists with an entry per layer lose those that were left out."""
+    """Return the configuration with the new sizes; lists with an entry per layer keep only the kept layers' entries."""
     sizes = _text(config)
     before = sizes["num_hidden_layers"]
     changed = {
@@ -228,10 +228,10 @@ def _write(folder: Path, output: Path, config: Mapping[str, Any], state: dict[st
 
 
 def _check(source: str, output: Path) -> None:
-    """Load what was written, as anybody would.
+    """Load the written model with plain transformers.
 
     Raises:
-        UserError: weights are missing, left over or of other sizes.
+        UserError: weights are missing, left over or of the wrong size.
     """
     try:
         logging.disable_progress_bar()

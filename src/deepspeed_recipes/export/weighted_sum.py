@@ -1,4 +1,4 @@
-"""Several LoRA adapters of one base model as a single one: the sum of their changes, each times its weight."""
+"""Combines several LoRA adapters of one base model into a single adapter: the weighted sum of their changes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from ..training.model_folder import base_model, card
 from ..training.model_folder.base_model import ADAPTER, KEY
 
 SUM = "sum"
-"""The name of the result among the adapters of the model."""
+"""The name of the sum among the model's adapters."""
 MORE = ("use_dora", "target_parameters", "modules_to_save", "trainable_token_indices", "lora_bias", "use_rslora")
-"""Keys of an adapter that is more than the product of two matrices, or whose sum PEFT would scale by the root of its
+"""Keys of adapters that are more than the product of two matrices, or whose sum PEFT would scale by the root of its
 rank."""
 TOLERANCE = 1e-4
 """The largest difference of a weight from the sum of the parts, relative to the largest change of its matrix."""
@@ -26,7 +26,7 @@ class Part:
     """An adapter of the sum."""
 
     name: str
-    """As it was typed."""
+    """The adapter's name as typed."""
     folder: Path
     weight: float
 
@@ -35,8 +35,8 @@ def check(parts: Sequence[Part]) -> None:
     """Refuse adapters that cannot be added up.
 
     Raises:
-        UserError: no adapter, one of another base model, one that is more than the product of two matrices, or weights
-            that leave nothing of any adapter.
+        UserError: a folder is not an adapter, has another base model, or is more than the product of two matrices; or
+            the weights cancel every adapter.
     """
     first, totals = parts[0], dict.fromkeys([part.folder.resolve() for part in parts], 0.0)
     for part in parts:
@@ -55,21 +55,25 @@ def check(parts: Sequence[Part]) -> None:
             )
         base = base_model.find(part.folder)
         if base != base_model.find(first.folder):
-            raise UserError(f"{part.name}: an adapter for {base}, and {first.name} is for another base model.")
+            raise UserError(
+                f"{part.name}: an adapter for {base}, but {first.name} is for another base model; all must share one."
+            )
         quantized = [(one.folder / card.QUANTIZATION).exists() for one in (first, part)]
         if quantized[0] != quantized[1]:
-            raise UserError(f"{part.name} and {first.name}: one was trained on 4-bit weights and the other was not.")
+            raise UserError(
+                f"{part.name} and {first.name}: only one was trained on 4-bit weights; add adapters of one kind."
+            )
 
 
 def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
     """Write the sum of adapters to `folder`, after comparing every matrix with the sum of the parts.
 
-    Its rank is the sum of theirs, so nothing is rounded off (PEFT's `add_weighted_adapter`, `cat`).
+    The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`).
 
     Args:
-        base: the model that they were trained on; it gets the adapters.
-        parts: as `check` accepts them.
-        folder: a new one.
+        base: the model on which the adapters were trained; they are added to it.
+        parts: adapters that `check` accepts.
+        folder: a new folder.
 
     Raises:
         RuntimeError: a matrix differs from the sum of the parts.
@@ -94,7 +98,7 @@ def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
 
 
 def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> float:
-    """Return the largest difference of the sum's matrices from what the parts add up to, relative to the largest."""
+    """Return the largest difference between the sum's matrices and the sum of the parts, relative to the largest."""
     worst = 0.0
     for module in model.modules():
         held = [
@@ -109,7 +113,7 @@ def difference(model: Any, names: Sequence[str], weights: Sequence[float]) -> fl
 
 
 def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
-    """Write a card that says what was added up, for the adapter or for the base model with it (`merged`)."""
+    """Write a card that lists the parts, for the adapter or, if `merged`, for the merged model."""
     base = str(base_model.find(parts[0].folder))
     named = (
         {"base_model": base, "base_model_relation": "finetune" if merged else "adapter"}
@@ -124,6 +128,6 @@ def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
     )
     rows = "".join(f"| {Path(part.name).name} | {part.weight:g} |\n" for part in parts)
     kept = read_json(folder / ADAPTER)[KEY]
-    about = f"The sum of {len(parts)} LoRA adapters for `{base if named else Path(kept).name}`, each times its weight."
+    about = f"The weighted sum of {len(parts)} LoRA adapters for `{base if named else Path(kept).name}`."
     text = f"---\n{data.to_yaml()}\n---\n\n# A sum of adapters\n\n{about}\n\n| adapter | weight |\n|---|---|\n{rows}"
     ModelCard(text).save(folder / card.FILE)

@@ -1,1 +1,1 @@
-"""Models beside each other on held-out examples: answers asked for, scores with intervals, paired tests."""
+"""Compares models on held-out examples: answers, scores with intervals, paired tests."""

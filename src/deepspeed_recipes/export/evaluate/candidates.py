@@ -1,4 +1,4 @@
-"""What is evaluated: a run, one of its checkpoints, a model or adapter folder, a model of the Hub, or a server."""
+"""The models to evaluate: a run, one of its checkpoints, a model or adapter folder, a model on the Hub, or a server."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,24 +13,24 @@ from .server import Server
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model beside others."""
+    """A model to evaluate."""
 
     name: str
-    """As it was typed."""
+    """The model as typed."""
     model: Path | Server
     """A folder or a Hub id, or a server."""
     run: RunFolder | None = None
-    """The run that it is of."""
+    """The run that trained the model, or None."""
     recipe: Recipe | None = None
-    """How it was trained, where that is known."""
+    """The recipe that trained the model, or None if it is unknown."""
 
 
 def find(name: str, model: str | None) -> Candidate:
-    """Return what a word of the command line names.
+    """Return the model that a word of the command line names.
 
     Args:
         name: a folder, a Hub id or an address.
-        model: which model of a server, where it has several.
+        model: the model's name on a server that has several.
 
     Raises:
         UserError: no such folder, no model in it, or no such server.
@@ -46,7 +46,7 @@ def find(name: str, model: str | None) -> Candidate:
     run = next((RunFolder(one) for one in (place, *place.parents[:2]) if RunFolder(one).recipe.exists()), None)
     folder = _of_run(run) if run and run.path == place else place
     if not any((folder / file).exists() for file in ("config.json", base_model.ADAPTER)):
-        raise UserError(f"{name}: holds neither a model nor an adapter; a run's model is in its export/.")
+        raise UserError(f"{name}: has neither a model nor an adapter; a run's model is in its export/.")
     intact.check(folder)
     held = record.read(folder)
     recipe = read_recipe(run) if run else held.recipe if held else None
@@ -54,10 +54,10 @@ def find(name: str, model: str | None) -> Candidate:
 
 
 def base_of(candidate: Candidate) -> Candidate:
-    """Return the model that a candidate was before its training.
+    """Return the model from which a candidate was trained.
 
     Raises:
-        UserError: that is not known, or it is not there.
+        UserError: that model is unknown or missing.
     """
     name = f"{candidate.name} before training"
     if isinstance(candidate.model, Path) and (candidate.model / base_model.ADAPTER).exists():
@@ -68,7 +68,9 @@ def base_of(candidate: Candidate) -> Candidate:
     draft = candidate.run.draft_model if candidate.run and recipe.draft.enabled else None
     path = draft or base_model.located(recipe.model.path)
     if not path.exists() and not base_model.is_hub_id(str(path)):
-        raise UserError(f"{candidate.name}: its base model {path} is not here; name it as one of the models instead.")
+        raise UserError(
+            f"{candidate.name}: its base model {path} does not exist; name the base model as one of the models instead."
+        )
     return replace(candidate, name=name, model=path, run=None)
 
 

@@ -1,4 +1,4 @@
-"""Several models' scores in one table, with intervals, and each pair of neighbours tested on the same examples."""
+"""Compares several models' scores in one table, with intervals and paired tests of neighbours on the same examples."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +12,7 @@ from .score import Scores
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
-    """Return the comparison as evaluation.json has it.
+    """Return the comparison in the format of evaluation.json.
 
     Args:
         held_out: the examples.
@@ -22,10 +22,10 @@ def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]
 
 
 def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any]]:
-    """Return a comparison, of the same form, for each metric of each of lm-evaluation-harness's tasks.
+    """Return a comparison in the same format for each metric of each of lm-evaluation-harness's tasks.
 
     Args:
-        found: each model's name and what the harness has measured of it.
+        found: each model's name and the harness's results.
     """
     first = found[0][1]
     measured = [(name, {(one.task, one.metric): one.scores for one in of_model}) for name, of_model in found]
@@ -71,7 +71,7 @@ def model(name: str, scores: Scores) -> dict[str, Any]:
 
 
 def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
-    """Return on how many examples the second model is better or worse than the first, and how likely that is."""
+    """Return the number of examples on which the second model is better or worse than the first, and the p-value."""
     sign = 1 if higher_is_better else -1
     values = [
         [sign * total / count for total, count in zip(one.sums, one.counts, strict=True)] for _, one in (first, second)
@@ -83,7 +83,7 @@ def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, S
 
 
 def lines(found: dict[str, Any]) -> Iterator[str]:
-    """Yield a comparison as it is printed."""
+    """Yield the lines that print a comparison."""
     metric, examples = found["metric"], found["examples"]
     yield f"{title(metric)} on {examples} held-out examples of {found['data']}"
     yield ""
@@ -105,7 +105,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
 
 
 def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
-    """Return in words how two models differ."""
+    """Return the difference between two models as a sentence."""
     shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
     test = "McNemar's test, exact" if shares else "sign test"
     p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness's tasks: its own command, and each example's value out of the files that it writes."""
+"""Runs tasks of lm-evaluation-harness with its own command, and reads each example's value from its output files."""
 
 import subprocess
 import sys
@@ -17,11 +17,11 @@ from .server import Server
 
 @dataclass(frozen=True)
 class Found:
-    """One metric of one task, of one model."""
+    """A model's scores by one metric of a task."""
 
     task: str
     metric: str
-    """With the filter that has read the answer, where the task has several: `exact_match (strict-match)`."""
+    """The metric's name, with the answer's filter if the task has several: `exact_match (strict-match)`."""
     scores: Scores
     higher_is_better: bool
 
@@ -30,14 +30,14 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
     """Return the harness's command for one model.
 
     Args:
-        python: has the harness.
+        python: the interpreter of the environment with the harness.
         model: a whole model or an adapter, or a server.
-        tasks: names with commas.
-        folder: holds tasks of one's own, as YAML.
-        limit: how many examples of each task; None: all.
+        tasks: names, separated by commas.
+        folder: a folder with the user's own tasks, as YAML, or None.
+        limit: number of examples of each task, or None for all.
 
     Raises:
-        UserError: a comma where the harness separates arguments by them.
+        UserError: an argument contains a comma, with which the harness separates arguments.
     """
     chat = True
     if isinstance(model, Server):
@@ -51,7 +51,7 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
             given = {"pretrained": base_model.find(model), "peft": model, "tokenizer": model}
     for value in given.values():
         if "," in str(value):
-            raise UserError(f"--tasks: {value}: lm-evaluation-harness takes no comma in a path; rename the folder.")
+            raise UserError(f"--tasks: {value}: lm-evaluation-harness accepts no comma in a path; rename the folder.")
     arguments = ",".join(f"{name}={value}" for name, value in given.items())
     words = [str(python), "-m", "lm_eval", "--model", kind, "--model_args", arguments, "--tasks", tasks]
     words += ["--apply_chat_template"] if chat else []
@@ -60,43 +60,43 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
 
 
 def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
-    """Run the harness on one model, with its progress on the terminal, and return what it has measured.
+    """Run the harness on one model, with its progress on the terminal, and return its results.
 
     Args:
-        words: as `command` returns them.
-        variables: of its process.
+        words: the result of `command`.
+        variables: the environment of the process.
 
     Raises:
-        UserError: it failed, for instance because there is no such task.
+        UserError: the harness failed, for example because a task does not exist.
     """
     with children.scratch("ds-recipes-tasks-") as place:
         words = [*words, "--output_path", str(place), "--log_samples"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": dict(variables), "text": True}
         with children.running(words, **options) as running:
-            said = [line for line in running.stdout or () if not _shown(line)]
+            output = [line for line in running.stdout or () if not _shown(line)]
             running.wait()
         if running.returncode:
-            raise UserError(f"--tasks: lm-evaluation-harness says: {_reason(said)}")
+            raise UserError(f"--tasks: lm-evaluation-harness failed: {_reason(output)}")
         return read(place)
 
 
 def _shown(line: str) -> bool:
-    """Print a line on the terminal if it is of a progress bar, and return whether it is one."""
+    """Print a line on the terminal and return True if it belongs to a progress bar, else return False."""
     bar = "%|" in line
     if bar and sys.stderr.isatty():
         print(f"\r{line.rstrip()}", end="\n" if "100%" in line else "", file=sys.stderr, flush=True)
     return bar
 
 
-def _reason(said: Sequence[str]) -> str:
-    """Return the last line that says what is wrong."""
-    lines = [line.strip() for line in said if line.strip()] or ["it printed nothing"]
-    told = [line for line in lines if "Error" in line or "not found" in line] or lines
-    return told[-1][:300]
+def _reason(output: Sequence[str]) -> str:
+    """Return the last line with an error, or the last line."""
+    lines = [line.strip() for line in output if line.strip()] or ["no output"]
+    errors = [line for line in lines if "Error" in line or "not found" in line] or lines
+    return errors[-1][:300]
 
 
 def read(place: Path) -> list[Found]:
-    """Return what the harness has written: every metric that has a number for each example."""
+    """Return the harness's results: every metric that has a number for each example."""
     (file,) = place.rglob("results_*.json")
     results = read_json(file)
     found = []

@@ -1,4 +1,4 @@
-"""The held-out examples of a run, as its own evaluation had them, or those of another file."""
+"""The held-out examples of a run, the same as in its own evaluation, or those of another file."""
 
 import contextlib
 import io
@@ -18,25 +18,25 @@ from ...training.data import load, sources
 from ...training.model_folder.portable import own_path
 
 METRICS = ("exact_match", "loss", "preference_accuracy", "accuracy", "recall_at_1")
-"""What can be measured here: the first two of models that write, then of models that prefer or score, that classify,
-and that embed."""
+"""The metrics: the first two for models that write text, then one each for models that prefer or score answers, for
+classifiers and for embedding models."""
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Examples, and how they are judged."""
+    """Held-out examples and their metric."""
 
     metric: str
     source: str
-    """Where they come from, for a person to read."""
+    """The examples' source, for display."""
     examples: Dataset
     recipe: Recipe
-    """For the form, the lengths, and how answers are generated."""
+    """The recipe that sets the format, the lengths, and the generation of answers."""
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Be the only rank: what training measures, it measures over all ranks."""
+    """Make this process the only rank, since training's metrics are reduced over all ranks."""
     if dist.is_initialized():
         yield
         return
@@ -51,13 +51,13 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
     """Return the held-out examples.
 
     Args:
-        recipe: of the run; None: only models of other origins are compared.
-        file: other examples than the run's.
-        metric: another metric than the run's.
-        limit: how many of them, from the first; None: all.
+        recipe: the run's recipe, or None if no model comes from a run.
+        file: a file with examples to use instead of the run's, or None.
+        metric: a metric to use instead of the run's, or None.
+        limit: number of examples, from the first, or None for all.
 
     Raises:
-        UserError: there are none, they cannot be read, or the metric cannot be measured here.
+        UserError: there are no examples, they cannot be read, or the metric is not supported.
     """
     if recipe is None:
         if file is None:
@@ -68,11 +68,11 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
         recipe = replace(recipe, data=replace(recipe.data, path=validation, validation=validation, streaming=False))
     found = metric or recipe.metric
     if found not in METRICS:
-        raise UserError(f"metric {found}: not measured here; choose --metric {' or '.join(METRICS)}.")
+        raise UserError(f"metric {found}: not supported; choose --metric {' or '.join(METRICS)}.")
     data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
     recipe = replace(recipe, data=data)
     datasets.disable_progress_bars()
-    with contextlib.redirect_stdout(io.StringIO()):  # what a run says of its data
+    with contextlib.redirect_stdout(io.StringIO()):  # hides the lines that a run prints about its data
         if data.validation:
             examples = sources.mix(sources.read(data.validation, recipe), None, recipe.seed)
         else:
@@ -88,10 +88,10 @@ def _located(paths: str | None) -> Any:
 
 
 def _existing(name: str) -> str:
-    """Return a path that a recipe names as it is on this machine.
+    """Return a path from a recipe as it is on this machine.
 
     Raises:
-        UserError: it is a file that is not here; the record of an export names its author's files without folders.
+        UserError: the file does not exist; the record of an export names its author's files without folders.
     """
     found = str(own_path(name) or name)
     if Path(found).suffix and not Path(found).exists():

@@ -1,4 +1,4 @@
-"""How sure a score is, and whether two models differ on the same examples; standard library and numpy."""
+"""Confidence intervals of scores, and tests for a difference between two models; standard library and numpy."""
 
 import math
 from collections.abc import Sequence
@@ -7,24 +7,24 @@ from statistics import NormalDist
 import numpy as np
 
 LEVEL = 0.95
-"""Of the intervals."""
+"""Confidence level of the intervals."""
 RESAMPLES = 2000
 
 
 def wilson(right: int, examples: int) -> tuple[float, float]:
-    """Return the interval of a share (Wilson 1927), which stays within 0 and 1, also where all or none are right."""
+    """Return the interval of a share (Wilson 1927), which stays within 0 and 1 even if all or none are right."""
     z = NormalDist().inv_cdf((1 + LEVEL) / 2)
     share = right / examples
     middle = share + z * z / (2 * examples)
     half = z * math.sqrt(share * (1 - share) / examples + z * z / (4 * examples**2))
     scale = 1 + z * z / examples
-    # The ends are exact where all or none are right: rounding would put them beside 0 and 1.
+    # The ends are exact if all or none are right: rounding would move them slightly off 0 and 1.
     low = 0.0 if right == 0 else (middle - half) / scale
     return low, 1.0 if right == examples else (middle + half) / scale
 
 
 def bootstrap(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
-    """Return the interval of `sum(sums) / sum(counts)` over examples that are drawn again with replacement."""
+    """Return the interval of `sum(sums) / sum(counts)` over examples resampled with replacement."""
     numbers = np.random.default_rng(seed)
     drawn = numbers.integers(len(sums), size=(RESAMPLES, len(sums)))
     means = np.asarray(sums)[drawn].sum(1) / np.asarray(counts)[drawn].sum(1)
@@ -33,9 +33,9 @@ def bootstrap(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> 
 
 
 def sign_test(better: int, worse: int) -> float:
-    """Return how likely a split at least as uneven is if both models are equally good, of the examples that differ.
+    """Return the probability of a split at least this uneven, among differing examples, for two equally good models.
 
-    Of right and wrong answers this is McNemar's test in its exact form (McNemar 1947).
+    For right and wrong answers this is McNemar's test in its exact form (McNemar 1947).
     """
     differing = better + worse
     tail = sum(math.comb(differing, count) for count in range(min(better, worse) + 1))

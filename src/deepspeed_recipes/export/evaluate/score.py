@@ -1,4 +1,4 @@
-"""What a model scores on each of the held-out examples."""
+"""Scores a model on each of the held-out examples."""
 
 import gc
 import time
@@ -32,12 +32,12 @@ class Scores:
     sums: list[float]
     """1 for a right answer or a right order of a pair, and 0 for a wrong one; or an example's loss, in nats."""
     counts: list[int]
-    """What they are divided by: 1, or an example's tokens."""
+    """Divisors of `sums`: 1, or an example's tokens."""
     answers: list[str]
-    """What the model has written; empty where it has to write nothing."""
+    """The model's answers; empty if the metric needs none."""
     seconds: float
     cut_off: int = 0
-    """Answers that had not ended within data.max_new_tokens, which are wrong."""
+    """Number of answers that had not ended within data.max_new_tokens, which count as wrong."""
 
     @property
     def value(self) -> float:
@@ -49,7 +49,7 @@ def of(model: Path | Server, held_out: HeldOut) -> Scores:
     """Return a model's scores.
 
     Raises:
-        UserError: no such model, or one that has no such metric.
+        UserError: no such model, or a metric that the model does not have.
     """
     started = time.monotonic()
     if isinstance(model, Server):
@@ -66,7 +66,7 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
         raise UserError(f"{model.address}: a server is measured by exact_match only, not by {held_out.metric}.")
     if "images" in held_out.examples.column_names:
         raise UserError(
-            f"{model.address}: ds-recipes evaluate shows no images; the run's own last line has the metric on them."
+            f"{model.address}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
         )
     learned = held_out.recipe.data.thinking == "learn"
     asked, expected = zip(*(_asked(example, learned) for example in held_out.examples), strict=True)
@@ -79,9 +79,9 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
 
 
 def _asked(example: Mapping[str, Any], reasoning_learned: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the turns before the assistant's last, which a server is asked to answer, and that turn.
+    """Return the turns before the assistant's last turn, for the server to answer, and that last turn.
 
-    The turn keeps its reasoning, with which the server's is compared, only where training teaches it.
+    The last turn keeps its reasoning, for comparison with the server's, only if training teaches reasoning.
     """
     turns = example["messages"]
     last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
@@ -108,19 +108,19 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
 
 
 KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "preference_accuracy": "a reward model"}
-"""What a model is that has no other metric."""
+"""The kind of model by its only metric."""
 
 
 def _check_kind(folder: Path, held_out: HeldOut) -> None:
     """Refuse a metric that the model in a folder does not have.
 
     Raises:
-        UserError: names the one that it has.
+        UserError: names the metric that the model has.
     """
     found, own = head.of_folder(folder), None
     if found == "vision" and "images" in held_out.examples.column_names:
         raise UserError(
-            f"{folder}: ds-recipes evaluate shows no pictures; the run's own last line has the metric on them."
+            f"{folder}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
         )
     if found == "scores":
         own = "accuracy" if head.labels_of(folder) else "preference_accuracy"
@@ -129,7 +129,9 @@ def _check_kind(folder: Path, held_out: HeldOut) -> None:
     if own and held_out.metric != own:
         raise UserError(f"{folder}: {KINDS[own]} is measured by {own}, not by {held_out.metric}.")
     if held_out.metric in ("accuracy", "recall_at_1") and not own:
-        raise UserError(f"{folder}: {held_out.metric} is measured of {KINDS[held_out.metric]}, and this model writes.")
+        raise UserError(
+            f"{folder}: {held_out.metric} is a metric for {KINDS[held_out.metric]}, and this model writes text."
+        )
 
 
 def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
@@ -144,7 +146,7 @@ def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 
 def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
     if tokenizer.chat_template is None:
-        raise UserError("the model's tokenizer has no chat template, so it cannot be asked; choose --metric loss.")
+        raise UserError("the model's tokenizer has no chat template, which exact_match needs; choose --metric loss.")
     answers: list[scores.Answer] = []
     measured = scores.exact_match(
         model,
@@ -161,13 +163,13 @@ def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 
 
 def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
-    """Return the held-out questions in the tokens of this tokenizer, with the answers that training teaches."""
+    """Return the held-out questions tokenized by `tokenizer`, with the answers that training teaches."""
     opening = generation_prompt(tokenizer)
     return [question(one, opening) for one in _sequences(tokenizer, held_out)]
 
 
 def _sequences(tokenizer: Any, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Return every example as the training of a model with this tokenizer would read it."""
+    """Return every example as training a model with this tokenizer would read it."""
     recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
     return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
 

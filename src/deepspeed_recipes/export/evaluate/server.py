@@ -1,4 +1,4 @@
-"""A server that speaks OpenAI's protocol: vLLM, `transformers serve`, SGLang, llama.cpp and the services."""
+"""Client of servers with OpenAI's protocol: vLLM, `transformers serve`, SGLang, llama.cpp and hosted services."""
 
 import contextlib
 import http.client
@@ -15,11 +15,11 @@ from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
 
 TIMEOUT = 600
-"""Seconds that one answer may take."""
+"""Time limit of an answer, in seconds."""
 AT_ONCE = 8
-"""Requests that wait at the same time."""
+"""Number of concurrent requests."""
 KEY = "OPENAI_API_KEY"
-"""The variable whose value is sent as the key, where it is set."""
+"""The environment variable with the key; without it no key is sent."""
 
 Turns = Sequence[Mapping[str, Any]]
 
@@ -29,34 +29,34 @@ class Server:
     """A model on a server."""
 
     address: str
-    """Without the `/v1` that every path has."""
+    """The server's address without `/v1`, with which every path begins."""
     model: str
 
 
 def is_address(text: str) -> bool:
-    """Return whether a word names a server."""
+    """Return True if a word is a server's address."""
     return text.startswith(("http://", "https://"))
 
 
 def connect(address: str, model: str | None = None) -> Server:
-    """Return a model on a server: the one asked for, or the only one that it has.
+    """Return a model on a server: the given model, or the server's only model.
 
     Raises:
-        UserError: the server cannot be reached, has several models, or not this one.
+        UserError: the server cannot be reached, or has several models and none is given.
     """
     address = address.rstrip("/").removesuffix("/v1")
     if model:
         return Server(address, model)
     names = [str(one["id"]) for one in json.loads(_request(address, "/v1/models", None).read())["data"]]
     if len(names) > 1:
-        raise UserError(f"{address}: has {', '.join(names)}; name one with --model NAME.")
+        raise UserError(f"{address}: has several models ({', '.join(names)}); name one with --model NAME.")
     # `transformers serve MODEL` lists the Hub's cache only, and answers a request without a name with its model.
     return Server(address, names[0] if names else "")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a server: its message, and whether it ended."""
+    """A server's answer: the message, and True in `cut_off` if it did not end by itself."""
 
     message: Mapping[str, Any]
     cut_off: bool
@@ -67,9 +67,9 @@ class Answer:
         return "\n".join(filter(None, [content, *(json.dumps(call, ensure_ascii=False) for call in calls)]))
 
     def right(self, wanted: Mapping[str, Any]) -> bool:
-        """Return whether text and tool calls are those of a turn, up to white space; also reasoning, if it has some."""
-        said, expected = _parts(self.message), _parts(wanted)
-        return not self.cut_off and said[1:] == expected[1:] and expected[0] in ("", said[0])
+        """Return True if text and tool calls equal those of a turn, up to white space, and its reasoning, if any."""
+        given, expected = _parts(self.message), _parts(wanted)
+        return not self.cut_off and given[1:] == expected[1:] and expected[0] in ("", given[0])
 
 
 def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
@@ -83,7 +83,7 @@ def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
 
 
 def _read(arguments: Any) -> Any:
-    """Return a call's arguments, which the protocol has as JSON in a string."""
+    """Return a call's arguments, which the protocol encodes as JSON in a string."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
@@ -96,10 +96,10 @@ def answers(
     """Return the answers to conversations, in their order.
 
     Args:
-        server: is asked.
-        conversations: turns, as the project has them.
-        options: those of the protocol.
-        tools: which the model may call in each conversation, or None.
+        server: the server.
+        conversations: turns in this project's format.
+        options: options of the protocol.
+        tools: the tools that the model may call in each conversation, or None.
 
     Raises:
         UserError: as `stream`.
@@ -116,7 +116,7 @@ def answers(
 
 
 def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
-    """Return turns with tool calls as the protocol has them: with ids, and arguments as JSON in a string."""
+    """Return turns with tool calls in the protocol's format: with ids, and with arguments as JSON in a string."""
     written: list[dict[str, Any]] = []
     waiting: list[str] = []
     for number, turn in enumerate(turns):
@@ -135,7 +135,7 @@ def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
 
 
 def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the answer to a conversation in the pieces in which it comes.
+    """Yield the answer to a conversation in pieces, as they arrive.
 
     Raises:
         UserError: the server cannot be reached, or refuses.
@@ -172,8 +172,8 @@ def _request(address: str, path: str, body: Mapping[str, Any] | None) -> Any:
     try:
         return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        said = " ".join(error.read(500).decode(errors="replace").split())[:200]
-        raise UserError(f"{address}{path}: the server answered {error.code}: {said}") from None
+        text = " ".join(error.read(500).decode(errors="replace").split())[:200]
+        raise UserError(f"{address}{path}: the server answered {error.code}: {text}") from None
     except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"{address}: no answer ({reason}); is a server running there?") from None

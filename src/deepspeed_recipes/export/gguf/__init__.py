@@ -1,1 +1,1 @@
-"""GGUF: one file for llama.cpp and what is built on it, such as Ollama; written by llama.cpp's own converter."""
+"""GGUF export: one file for llama.cpp and programs based on it, such as Ollama; written by llama.cpp's converter."""

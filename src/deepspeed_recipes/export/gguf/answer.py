@@ -2,8 +2,8 @@
 
     python answer.py MODEL.gguf QUESTIONS.json ANSWERS.json
 
-QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`; ANSWERS gets the tokens
-of each prompt, as `prompts`, and those of each answer with the one that ends it, as `answers`.
+QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`. ANSWERS receives the
+tokens of each prompt in `prompts`, and the tokens of each answer, including its end token, in `answers`.
 """
 
 import json
@@ -20,13 +20,13 @@ def main(model: str, questions: str, answers: str) -> None:
     found: dict[str, list[list[int]]] = {"prompts": [], "answers": []}
     for text in asked["texts"]:
         prompt = llama.tokenize(text.encode(), add_bos=False, special=True)
-        said: list[int] = []
+        answer: list[int] = []
         for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            said.append(token)
-            if token in asked["ends"] or len(said) == asked["max_new_tokens"]:
+            answer.append(token)
+            if token in asked["ends"] or len(answer) == asked["max_new_tokens"]:
                 break
         found["prompts"].append(prompt)
-        found["answers"].append(said)
+        found["answers"].append(answer)
     Path(answers).write_text(json.dumps(found))
 
 

@@ -2,8 +2,8 @@
 
     python convert.py CONVERTER MODEL OUTPUT.gguf TYPE [PRE_TOKENIZER]
 
-CONVERTER is the folder of llama.cpp's convert_hf_to_gguf.py. Where that does not know the model's pre-tokenizer, it is
-PRE_TOKENIZER.
+CONVERTER is the folder of llama.cpp's convert_hf_to_gguf.py. PRE_TOKENIZER is used if the converter does not recognise
+the model's pre-tokenizer.
 """
 
 import runpy
@@ -13,7 +13,7 @@ from pathlib import Path
 import llama_cpp
 
 CONVERTED = ("f32", "f16", "bf16", "q8_0")
-"""What the converter writes itself; llama.cpp quantises to anything else."""
+"""Types that the converter writes itself; llama.cpp quantises to all others."""
 
 
 def main(converter: str, model: str, output: str, kind: str, pre_tokenizer: str | None = None) -> None:
@@ -31,7 +31,7 @@ def main(converter: str, model: str, output: str, kind: str, pre_tokenizer: str 
                 raise
             return pre_tokenizer
 
-    # llama.cpp knows a pre-tokenizer by a digest of what it makes of a text, and has no option for one of one's own.
+    # llama.cpp identifies a pre-tokenizer by a digest of its tokens for a text, and has no option to choose one.
     base.TextModel.get_vocab_base_pre = of
     direct = kind in CONVERTED
     written = output if direct else f"{output}.f32"

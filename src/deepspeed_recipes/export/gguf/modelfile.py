@@ -1,4 +1,4 @@
-"""Ollama's Modelfile: its own template language says what the chat template says."""
+"""Writes Ollama's Modelfile, with the chat template translated into Ollama's template language."""
 
 import json
 from typing import Any
@@ -12,27 +12,27 @@ def write(tokenizer: Any, file: str) -> str:
     """Return the Modelfile of a model.
 
     Args:
-        tokenizer: of transformers, with a chat template.
-        file: the GGUF file's name, beside it.
+        tokenizer: a transformers tokenizer with a chat template.
+        file: the name of the GGUF file in the same folder.
     """
     lines = [f"FROM ./{file}"]
     if template := of_template(tokenizer):
         lines.append(f'TEMPLATE """{template}"""')
     if stop := tokenizer.eos_token:
-        # A value has no escapes: it ends with the line that ends with its quotes.
+        # A value has no escapes: it ends at the first line that ends with its quotes.
         lines.append(f'PARAMETER stop """{stop}"""' if set(stop) & set('"\n') else f'PARAMETER stop "{stop}"')
     return "\n".join([*lines, "PARAMETER temperature 0", ""])
 
 
 def _literal(text: str) -> str:
-    """Return text for a template of Ollama (Go's) between triple quotes, neither of which takes it for its own."""
+    """Return text escaped for an Ollama (Go) template between triple quotes."""
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if set(text) & set('{}"') else text
 
 
 def of_template(tokenizer: Any) -> str | None:
-    """Return Ollama's form of the chat template; None where a turn's text depends on more than its role.
+    """Return the chat template in Ollama's language, or None if a turn's text depends on more than its role.
 
-    Ollama adds the token that begins a text by itself.
+    Ollama itself adds the token that begins a text.
     """
     cases = []
     for role in ROLES:
@@ -41,8 +41,8 @@ def of_template(tokenizer: Any) -> str | None:
             return None
         if turn is not None:
             before, after = turn
-            said = f"{_literal(before)}{{{{ .Content }}}}{_literal(after)}"
-            cases.append(f'{{{{ if eq .Role "{role}" }}}}{said}{{{{ end }}}}')
+            text = f"{_literal(before)}{{{{ .Content }}}}{_literal(after)}"
+            cases.append(f'{{{{ if eq .Role "{role}" }}}}{text}{{{{ end }}}}')
     asked = [{"role": "user", "content": _FIRST}]
     prompt = _rendered(tokenizer, asked, add_generation_prompt=True)
     answer = prompt[len(_rendered(tokenizer, asked)) :]
@@ -50,7 +50,7 @@ def of_template(tokenizer: Any) -> str | None:
 
 
 def _turn(tokenizer: Any, role: str) -> tuple[str, str] | None:
-    """Return what stands before and after what a role says; None where the template has no such turn."""
+    """Return the text before and after the content of a role's turn, or None if the template has no such turn."""
     before = [] if role == "system" else [{"role": "user", "content": _FIRST}]
     if role == "user":
         before.append({"role": "assistant", "content": _FIRST})
@@ -58,7 +58,7 @@ def _turn(tokenizer: Any, role: str) -> tuple[str, str] | None:
     try:
         whole = _rendered(tokenizer, [*before, {"role": role, "content": _SAID}, *after])
         start = len(_rendered(tokenizer, before)) if before else 0
-    except Exception:  # whatever a template raises
+    except Exception:  # a template may raise any error
         return None
     if role == "system":
         rest = _rendered(tokenizer, after)

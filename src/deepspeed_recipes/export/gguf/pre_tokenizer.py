@@ -1,6 +1,6 @@
-"""Which of llama.cpp's pre-tokenizers gives the tokens of a tokenizer that its converter does not know.
+"""Finds a llama.cpp pre-tokenizer with the same tokens as a tokenizer that llama.cpp's converter does not recognise.
 
-The converter knows published tokenizers by the tokens that they give to one text, and refuses every other one.
+The converter recognises published tokenizers by their tokens for one text, and refuses all others.
 """
 
 import unicodedata
@@ -9,19 +9,19 @@ from pathlib import Path
 from ...recipe.run_folder import read_json
 
 SPLIT = r"\p{L}+|\p{N}| |[^\s\p{L}\p{N}]+|\s"
-"""How the tokenizer that ships with the project cuts a text: letters, digits, white space and all else apart."""
+"""How the project's tokenizer splits a text: letters, digits, white space and other characters are separated."""
 COARSER = "ufakzeka"
-"""llama.cpp's name for a cut that never falls inside a piece of `SPLIT`; for instance it leaves a space at its word."""
+"""llama.cpp's name for a split that never cuts a piece of `SPLIT`; for example, it keeps a space with its word."""
 COARSER_SPLIT = (
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # src/llama-vocab.cpp
 )
 
 
 def substitute(folder: Path) -> str | None:
-    """Return llama.cpp's name for a pre-tokenizer with the same tokens; None where none is known to have them.
+    """Return llama.cpp's name for a pre-tokenizer with the same tokens, or None if none is known.
 
-    Merges happen inside pieces only. If no word of the vocabulary reaches over the border of two of our pieces, no
-    merge does, and it is the same whether the text was cut there before.
+    Merges happen only inside pieces. If no word of the vocabulary crosses the border of two of our pieces, no merge
+    does, and the tokens are the same with or without a cut at that border.
     """
     file = folder / "tokenizer.json"
     if not file.exists():
@@ -39,7 +39,7 @@ def substitute(folder: Path) -> str | None:
 
 
 def _is_one_piece(word: str) -> bool:
-    """Return whether a word of the vocabulary lies in one piece, also where it is a part of a character."""
+    """Return True if a word of the vocabulary, or the part of a character that it holds, lies in one piece."""
     content = bytes(_BYTES[character] for character in word)
     try:
         text = content.decode()
@@ -55,7 +55,7 @@ def _kind(character: str) -> str:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for (GPT-2's table)."""
+    """Return the byte for each character of a byte-level vocabulary (GPT-2's table)."""
     visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A trained model as one GGUF file: written, asked beside the original, and refused where it lost too much."""
+"""Writes a trained model as one GGUF file, compares its answers with the original's, and refuses too large a loss."""
 
 import json
 import shutil
@@ -27,20 +27,20 @@ LOADS_IN = "llama.cpp, and Ollama (ollama create NAME -f Modelfile)"
 
 @dataclass(frozen=True)
 class Written:
-    """What `write` has done."""
+    """The result of `write`."""
 
     kind: str
     before: int
-    """Bytes of the weights."""
+    """Size of the original's weights, in bytes."""
     after: int
     scores: tuple[float, float] | None
-    """Exact match before and after; None where no held-out conversations are known."""
+    """Exact match before and after, or None if no held-out conversations are known."""
     examples: int
     same: float
-    """The share of the examples to which both models answer the same."""
+    """Share of the examples to which both models give the same answer."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return it as `training/results.json` has it."""
+        """Return the result for `training/results.json`."""
         found: dict[str, Any] = {"kind": f"gguf {self.kind}", "title": KINDS[self.kind], "quantizer": "llama.cpp"}
         found |= {"loads_in": LOADS_IN, "bytes_before": self.before, "bytes_after": self.after}
         if self.scores is None:
@@ -49,7 +49,7 @@ class Written:
         return found | measured | {"examples": self.examples, "same_answer": self.same}
 
     def lines(self) -> list[str]:
-        """Return it as it is printed."""
+        """Return the result as lines to print."""
         mib = 2**20
         lines = [f"{self.before / mib:,.1f} -> {self.after / mib:,.1f} MiB; loads in {LOADS_IN}"]
         if self.scores is None:
@@ -60,7 +60,7 @@ class Written:
 
 
 def check(source: Path, output: Path, kind: str) -> None:
-    """Refuse what cannot be written, before anything is loaded.
+    """Refuse a conversion that cannot succeed, before anything is loaded.
 
     Raises:
         UserError: an unknown kind, no model that writes text, an output in use, or llama.cpp is not installed.
@@ -74,18 +74,18 @@ def check(source: Path, output: Path, kind: str) -> None:
 def write(
     source: Path, output: Path, kind: str, held_out: HeldOut | None, allowed: float, say: Callable[[str], None]
 ) -> Written:
-    """Write a model as GGUF, whole or not at all.
+    """Write a model as GGUF, completely or not at all.
 
     Args:
         source: a whole model, or an adapter, which is merged first.
-        output: a new or empty folder; gets the file, a Modelfile, the card and the record.
+        output: a new or empty folder for the file, a Modelfile, the card and the record.
         kind: one of `KINDS`.
-        held_out: what both are asked; None: neither is.
-        allowed: percentage points of exact match that it may lose.
-        say: prints what is going on.
+        held_out: the held-out questions for both models, or None.
+        allowed: percentage points of exact match that the GGUF file may lose.
+        say: prints progress.
 
     Raises:
-        UserError: llama.cpp cannot convert this model, or it answers differently.
+        UserError: llama.cpp cannot convert this model, or the GGUF file lost more than is allowed.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(output.name + ".", inside=output.parent) as place:
@@ -126,7 +126,7 @@ def _measured(
     if held_out is None or held_out.metric != "exact_match":
         return Written(kind, before, file.stat().st_size, None, 0, 0.0)
     examples = len(held_out.examples)
-    say(f"asking both {examples} held-out questions")
+    say(f"comparing both models' answers to {examples} held-out questions")
     original = score.of(whole, held_out)
     answers = _answers(whole, file, held_out, place, kind)
     right = [answer.right for answer in answers]
@@ -139,7 +139,7 @@ def _answers(whole: Path, file: Path, held_out: HeldOut, place: Path, kind: str)
     """Return llama.cpp's answers to the held-out questions.
 
     Raises:
-        UserError: it reads other tokens than the model was trained on.
+        UserError: llama.cpp's tokens differ from those on which the model was trained.
     """
     tokenizer = export.load_tokenizer(whole)
     asked_of = score.questions(tokenizer, held_out)
@@ -154,7 +154,7 @@ def _answers(whole: Path, file: Path, held_out: HeldOut, place: Path, kind: str)
     _run(kind, ANSWER, file, place / "questions.json", place / "answers.json", place=place)
     found = read_json(place / "answers.json")
     if found["prompts"] != [one.prompt for one in asked_of]:
-        raise UserError(f"--gguf {kind}: llama.cpp reads other tokens than the model was trained on; use vLLM.")
+        raise UserError(f"--gguf {kind}: llama.cpp tokenizes differently from the model's tokenizer; use vLLM.")
     pairs = zip(asked_of, found["answers"], strict=True)
     return [scores.compared(one, answer, stop, tokenizer) for one, answer in pairs]
 
@@ -163,7 +163,7 @@ def _run(kind: str, script: Path, *words: object, place: Path) -> None:
     """Run a script in the serving environment.
 
     Raises:
-        UserError: it failed; says why in its own words.
+        UserError: the script failed; quotes its error.
     """
     python, _ = environment.require_llama_cpp(f"--gguf {kind}")
     done = children.run(
@@ -176,5 +176,5 @@ def _run(kind: str, script: Path, *words: object, place: Path) -> None:
     )
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["no output"]
-        told = [line for line in lines if "Error" in line or "ERROR" in line] or lines
-        raise UserError(f"--gguf {kind}: llama.cpp cannot convert this model: {told[-1][:300]}")
+        errors = [line for line in lines if "Error" in line or "ERROR" in line] or lines
+        raise UserError(f"--gguf {kind}: llama.cpp cannot convert this model: {errors[-1][:300]}")

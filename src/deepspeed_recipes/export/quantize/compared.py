@@ -1,4 +1,4 @@
-"""What a quantised model has lost: its score on the held-out examples, and how often it prefers another token."""
+"""Measures a quantised model's loss: its score on the held-out examples, and how often its next token differs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,26 +15,26 @@ from ..evaluate import comparison, score
 from ..evaluate.held_out import HeldOut
 
 CALIBRATED_ON = 256
-"""Sequences of the training data; more change nothing that can be measured (arXiv:2210.17323 uses 128)."""
+"""Sequences of training data for calibration; more make no measurable difference (arXiv:2210.17323 uses 128)."""
 AGREE_ON = 50
 """Held-out sequences on which tokens are compared."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A quantised model beside the one it was made from."""
+    """A quantised model compared with its original."""
 
     metric: str
     examples: int
     before: float
     after: float
     agreement: float
-    """The share of the held-out examples' positions at which both would write the same token."""
+    """Share of the held-out examples' positions at which both would write the same token."""
     allowed: float
-    """Percentage points, or percent of a loss."""
+    """Allowed loss in percentage points, or in percent if the metric is the loss."""
 
     def recorded(self) -> dict[str, Any]:
-        """Return it as `training/results.json` has it."""
+        """Return the comparison for `training/results.json`."""
         return {
             "metric": self.metric,
             "examples": self.examples,
@@ -44,7 +44,7 @@ class Comparison:
         }
 
     def lines(self) -> list[str]:
-        """Return it as it is printed."""
+        """Return the comparison as lines to print."""
         before, after = (comparison.shown(self.metric, value) for value in (self.before, self.after))
         name = self.metric.replace("_", " ")
         return [
@@ -55,14 +55,14 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Original:
-    """How a model is measured, and what it is calibrated on."""
+    """The examples on which models are measured and calibrated."""
 
     held_out: HeldOut | None
-    """None: neither is known."""
+    """The held-out examples and their recipe, or None if they are unknown."""
     allowed: float
 
     def compared(self, whole: Path, quantised: Path, say: Callable[[str], None]) -> Comparison | None:
-        """Measure both models; None without held-out examples."""
+        """Measure both models and return the comparison, or None without held-out examples."""
         held_out = self.held_out
         if held_out is None:
             return None
@@ -73,21 +73,21 @@ class Original:
         return Comparison(held_out.metric, len(held_out.examples), before, after, same, self.allowed)
 
     def calibration(self, whole: Path) -> list[list[int]]:
-        """Return the tokens of some of the training data's sequences.
+        """Return the tokens of some sequences of the training data.
 
         Raises:
-            UserError: no data is known.
+            UserError: the training data is unknown.
         """
         if self.held_out is None:
             raise UserError(
-                f"{whole}: what it was trained on is unknown, and this is calibrated on examples; add --data FILE."
+                f"{whole}: its training data is unknown, and this kind is calibrated on examples; add --data FILE."
             )
         examples = load.read_examples(self.held_out.recipe)[0]
         return _sequences(examples.select(range(min(CALIBRATED_ON, len(examples)))), self.held_out, whole)
 
 
 def lost(found: Comparison) -> str | None:
-    """Return why a quantised model is not good enough; None where it is."""
+    """Return why a quantised model has lost too much, or None if it has not."""
     if found.metric == "loss":
         percent = 100 * (found.after / found.before - 1)
         return f"the loss rises by {percent:.1f} % ({found.allowed:g} % allowed)." if percent > found.allowed else None

@@ -2,7 +2,7 @@
 
     python compress.py MODEL OUTPUT SCHEME [CALIBRATION]
 
-CALIBRATION is JSON: a list of token ids for each of its sequences. Without one nothing but the weights is looked at.
+CALIBRATION is JSON: a list of token ids for each sequence. Without it only the weights are used.
 """
 
 import json
@@ -20,7 +20,7 @@ def main(model_folder: str, output: str, scheme: str, calibration: str | None = 
     """Write MODEL, quantised, to OUTPUT."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto", trust_remote_code=False)
-    # The head turns small differences into other tokens, and is often the embedding too.
+    # In the head small differences change tokens, and the head's weight is often the embedding's too.
     chosen = {"targets": "Linear", "scheme": scheme, "ignore": ["lm_head"]}
     if calibration is None:
         oneshot(model=model, recipe=QuantizationModifier(**chosen))

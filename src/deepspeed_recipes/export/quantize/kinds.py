@@ -1,4 +1,4 @@
-"""The kinds of quantised models: what each is, which library writes it, and what loads it."""
+"""The kinds of quantised models, with the library that writes each and the programs that load it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kind:
-    """What `ds-recipes export --quantize` can write."""
+    """A format that `ds-recipes export --quantize` can write."""
 
     name: str
     title: str
     quantizer: str
     """The library that writes it."""
     scheme: str
-    """What that library calls it."""
+    """The library's name for it."""
     calibrated: bool
-    """It is rounded so that the outputs on examples change least (GPTQ, arXiv:2210.17323)."""
+    """Weights are rounded so that the outputs on examples change least (GPTQ, arXiv:2210.17323)."""
     loads_in: str
 
 
 DROP = 2.0
-"""Percentage points of the metric that a quantised model may lose; of a loss, percent."""
+"""Percentage points of the metric that a quantised model may lose; percent if the metric is the loss."""
 _SERVERS = "vLLM, and transformers with compressed-tensors"
 _TRAINING = "transformers with bitsandbytes"
 
@@ -34,4 +34,4 @@ KINDS: Mapping[str, Kind] = {
         Kind("int8-bitsandbytes", "8-bit weights", "bitsandbytes", "int8", False, _TRAINING),
     )
 }
-"""By name. llm-compressor lives in the serving environment (`make serving`), bitsandbytes in the training one."""
+"""The kinds by name. llm-compressor is in the serving environment, bitsandbytes in the training environment."""

@@ -1,4 +1,4 @@
-"""Quantise with bitsandbytes, in the training environment."""
+"""Quantises with bitsandbytes, in the training environment."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from ...training.model import generation, remote_code
 def save(whole: Path, folder: Path, scheme: str) -> None:
     """Write the model in `whole`, in 4-bit normal floats (`nf4`) or 8-bit integers (`int8`), to `folder`.
 
-    fp32 models compute in bf16 then: bitsandbytes' 8-bit product is of 16-bit numbers only.
+    fp32 models then compute in bf16, since bitsandbytes' 8-bit product accepts only 16-bit numbers.
     """
     options: dict[str, Any] = {"trust_remote_code": remote_code.permitted(whole)}
     dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype

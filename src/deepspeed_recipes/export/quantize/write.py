@@ -1,4 +1,4 @@
-"""A quantised copy of a trained model: written, measured beside the original, and refused where it lost too much."""
+"""Writes a quantised copy of a trained model, compares it with the original, and refuses too large a loss."""
 
 import json
 import shutil
@@ -17,23 +17,23 @@ from .kinds import KINDS, Kind
 
 COMPRESS = Path(__file__).with_name("compress.py")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
-"""What a quantised model has of its own; every other file of the folder is copied."""
+"""Files that a quantised model has its own version of; all others in the folder are copied."""
 
 
 @dataclass(frozen=True)
 class Written:
-    """What `write` has done."""
+    """The result of `write`."""
 
     kind: Kind
     before: int
-    """Bytes of the weights."""
+    """Size of the original's weights, in bytes."""
     after: int
     comparison: Comparison | None
-    """None where no held-out examples are known."""
+    """The comparison, or None if no held-out examples are known."""
 
 
 def kind_of(name: str) -> Kind:
-    """Return the kind of a name.
+    """Return the kind with this name.
 
     Raises:
         UserError: there is no such kind.
@@ -44,10 +44,10 @@ def kind_of(name: str) -> Kind:
 
 
 def check(source: Path, output: Path, kind: Kind) -> None:
-    """Refuse what cannot be quantised, before anything is loaded.
+    """Refuse a model that cannot be quantised, before anything is loaded.
 
     Raises:
-        UserError: no model, one without a language model's head, an output in use, or no environment that quantises.
+        UserError: no model, a model without a language model's head, an output in use, or no quantiser installed.
     """
     complete.check_smaller(source, output, "--quantize")
     if kind.quantizer == "llm-compressor":
@@ -55,17 +55,17 @@ def check(source: Path, output: Path, kind: Kind) -> None:
 
 
 def write(source: Path, output: Path, kind: Kind, original: Original, say: Callable[[str], None]) -> Written:
-    """Write a quantised copy of the model in `source`, whole or not at all.
+    """Write a quantised copy of the model in `source`, completely or not at all.
 
     Args:
         source: a whole model, or an adapter, which is merged first.
         output: a new or empty folder.
-        kind: how.
-        original: measures the model before and after, and gives the sequences to calibrate on.
-        say: prints what is going on.
+        kind: the kind of quantised model.
+        original: measures the model before and after, and provides the sequences for calibration.
+        say: prints progress.
 
     Raises:
-        UserError: it cannot be quantised, or has lost more than is allowed.
+        UserError: the model cannot be quantised, or has lost more than is allowed.
     """
     from ...training import export
 
@@ -88,12 +88,12 @@ def write(source: Path, output: Path, kind: Kind, original: Original, say: Calla
 
 
 def size(folder: Path) -> int:
-    """Return the bytes of a folder's weights."""
+    """Return the size of a folder's weights, in bytes."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def recorded(written: Written) -> dict[str, Any]:
-    """Return what `training/results.json` says of the quantisation."""
+    """Return the entry for `training/results.json`."""
     kind, comparison = written.kind, written.comparison
     found: dict[str, Any] = {
         "kind": kind.name,
@@ -106,7 +106,7 @@ def recorded(written: Written) -> dict[str, Any]:
 
 
 def _copy(whole: Path, part: Path) -> None:
-    """Copy everything but the weights and what describes them."""
+    """Copy everything except the weights, their index and config.json."""
     part.mkdir()
     own = {file.name for pattern in WEIGHTS for file in whole.glob(pattern)}
     for file in sorted(whole.iterdir()):
@@ -139,12 +139,12 @@ def _compress(whole: Path, written: Path, kind: Kind, original: Original, place:
         words.append(str(file))
     log = place / "log.txt"
     with log.open("wb") as out:
-        # From `place`: llm-compressor leaves a log folder where it is started.
+        # Started in `place`, since llm-compressor leaves a log folder in its working directory.
         done = children.run(words, stdout=out, stderr=subprocess.STDOUT, cwd=place, env=environment.variables())
     if done.returncode:
-        said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         raise UserError(
-            f"--quantize {kind.name}: llm-compressor cannot quantise this model: {said[-1] if said else 'no output'}"
+            f"--quantize {kind.name}: llm-compressor cannot quantise this model: {lines[-1] if lines else 'no output'}"
         )
 
 
@@ -155,7 +155,7 @@ def _instead(kind: Kind) -> str:
 
 
 def describe(written: Written) -> list[str]:
-    """Return what is printed: the sizes, and the model beside the original."""
+    """Return the lines to print: the sizes, and the comparison with the original."""
     mib = 2**20
     lines = [
         f"{written.before / mib:,.1f} -> {written.after / mib:,.1f} MiB of weights; loads in {written.kind.loads_in}"

@@ -1,1 +1,1 @@
-"""After training: smaller models, and servers that answer with them."""
+"""Servers for trained models."""

@@ -1,4 +1,4 @@
-"""The servers, and how each is started: vLLM where it is installed, else transformers' own (`one_model.py`)."""
+"""The servers and their commands: vLLM if it is installed, otherwise transformers' own (`one_model.py`)."""
 
 import importlib.util
 import os
@@ -16,9 +16,9 @@ from .served import Served
 
 ENGINES = ("auto", "vllm", "transformers")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for."""
+"""The maximum LoRA ranks that vLLM can be started with."""
 WEB = ("fastapi", "uvicorn", "openai", "multipart")
-"""What `transformers serve` imports beside transformers."""
+"""Packages that `transformers serve` imports in addition to transformers."""
 INSTALL = 'pip install "deepspeed-recipes[serve]"'
 
 
@@ -29,16 +29,16 @@ class Engine:
     title: str
     command: tuple[str, ...]
     variables: Mapping[str, str]
-    """The whole environment of its process."""
+    """The complete environment of the server's process."""
     start_in: Path | None = None
-    """The folder that it is started in; None: where the user is."""
+    """The server's working directory, or None for the current one."""
 
 
 def choose(engine: str, served: Served) -> str:
-    """Return the engine for `auto`: vLLM where it is installed and has kernels for the model.
+    """Return the engine, which for `auto` is vLLM if it is installed and has kernels for the model.
 
     Raises:
-        UserError: none is installed, or the one that is cannot serve this.
+        UserError: no engine is installed, or the installed engine cannot serve this model.
     """
     runs = not is_packed(served.model) or has_packed_kernels()
     if engine == "auto":
@@ -55,7 +55,7 @@ def choose(engine: str, served: Served) -> str:
     if missing:
         raise UserError(f"transformers serve needs {', '.join(missing)}: {INSTALL}; or use vLLM: {environment.how()}")
     if len(served.adapters) > 1:
-        raise UserError(f"transformers serve has one model at a time; several adapters need vLLM: {environment.how()}")
+        raise UserError(f"transformers serve serves only one model; several adapters need vLLM: {environment.how()}")
     return engine
 
 
@@ -65,7 +65,7 @@ def vllm(served: Served, host: str, port: int) -> Engine:
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
     words += ["--model", str(served.model), "--served-model-name", served.name, "--tokenizer", str(served.tokenizer)]
     if dtype := _dtype(served.model):
-        words += ["--dtype", dtype]  # by itself vLLM would answer with fp32 weights rounded to 16 bits
+        words += ["--dtype", dtype]  # by default vLLM would round fp32 weights to 16 bits
     if (served.tokenizer / "chat_template.jinja").exists():
         words += ["--chat-template", str(served.tokenizer / "chat_template.jinja")]
     if served.adapters:
@@ -73,7 +73,8 @@ def vllm(served: Served, host: str, port: int) -> Engine:
         rank = next((rank for rank in LORA_RANKS if rank >= widest), None)
         if rank is None:
             raise UserError(
-                f"an adapter of rank {widest}: vLLM takes {LORA_RANKS[-1]}; merge it (ds-recipes export --merge)."
+                f"an adapter has rank {widest}, and vLLM supports at most {LORA_RANKS[-1]}; merge the adapter "
+                "(ds-recipes export --merge)."
             )
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(served.adapters))]
         words += ["--lora-modules", *(f"{adapter.name}={adapter.folder}" for adapter in served.adapters)]
@@ -88,27 +89,28 @@ def transformers(name: str, place: Path, host: str, port: int) -> Engine:
     """Return `transformers serve` of a whole model.
 
     Args:
-        name: of the model in requests; the server knows it by its path only, so it is started beside it.
-        place: a folder of which the model is the only other content.
-        host: where it listens.
-        port: where it listens.
+        name: the model's name in requests, which is also its folder's name in `place`: the server names a model by its
+            path.
+        place: the folder that contains only the model; the server is started in it.
+        host: the address to listen on.
+        port: the port to listen on.
     """
     if "@" in name:
-        raise UserError(f"{name}: transformers reads what follows an @ as a revision; name the model with --name NAME.")
+        raise UserError(f"{name}: transformers reads text after an @ as a revision; name the model with --name NAME.")
     words = (sys.executable, "-m", "deepspeed_recipes.export.serve.one_model", name, host, str(port))
     return Engine("transformers serve", words, _variables(os.environ | python_path({})), place)
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:
-    """Return variables under which a server uses no network, and loads nothing on request."""
+    """Return variables with which a server uses no network and loads nothing on request."""
     closed = dict.fromkeys(("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_SERVER_DEV_MODE"), "0")
     return {**found, **closed, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def _dtype(model: Path) -> str | None:
-    """Return what a model computes in: what it was trained in, but bf16 where its weights are quantised in fp32.
+    """Return the dtype of a model's computation: the dtype of training, or bf16 for weights quantised from fp32.
 
-    No kernel for 4 bits has fp32, and for 8 bits none on GPUs and on processors with AMX (vLLM 0.32).
+    No 4-bit kernel supports fp32, and no 8-bit kernel does on GPUs and on processors with AMX (vLLM 0.32).
     """
     config = config_of(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
@@ -116,18 +118,18 @@ def _dtype(model: Path) -> str | None:
 
 
 def is_packed(model: Path) -> bool:
-    """Return whether a model's weights have 4 bits each, in compressed-tensors' format."""
+    """Return True if a model has 4-bit weights in compressed-tensors' format."""
     return 4 in _weight_bits(model)
 
 
 def _weight_bits(model: Path) -> set[int]:
-    """Return how many bits a model's quantised weights have, in compressed-tensors' format."""
+    """Return the bit widths of a model's quantised weights in compressed-tensors' format."""
     groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
     return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
 
 
 def has_packed_kernels() -> bool:
-    """Return whether vLLM computes with 4-bit weights here: 0.32 has `cpu_gemm_wna16` for AVX-512, not for AVX2."""
+    """Return True if vLLM has 4-bit kernels for this machine: 0.32 has `cpu_gemm_wna16` for AVX-512, not for AVX2."""
     if _on_gpu() or platform.machine() != "x86_64":
         return True
     return "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()

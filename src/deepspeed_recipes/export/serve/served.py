@@ -1,4 +1,4 @@
-"""What a server answers with: a whole model, or adapters side by side on their base model."""
+"""The model that a server serves: a whole model, or one or more adapters on their base model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from ..evaluate import candidates
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter, and what requests call it."""
+    """A LoRA adapter, and its name in requests."""
 
     name: str
     folder: Path
@@ -21,14 +21,14 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Served:
-    """What is served."""
+    """A model with its tokenizer and adapters."""
 
     name: str
-    """Of the model in requests, where they do not ask for an adapter."""
+    """The model's name in requests, without an adapter."""
     model: Path
     """A whole model: a folder, or a Hub id."""
     tokenizer: Path
-    """Where the tokenizer and the chat template are: the model's, or those that the adapter was trained with."""
+    """Folder of the tokenizer and chat template: the model's, or those with which the adapter was trained."""
     adapters: tuple[Adapter, ...] = ()
 
     @property
@@ -38,11 +38,11 @@ class Served:
 
 
 def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
-    """Return what the words of the command line name.
+    """Return the model that the words of the command line name.
 
     Args:
         name: a run, a checkpoint, a model folder or an adapter folder.
-        called: its name in requests; None: the recipe's, or the folder's.
+        called: the model's name in requests, or None for the recipe's or the folder's.
         adapters: more adapters of the same base model, NAME=FOLDER each.
 
     Raises:
@@ -52,7 +52,7 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
 
     folder = model_folder(name)
     if card.look(folder).scores:
-        raise UserError(f"{name}: gives scores and writes no text; serve a model that does.")
+        raise UserError(f"{name}: outputs scores instead of text; serve a model that writes text.")
     own = called or _name(folder, name)
     _check_name("--name", own)
     found = [_adapter(own, folder)] if (folder / base_model.ADAPTER).exists() else []
@@ -64,32 +64,32 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
         found.append(_adapter(label, model_folder(Path(path))))
     names = [adapter.name for adapter in found]
     if len(names) > len(set(names)):
-        raise UserError(f"--adapter: two are called {max(names, key=names.count)}; each needs a name of its own.")
+        raise UserError(f"--adapter: two adapters are named {max(names, key=names.count)}; give each its own name.")
     if not found:
         return Served(own, folder, folder)
     base = base_model.find(found[0].folder) if (folder / base_model.ADAPTER).exists() else folder
     for adapter in found:
         other = base_model.find(adapter.folder)
         if other != base and not _same(other, base):
-            raise UserError(f"--adapter {adapter.name}: its base model is {other}, and {base} is served.")
+            raise UserError(f"--adapter {adapter.name}: its base model is {other}, but {base} is served; leave it out.")
     return Served("base" if own in names else own, base, found[0].folder, tuple(found))
 
 
 def _check_name(option: str, name: str) -> None:
     """Refuse a name that a server or a shell would take for an option, a path or several lines."""
     if "/" in name or name.startswith((".", "-")) or not name.isprintable() or len(name.encode()) > 200:
-        raise UserError(f"{option} {name!r}: write a short name without a slash, that begins with a letter or a digit.")
+        raise UserError(f"{option} {name!r}: use a short name without a slash that begins with a letter or a digit.")
 
 
 def model_folder(name: Path) -> Path:
-    """Return the folder with the weights: a run's export, or its newest checkpoint; or the folder itself.
+    """Return the folder with the weights: a run's export or newest checkpoint, or the folder itself.
 
     Raises:
         UserError: no such folder, or no model in it.
     """
     found = candidates.find(str(name), None).model
     if not isinstance(found, Path):
-        raise UserError(f"{name}: is served already.")
+        raise UserError(f"{name}: already served; name a folder.")
     return found
 
 
@@ -100,17 +100,17 @@ def _name(folder: Path, typed: Path) -> str:
 
 def _adapter(name: str, folder: Path) -> Adapter:
     if not (folder / base_model.ADAPTER).exists():
-        raise UserError(f"--adapter {name}: {folder} holds no adapter ({base_model.ADAPTER}).")
+        raise UserError(f"--adapter {name}: {folder} has no adapter ({base_model.ADAPTER}).")
     if (folder / base_model.QUANTIZATION).exists():
         raise UserError(
-            f"{folder}: was trained on a base model in 4 bits, and a server would put it on another one; "
-            f"merge it first: ds-recipes export {folder} --merge --output DIR."
+            f"{folder}: was trained on a 4-bit base model, and a server would add it to another base model; merge it "
+            f"first: ds-recipes export {folder} --merge --output DIR."
         )
     return Adapter(name, folder, int(read_json(folder / base_model.ADAPTER)["r"]))
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Return whether two folders hold the same model: exports of one recipe have equal configurations and sizes."""
+    """Return True if two folders have the same model, judged by configurations and file sizes."""
     if not all((place / "config.json").exists() for place in (one, other)):
         return False
     first, second = (
