@@ -320,7 +320,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(ren
         preflight.check_layout(recipe, DeepSpeedFile(stage=2), 2)
     assert len(str(error.value).splitlines()) == 2
     preflight.check_layout(paths.locate(pages.find("tiny", "distill")), DeepSpeedFile(stage=2), 2)
-    with pytest.raises(UserError, match=r"distill\.teacher=.*: no config.json in it"):
+    with pytest.raises(UserError, match=r"distill\.teacher=.*: this folder has no config.json"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path}"]))
     with pytest.raises(UserError, match=r"distill.teacher=no/such/folder: no such file or folder"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), ["distill.teacher=no/such/folder"]))

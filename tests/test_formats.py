@@ -517,7 +517,7 @@ OPTIONS = {
     "stream of so many": (
         Data("a.jsonl", streaming=True, max_examples=5),
         {},
-        "data.max_examples=5: a stream is read as it comes; use data.max_examples=none",
+        "data.max_examples=5: a stream cannot be sampled; use data.max_examples=none",
     ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
@@ -546,7 +546,7 @@ def test_judged_answers_are_of_both_kinds(tmp_path):
     for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
         preflight.check_data(replace(kto, data=Data(path, validation=held_out)))
     for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
-        with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* Add some whose label is false.$"):
+        with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* add answers with the label false.$"):
             preflight.check_data(replace(kto, data=data))
 
 

@@ -166,7 +166,7 @@ def test_secrets_stay_out_of_the_cause(attempt, tmp_path):
 
 def test_a_launcher_that_starts_no_rank_is_named(tmp_path):
     outcome = supervise.supervise([sys.executable, "-c", "raise SystemExit(4)"], None, RunFolder(tmp_path), 2)
-    assert outcome == supervise.Outcome(4, "the launcher of the ranks exited with status 4", False)
+    assert outcome == supervise.Outcome(4, "DeepSpeed's launcher exited with status 4", False)
 
 
 @pytest.mark.parametrize(

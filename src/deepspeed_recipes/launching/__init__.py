@@ -1,1 +1,1 @@
-"""How a run is checked, started, watched and restarted: on this machine, over ssh, on SLURM and on Kubernetes."""
+"""Checks, starts, watches and restarts runs: on this machine, over ssh, on SLURM, Kubernetes, Ray and in clouds."""

@@ -1,4 +1,4 @@
-"""What a run asks a cluster for: nodes, ranks and time."""
+"""The nodes, ranks and time that a run requests from a cluster."""
 
 from dataclasses import dataclass
 
@@ -8,15 +8,15 @@ class Allocation:
     """A run's share of a cluster."""
 
     name: str
-    """Of the job."""
+    """The job's name."""
     nodes: int
     ranks_per_node: int
     gpus: bool
-    """Whether each rank has a GPU."""
+    """True if each rank has a GPU."""
     partition: str | None = None
     time: str | None = None
     restarts: int = 0
-    """How often the run may restart after a crash or a hang; 0: the cluster's default."""
+    """Maximum number of restarts after a crash or a hang, or 0 for the cluster's default."""
 
     @property
     def ranks(self) -> int:

@@ -1,4 +1,4 @@
-"""The attempts of one run: each starts DeepSpeed's launcher on this machine or on the hosts that still answer."""
+"""The attempts of a run, each of which starts DeepSpeed's launcher on this machine or on the hosts that answer."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from .supervise import Outcome, supervise
 
 
 class LocalAttempts:
-    """Attempts on the machine that the launcher runs on."""
+    """Attempts on this machine."""
 
     def __init__(self, run: RunFolder, ranks: int, gpus: int) -> None:
-        """`ranks`: of the first attempt; `gpus`: how many the machine has, 0 for CPU ranks."""
+        """`ranks` is the number for the first attempt, and `gpus` the machine's number of GPUs, 0 for CPU ranks."""
         self.run = run
         self.ranks = ranks
         self.gpus = gpus
@@ -30,7 +30,7 @@ class LocalAttempts:
         return supervise(command, rank_environment(ranks, self.gpus), self.run, ranks)
 
     def available(self) -> int:
-        """Return how many ranks could be started now."""
+        """Return the number of ranks that could be started now."""
         return visible_gpus() if self.gpus else self.ranks
 
 
@@ -38,7 +38,7 @@ class HostAttempts:
     """Attempts on several hosts, all of which have passed the checks."""
 
     def __init__(self, pool: HostPool, run: RunFolder, master: str | None) -> None:
-        """Check the hosts; `master`: the address where ranks meet, if the user has chosen one.
+        """Check the hosts; `master` is the rendezvous address, if the user has given one.
 
         Raises:
             UserError: a host cannot take part.
@@ -61,14 +61,14 @@ class HostAttempts:
         """Run that many ranks to their end, on the first of the hosts that answer."""
         pool = hostfile.first_slots(self.alive, ranks)
         first = pool.hosts[0]
-        # The chosen address is the first host's, and leads nowhere when that host is gone.
+        # The user's address is the first host's, and is useless if that host is lost.
         master = self.master if self.master and first == self.pool.hosts[0] else self.addresses[first]
         command = deepspeed_command(self.run, ranks, pool, master)
         record(self.run, command)
         return watchers.supervise_hosts(pool, self.run, command, self.environment)
 
     def available(self) -> int:
-        """Return how many ranks could be started now; a lost host may be back.
+        """Return the number of ranks that could be started now; a lost host may be back.
 
         Raises:
             UserError: no host answers.

@@ -1,4 +1,4 @@
-"""Why a run ended: which rank failed first and how, the last lines of its log, or where each rank hung."""
+"""Explains why a run ended: the first failed rank, the last lines of its log, or each rank's stack after a hang."""
 
 import signal
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from ..recipe.errors import redact
 from ..recipe.run_folder import REWIND, RunFolder, read_json
 
 LAST_LINES = 8
-"""How many lines of a failed rank's log are shown."""
+"""Number of lines of a failed rank's log to print."""
 EXPLAINED = (0, 2, REWIND)
 """Exit statuses that need no explanation: the run finished, or the ranks have printed the reason."""
 HUNG = "Timeout"
@@ -20,14 +20,14 @@ class FailedRank:
     """A rank that has failed, or a host that was lost."""
 
     rank: int | None
-    """None: the whole host stopped answering."""
+    """The rank's number, or None if the whole host stopped answering."""
     code: int | None
-    """Exit code, negative for a signal; None: unknown."""
+    """Exit code, negative for a signal, or None if unknown."""
     host: str
 
 
 def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: int) -> str | None:
-    """Return why the run ended with `status`, in lines to print; None if the ranks have printed the reason."""
+    """Return lines that explain why the run ended with `status`, or None if the ranks have printed the reason."""
     if status in EXPLAINED:
         return None
     lost = [one.host for one in failed if one.rank is None]
@@ -40,7 +40,7 @@ def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: in
         minutes = read_json(run.recipe)["hang_minutes"]
         return f"no step finished for {minutes:g} minutes; each rank's Python stack is in {run.ranks}{silent}"
     if not failed:
-        return f"the launcher of the ranks exited with status {status}"
+        return f"DeepSpeed's launcher exited with status {status}"
     first = failed[0]
     log = run.ranks / f"rank-{first.rank}.log"
     last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.exists() else []
@@ -59,12 +59,12 @@ def ending(code: int | None, status: int) -> str:
 
 
 def stacks(run: RunFolder) -> list[int]:
-    """Return the ranks that have written a stack because no step finished."""
+    """Return the ranks that have written a stack after a hang."""
     files = run.ranks.glob("rank-*.stack")
     return sorted(int(file.stem.partition("-")[2]) for file in files if file.read_text().startswith(HUNG))
 
 
 def remove_stacks(run: RunFolder) -> None:
-    """Remove the stacks that an earlier attempt has left."""
+    """Remove the stacks of an earlier attempt."""
     for file in run.ranks.glob("rank-*.stack"):
-        file.unlink(missing_ok=True)  # every node of a cluster does this
+        file.unlink(missing_ok=True)  # every node of a cluster removes them

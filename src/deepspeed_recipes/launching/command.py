@@ -19,7 +19,7 @@ from .supervise import RANK_MODULE
 
 
 def visible_gpus() -> int:
-    """Return how many GPUs this process may use; torch, which takes seconds to import, is asked only if a driver is."""
+    """Return the number of GPUs that this process may use; imports torch, which takes seconds, only with a driver."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path("/dev", name).exists() for name in ("kfd", "dxg")):
         return 0
     import torch
@@ -28,10 +28,10 @@ def visible_gpus() -> int:
 
 
 def rank_count(asked: int | None, gpus: int) -> int:
-    """Return how many ranks to start on this machine.
+    """Return the number of ranks to start on this machine.
 
     Raises:
-        UserError: fewer than one, or more than there are GPUs.
+        UserError: fewer than one, or more than the machine's GPUs.
     """
     if asked is None:
         return gpus or 2
@@ -48,7 +48,7 @@ def deepspeed_command(
     """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool.
 
     Raises:
-        UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
+        UserError: CUDA_VISIBLE_DEVICES names GPUs in a form that the launcher does not accept.
     """
     return launcher_command((RANK_MODULE, str(folder.path)), ranks, pool, master)
 
@@ -59,9 +59,9 @@ def launcher_command(
     """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool.
 
     Raises:
-        UserError: CUDA_VISIBLE_DEVICES names GPUs in a way that the launcher does not understand.
+        UserError: CUDA_VISIBLE_DEVICES names GPUs in a form that the launcher does not accept.
     """
-    # Not the launcher's default port: a run that is still ending often holds it.
+    # Not the launcher's default port, which a run that is still ending often holds.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -75,29 +75,29 @@ def launcher_command(
 
 
 def local_devices(ranks: int, gpus: int) -> list[str]:
-    """Return the launcher's options for ranks on this machine: on the first of the GPUs that the user has chosen.
+    """Return the launcher's options for ranks on this machine, on the first of the GPUs that the user has chosen.
 
-    `--num_gpus` makes DeepSpeed drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would get 0 and 1, which
-    may be somebody else's (deepspeed 0.19.8, launcher/runner.py, `main`).
+    With `--num_gpus` DeepSpeed would drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would use GPUs 0
+    and 1, which may be another user's (deepspeed 0.19.8, launcher/runner.py, `main`).
 
     Raises:
-        UserError: they are named by UUID.
+        UserError: the GPUs are named by UUID.
     """
     chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if not gpus or not chosen:
         return ["--num_gpus", str(ranks)]
     if not all(device.isdecimal() for device in chosen):
         raise UserError(
-            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher takes numbers, e.g. 0,1; "
-            "nvidia-smi -L lists them beside the UUIDs."
+            f"CUDA_VISIBLE_DEVICES={','.join(chosen)}: DeepSpeed's launcher accepts numbers only, e.g. 0,1; "
+            "nvidia-smi -L lists the number of each UUID."
         )
     return ["--include", f"localhost:{','.join(chosen[:ranks])}"]
 
 
 def threads(ranks: int) -> str:
-    """Return OMP_NUM_THREADS for this machine's ranks, unless the user has set it: an equal share of its cores.
+    """Return OMP_NUM_THREADS for this machine's ranks: the user's value, or an equal share of the cores.
 
-    Each rank would otherwise use all of them, for Adam on the host too: 8 times as many threads as cores beside 8 GPUs.
+    Otherwise each rank would use all cores, also for Adam on the host: 8 times as many threads as cores with 8 GPUs.
     """
     return os.environ.get("OMP_NUM_THREADS") or share_of_cores(ranks)
 
@@ -113,33 +113,34 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
         **python_path(os.environ),
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": threads(ranks),
-        # PyTorch's profiler announces each start and stop on stderr.
+        # Silences PyTorch's profiler, which prints each start and stop on stderr.
         "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99"),
         **ops.environment(),
     }
     if not gpus:
         extra |= {
             "DS_ACCELERATOR": "cpu",
-            # glibc keeps freed memory per arena: with one instead of two a rank of `tiny` peaks 3% lower, as fast.
+            # glibc keeps freed memory per arena: with one arena instead of two a rank of `tiny` peaks 3% lower, at the
+            # same speed.
             "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
         }
     return os.environ | extra
 
 
 def compile_ops(recipe: Recipe, ranks: int, gpus: int) -> None:
-    """Compile the DeepSpeed ops that a run needs and this machine lacks, before all ranks do it at once.
+    """Compile the DeepSpeed ops that a run needs and this machine lacks, so that not all ranks compile them at once.
 
     Raises:
         UserError: an op does not compile.
     """
     file = deepspeed_file.read(recipe.deepspeed)
     if recipe.layout.expert > 1:
-        file = replace(file, optimizer=None)  # as `training_arguments` does: the Trainer makes it
+        file = replace(file, optimizer=None)  # as in `training_arguments`: the Trainer makes the optimizer
     ops.prepare(ops.needed(file), rank_environment(ranks, gpus))
 
 
 def record(folder: RunFolder, command: list[str] | None = None) -> None:
-    """Append the user's command to the run's command.txt, and print and append the DeepSpeed launcher's."""
+    """Append the user's command to the run's command.txt, and print and append the DeepSpeed launcher's command."""
     lines = [redact(shlex.join([sys.executable, *sys.argv]))]
     if command:
         lines.append(redact(shlex.join(command)))

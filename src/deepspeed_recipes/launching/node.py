@@ -1,8 +1,8 @@
 """Run one node's ranks of a run that a scheduler has started: `python -m deepspeed_recipes.launching.node`.
 
-Every node runs the same command. Restarted after a preemption or a failure, it resumes from the newest complete
-checkpoint. SIGTERM makes the ranks write one and end; the exit status is then 143, so that the scheduler knows that the
-run is unfinished.
+Every node runs the same command. After a preemption or a failure, the restarted command resumes from the newest
+complete checkpoint. On SIGTERM the ranks write a checkpoint and end; the exit status is then 143, which shows the
+scheduler that the run is unfinished.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if run_folder.is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
-    # One node's lock is the run's; a pod or a job that was moved waits until its predecessor is known to be dead.
+    # The first node locks the run; a moved pod or job waits until its predecessor is certainly dead.
     lock = run_lock.hold(run.path, wait=2 * run_lock.SILENT) if options.node_rank == 0 else contextlib.nullcontext()
     with lock:
         return start(run, options)

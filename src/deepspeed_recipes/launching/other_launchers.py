@@ -1,4 +1,4 @@
-"""The commands by which other launchers start the ranks of a run folder: torchrun, mpirun and srun."""
+"""The commands with which other launchers start the ranks of a run folder: torchrun, mpirun and srun."""
 
 import os
 import shlex
@@ -9,14 +9,14 @@ from ..recipe.run_folder import RunFolder
 from .supervise import RANK_MODULE
 
 HOST = "HOST"
-"""To be replaced: the host of rank 0."""
+"""Placeholder for the host of rank 0."""
 
 
 def commands(run: RunFolder, ranks: int, nodes: int) -> dict[str, str]:
-    """Return a command by the launcher's name, as typed in a shell; `ranks`: on each node."""
+    """Return each launcher's shell command, by the launcher's name, for `ranks` ranks per node."""
     variables = python_path({})
     path = [f"{name}={value}" for name, value in variables.items()]
-    # Ranks would otherwise use all cores each; torchrun sets 1, which is too few beside CPU Adam.
+    # Otherwise each rank would use all cores; torchrun sets 1, which is too few for CPU Adam.
     threads = f"OMP_NUM_THREADS={max(1, (os.cpu_count() or 1) // ranks)}"
     rank = (*("-m", RANK_MODULE), str(run.path.resolve()))
     one = nodes == 1

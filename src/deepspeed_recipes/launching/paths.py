@@ -1,4 +1,4 @@
-"""A recipe's paths, made absolute: the model, the data and the DeepSpeed file, as the ranks will open them."""
+"""Makes a recipe's paths absolute: the model, the data and the DeepSpeed file, as the ranks will open them."""
 
 import difflib
 from dataclasses import replace
@@ -15,9 +15,9 @@ from ..training.model_folder.portable import own_path
 def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     """Return the recipe with its local paths made absolute, so that every rank and a later resume find the files.
 
-    A path is relative to the current folder, or else to the project's root; a DeepSpeed file may also be one in
-    `configs/`. A path that exists nowhere and looks like a Hub id stays as it is, and so does every path below `mount`,
-    a folder that only other machines see.
+    A path is relative to the current folder; a DeepSpeed file may also be the name of a file in `configs/`. A path that
+    does not exist and looks like a Hub id stays unchanged, and so does every path below `mount`, a folder that only
+    other machines have.
 
     Raises:
         UserError: a file that does not exist, or a folder without a model.
@@ -31,7 +31,7 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if Path(model.path).exists() and not Path(model.path, "config.json").is_file():
         raise UserError(
             f"model.path={recipe.model.path}: this folder has no config.json. Give a Hugging Face model folder, for "
-            "instance a run's export/; an adapter becomes one with ds-recipes export --merge."
+            "instance a run's export/; merge an adapter first with ds-recipes export --merge."
         )
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
@@ -41,12 +41,12 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
 
 
 def _teacher(distill: Distill, mount: str | None) -> Distill:
-    """Return the settings with the teacher's folder and the cache's, which need not exist yet, as absolute paths."""
+    """Return the settings with absolute paths of the teacher's folder and of the cache, which may not exist yet."""
     if distill.teacher and not distill.served:
         teacher = _absolute("distill.teacher", distill.teacher, mount)
         if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
             raise UserError(
-                f"distill.teacher={distill.teacher}: no config.json in it; name a Hugging Face model folder."
+                f"distill.teacher={distill.teacher}: this folder has no config.json; give a Hugging Face model folder."
             )
         distill = replace(distill, teacher=teacher)
     return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
@@ -74,8 +74,8 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
         if place.exists():
             raise UserError(f"{key}={path}: a pipe or a device, which ranks cannot read again; save it as a file.")
         if place.is_symlink():
-            raise UserError(f"{key}={path}: a link to {place.readlink()}, which is not there.")
-    if own := own_path(path):  # what an export calls a sample
+            raise UserError(f"{key}={path}: a link to {place.readlink()}, which does not exist.")
+    if own := own_path(path):  # an export's name for a sample
         return str(own)
     looks_like_hub_id = (
         path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix[1:].isalpha()

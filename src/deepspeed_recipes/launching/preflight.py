@@ -1,6 +1,6 @@
-"""What the launcher checks before it starts anything: the DeepSpeed file, the layout and the data.
+"""The launcher's checks before it starts anything: the DeepSpeed file, the layout and the data.
 
-Standard library only, apart from the linter: it costs milliseconds.
+Apart from the linter this needs only the standard library, and takes milliseconds.
 """
 
 import importlib.util
@@ -30,9 +30,9 @@ from ..training.model_folder.base_model import config_of
 from ..training.vision import content, files
 
 UNKNOWN = "only the ranks will know"
-"""Counted once for each source that the launcher does not read."""
+"""Key for the number of sources that only the ranks read."""
 STREAMED = 1000
-"""How many examples of a streamed file are checked."""
+"""Number of examples of a streamed file that are checked."""
 
 
 def check_config(recipe: Recipe, ranks: int) -> None:
@@ -49,18 +49,18 @@ def check_config(recipe: Recipe, ranks: int) -> None:
         lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
     )
     if error := lint.first_error(findings, recipe.deepspeed):
-        # The linter sees the file only, and would advise another one where a key of the recipe is the mistake.
+        # The linter reads only the file, and would suggest another file if a key of the recipe is the mistake.
         check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks)
         raise UserError(error)
     for finding in findings:
-        # A run leaves the step of zeros out (`upstream.leave_out_step_of_zeros`), and its Trainer finds the hidden size
-        # where a bare Accelerator does not, which is all that the rule's warning says.
+        # Neither warning applies to a run: it skips the step of zeros (`upstream.leave_out_step_of_zeros`), and its
+        # Trainer finds the hidden size, which a bare Accelerator does not.
         if finding.rule not in ("step-of-zeros", "no-hidden-size"):
             print(lint.describe(finding, recipe.deepspeed), flush=True)
 
 
 def check_model(recipe: Recipe) -> None:
-    """Refuse model folders that training cannot start from: the recipe's, unless it trains a draft, and its teacher's.
+    """Refuse model folders from which training cannot start: the model's, unless the run is a draft, and the teacher's.
 
     Raises:
         UserError: names the folder or the file, and the fix.
@@ -68,7 +68,7 @@ def check_model(recipe: Recipe) -> None:
     if not recipe.draft.enabled:
         intact.check(Path(recipe.model.path))
         weights.check(Path(recipe.model.path))
-        # The ranks look at special tokens, too, and at the data.
+        # The ranks also check special tokens and the data.
         if known := vocabulary.tokens(Path(recipe.model.path), special=False):
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
     if recipe.traits.teacher and not recipe.distill.served:
@@ -76,7 +76,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
-    """Refuse a layout that cannot run, and report a pipeline whose stages idle more than they have to.
+    """Refuse a layout that cannot run, and report a pipeline whose stages idle more than necessary.
 
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
@@ -100,19 +100,19 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Refuse trackers that are not installed here.
+    """Refuse trackers that are not installed.
 
-    W&B is part of the training stack; where that is missing, a command says so before it starts anything.
+    W&B is part of the training stack; if the stack is missing, the command reports that before it starts anything.
 
     Raises:
-        UserError: says how to install it.
+        UserError: names the command that installs the tracker.
     """
     stack = importlib.util.find_spec("deepspeed") is not None
     trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    """Refuse a teacher with another vocabulary, where both are local folders; the ranks check the others.
+    """Refuse a teacher with another vocabulary if both models are local folders; the ranks check the other cases.
 
     Raises:
         UserError: names a token that has different numbers.
@@ -123,7 +123,7 @@ def _check_teacher(recipe: Recipe) -> None:
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:
-    """Return the recipe with the dimensions of the model that it will train: the draft's, the folder's or the page's.
+    """Return the recipe with the dimensions of the trained model: the draft's, the folder's or the page's.
 
     Raises:
         UserError: the config.json in the model's folder is not JSON.
@@ -141,12 +141,12 @@ def with_dimensions(recipe: Recipe) -> Recipe:
 
 
 def check_data(recipe: Recipe) -> int | None:
-    """Read every local text file once and refuse what training could not use; of a streamed file only the beginning.
+    """Read every local text file once, or the beginning of a streamed one, and refuse data that training cannot use.
 
     Parquet, Arrow, folders and Hub datasets are checked by the same rules when the ranks read them.
 
     Returns:
-        How many examples there are to train on; None where only the ranks will know.
+        The number of training examples, or None if only the ranks can count them.
 
     Raises:
         UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line;
@@ -181,7 +181,7 @@ def check_data(recipe: Recipe) -> int | None:
 
 
 def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
-    """Refuse what only all examples together show; `found` has them by kind, under the keys that name them."""
+    """Refuse data whose examples do not fit together; `found` has their counts by kind, under `data.*` keys."""
     examples = recipe.traits.examples
     known = {key: counts for key, counts in found.items() if counts and UNKNOWN not in counts}
     for key, counts in known.items():
@@ -202,15 +202,15 @@ def _check_labels(key: str, labels: Counter[Any]) -> None:
     if len(labels) == 1:
         (label,) = labels
         raise UserError(
-            f"{key}: all {labels.total()} answers have the label {str(label).lower()}; KTO learns from good answers "
-            f"and bad ones. Add some whose label is {str(not label).lower()}."
+            f"{key}: all {labels.total()} answers have the label {str(label).lower()}, but KTO needs good and bad "
+            f"answers; add answers with the label {str(not label).lower()}."
         )
 
 
 def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
-    """Return what is wrong with the number of updates where an example is a sequence; None: nothing, or not known yet.
+    """Return a warning about the number of updates, or None if there is no problem or the number is not known yet.
 
-    Packed or cut examples are as many sequences as the ranks find.
+    The number is known if each example is one sequence; only the ranks can count packed or cut sequences.
     """
     if examples is None or recipe.packing or recipe.method == "pretrain" or recipe.data.weights:
         return None
@@ -235,11 +235,11 @@ def _check_options(recipe: Recipe) -> None:
         )
     if data.max_examples is not None:
         raise UserError(
-            f"data.max_examples={data.max_examples}: a stream is read as it comes; use data.max_examples=none, and "
-            "max_steps to end it."
+            f"data.max_examples={data.max_examples}: a stream cannot be sampled; use data.max_examples=none, and "
+            "end it with max_steps."
         )
     if recipe.max_steps is None:
-        raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or as many as you want.")
+        raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or another number.")
     if data.validation_share and not data.validation:
         raise UserError(
             f"data.validation_share={data.validation_share}: a stream cannot be split; set data.validation to a file."
@@ -254,10 +254,10 @@ def check_file(
     named: str | None = None,
     vision: bool = False,
 ) -> Counter[Any]:
-    """Check a text file's first `most` examples (None: all) for a method, and return how many there are, by kind.
+    """Check a text file's first `most` examples (all if None) for a method, and return their number by kind.
 
-    `named` is the recipe's `data.columns`. An example's kind is its label, or whether it has a `negative`. With
-    `vision` an example may show pictures, and each of them is opened.
+    `named` is the recipe's `data.columns`. An example's kind is its label, or a flag for a `negative`. With `vision`
+    an example may have images, and every image is opened.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
@@ -269,7 +269,7 @@ def check_file(
         converted = formats.converted(examples, method, form)
     found = Counter(map(_kind, islice(converted, most)))
     if not found:
-        raise UserError(f"{path} is empty: it holds no example.")
+        raise UserError(f"{path} is empty; add examples, or name another file.")
     return found
 
 

@@ -1,10 +1,10 @@
-"""A run's ranks on one machine: find their processes, report the ones that fail, and send them signals.
+"""A run's ranks on one machine: finds their processes, reports ranks that fail, and sends them signals.
 
     python -m deepspeed_recipes.launching.ranks signal NUMBER RUN_FOLDER
     python -m deepspeed_recipes.launching.ranks watch EXPECTED RUN_FOLDER
 
-The launcher runs `watch` on every other host. It prints one line of JSON for each rank that fails, and kills the ranks
-when it no longer hears from the launcher, so that a host that is cut off does not keep training alone.
+The launcher runs `watch` on every other host. `watch` prints one line of JSON for each rank that fails, and kills the
+ranks when the launcher is silent for too long, so that a host that is cut off does not keep training alone.
 """
 
 import contextlib
@@ -21,13 +21,14 @@ import psutil
 
 RANK = ["-u", "-m", "deepspeed_recipes.training.run"]
 LAUNCHER = ["-u", "-m", "deepspeed.launcher.launch"]
-"""How DeepSpeed starts a rank, and its own launcher on other hosts. `ssh` and `pdsh` have these words further on."""
+"""The words after Python in the commands of a rank and of DeepSpeed's launcher on other hosts. In the commands of `ssh`
+and `pdsh` these words are at a later position."""
 WATCHER = ["-m", "deepspeed_recipes.launching.ranks", "watch"]
-"""How `ssh.watchers` starts this module."""
+"""The words with which `ssh.watchers` starts this module."""
 POLL = 0.5
 """Seconds between two searches for new ranks; the death of a known rank is noticed at once."""
 SILENCE = 90
-"""Seconds without a word from the launcher after which a host's ranks are killed; longer than ssh keeps it busy."""
+"""Seconds of silence from the launcher after which a host's ranks are killed; longer than ssh occupies it."""
 
 
 def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:
@@ -40,10 +41,10 @@ def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:
 
 
 def _of_this_node(process: psutil.Process) -> bool:
-    """Return whether a rank belongs to this SLURM node: several slurmd may share a machine."""
+    """Return True if a rank belongs to this SLURM node: several slurmd may share a machine."""
     try:
         return process.environ().get("SLURM_NODEID") == os.environ.get("SLURM_NODEID")
-    except psutil.Error:  # it has just ended
+    except psutil.Error:  # the process has just ended
         return False
 
 
@@ -57,7 +58,7 @@ def numbered(processes: Iterator[psutil.Process]) -> list[tuple[int, int]]:
 
 
 class RankMonitor:
-    """Notices when ranks of this machine fail."""
+    """Detects failures of this machine's ranks."""
 
     def __init__(self, find: Callable[[set[int]], list[tuple[int, int]]], expected: int) -> None:
         """`find(known)` returns the process id and the number of each rank whose process id is not in `known`."""
@@ -70,7 +71,7 @@ class RankMonitor:
     def failed(self, seconds: float) -> list[tuple[int, int | None]]:
         """Wait at most `seconds`, and return the number and the exit code of each rank that has failed meanwhile.
 
-        Killed ones come first: others that a busy machine shows at the same time have lost their connection to them.
+        Killed ranks come first: on a busy machine, ranks that lost their connection to them may be found together.
         """
         now = time.monotonic()
         if len(self.found) < self.expected and now >= self.next_search:
@@ -94,9 +95,9 @@ class RankMonitor:
 
 
 def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that has just ended, negative for a signal; None if it is already gone.
+    """Return the exit code of a process that has just ended, negative for a signal, or None if it is no longer known.
 
-    Only the parent, DeepSpeed's launcher, may wait for it; but until the parent does, /proc has the status.
+    Only the parent, DeepSpeed's launcher, may wait for the process, but until then /proc has its status.
     """
     try:
         status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
@@ -106,21 +107,21 @@ def exit_code(pid: int) -> int | None:
 
 
 def send(number: int, folder: str) -> int:
-    """Send a signal to the run's ranks, and return how many processes got it.
+    """Send a signal to the run's ranks, and return the number of processes that received it.
 
-    SIGKILL also goes to their launchers, and first: a launcher that sees its ranks die reports that as their failure.
-    It also goes to watchers whose launcher was cut off from this host, since they would kill the next attempt.
+    SIGKILL is also sent to their launchers, and first, since a launcher would report killed ranks as failures. It is
+    also sent to watchers whose launcher was cut off from this host, since they would kill the next attempt.
     """
     kinds = (WATCHER, LAUNCHER, RANK) if number == signal.SIGKILL else (RANK,)
     found = [process for process in of_run(folder, *kinds) if process.pid != os.getpid()]
     for process in found:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
             process.send_signal(number)
     return len(found)
 
 
 def watch(expected: int, folder: str) -> None:
-    """Print each rank that fails for as long as standard input keeps coming; then kill the remaining ranks."""
+    """Print each rank that fails, as long as data arrives on standard input; then kill the remaining ranks."""
     monitor = RankMonitor(lambda known: numbered(one for one in of_run(folder, RANK) if one.pid not in known), expected)
     heard = time.monotonic()
     with contextlib.suppress(BrokenPipeError):

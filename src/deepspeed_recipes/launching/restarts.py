@@ -21,7 +21,7 @@ from . import preflight
 from .supervise import Outcome
 
 REWINDS = 10
-"""How often a run may rewind by itself; `--max-restarts` counts only restarts after a failure."""
+"""Maximum number of rewinds of a run; `--max-restarts` counts only restarts after a failure."""
 
 
 def check(recipe: Recipe, most: int) -> None:
@@ -46,18 +46,18 @@ def run_with_restarts(
     start: Callable[[int], Outcome],
     available: Callable[[], int],
 ) -> int:
-    """Run to the end, restarting after failures at most `most` times; return the last exit status.
+    """Run to the end, restarting after failures at most `most` times, and return the last exit status.
 
     Args:
-        recipe: as it runs.
-        run: its folder, prepared for the first start.
-        ranks: how many to start with.
+        recipe: the recipe as it runs.
+        run: the run's folder, prepared for the first start.
+        ranks: number of ranks of the first attempt.
         most: number of restarts allowed.
-        start: runs an attempt with that many ranks to its end.
-        available: returns how many ranks could be started now.
+        start: runs an attempt with the given number of ranks to its end.
+        available: returns the number of ranks that could be started now.
 
     Raises:
-        UserError: there is no checkpoint to restart from, or no number of ranks that can resume it.
+        UserError: there is no checkpoint to restart from, or no possible number of ranks can resume from it.
     """
     asked, restarts, rewinds = ranks, 0, 0
     while True:
@@ -69,14 +69,14 @@ def run_with_restarts(
         if outcome.status == REWIND:
             rewinds += 1
             if rewinds > REWINDS:
-                raise UserError(f"rewound {REWINDS} times, so single examples are not the cause; lower learning_rate.")
+                raise UserError(f"rewound {REWINDS} times, so bad examples are not the cause; lower learning_rate.")
         elif restarts == most:
             return told(run, outcome)
         else:
             restarts += 1
         try:
             checkpoint = intact_checkpoint(recipe, run)
-            ranks = largest_world_size(recipe, run, min(asked, available()))  # it may grow again when a host is back
+            ranks = largest_world_size(recipe, run, min(asked, available()))  # it can grow again if a host is back
             prepare(recipe, run, ranks, checkpoint)
         except UserError as error:
             afterwards.failed(run, "\n".join(filter(None, (outcome.cause, str(error)))), outcome.status)
@@ -88,17 +88,17 @@ def run_with_restarts(
 
 
 def told(run: RunFolder, outcome: Outcome) -> int:
-    """Tell the trackers how the run has ended, unless a rank has, and return the exit status."""
+    """Send the run's end to the trackers, unless a rank has sent it, and return the exit status."""
     if outcome.status:
         afterwards.failed(run, outcome.cause, outcome.status)
     return outcome.status
 
 
 def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
-    """Return the newest checkpoint, all files of which have been read and are as they were written.
+    """Return the newest checkpoint whose files all match their checksums; reads every file.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such checkpoint.
     """
     checkpoint = digests.newest_intact(run)
     if checkpoint is None:
@@ -113,14 +113,14 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
     """Return the largest number of ranks, at most `most`, that can resume the run.
 
     Raises:
-        UserError: none can; gives the reason for the largest.
+        UserError: no number can; gives the reason for the largest.
     """
     file, known, reason = deepspeed_file.read(recipe.deepspeed), preflight.with_dimensions(recipe), None
     for ranks in range(most, 0, -1):
         try:
             limits.check(known, ranks, file)
             universal_checkpoint.check(recipe, run, file, ranks)
-        except FileUnusable:  # which fewer ranks would not change
+        except FileUnusable:  # fewer ranks would not help
             raise
         except UserError as error:
             reason = reason or error
@@ -130,14 +130,14 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
 
 
 def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> None:
-    """Convert the newest checkpoint if these ranks need another form of it, and discard the steps after it.
+    """Convert the newest checkpoint if this number of ranks needs a universal one, and discard the steps after it.
 
     Raises:
-        UserError: no room for the other form, or DeepSpeed cannot convert it.
+        UserError: no disk space for the universal checkpoint, or DeepSpeed cannot convert it.
     """
     with run_folder.explained(checkpoint):
         if universal_checkpoint.is_needed(recipe.layout, run, ranks):
             written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-            print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks}", flush=True)
+            print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks} ranks", flush=True)
             universal_checkpoint.convert(checkpoint)
     run_folder.forget_after(run, checkpoint)

@@ -1,4 +1,4 @@
-"""Give a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
+"""Submits a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
 import argparse
 import json
@@ -21,18 +21,18 @@ from .templates import write
 
 
 def allocation_of(options: argparse.Namespace, recipe: Recipe) -> Allocation | None:
-    """Return what to ask a cluster for; None: the run does not go to a cluster.
+    """Return the allocation to request from a cluster, or None if the run does not use a scheduler.
 
     Raises:
-        UserError: the cluster does not have it.
+        UserError: the cluster does not have these resources.
     """
     if options.kubernetes:
         if options.resume:
-            raise UserError("--kubernetes --resume: just apply the run's manifests again; pods resume by themselves.")
+            raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
         asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
     elif options.sagemaker or options.skypilot:
         if options.resume:
-            raise UserError("--resume: just start the job again; a run in the same folder resumes by itself.")
+            raise UserError("--resume: start the job again; a run in the same folder resumes by itself.")
         asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
     elif options.slurm:
         wanted = (options.nodes, options.gpus, options.partition, options.time)
@@ -46,11 +46,11 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
     """Submit a SLURM job and follow it, or write the files of another kind of job; return the exit status.
 
     Raises:
-        UserError: a file that pods cannot see, or SLURM rejects the job.
+        UserError: a file that pods cannot read, or SLURM rejects the job.
     """
     environment = rank_environment(asked.ranks_per_node, int(asked.gpus))
     if "OMP_NUM_THREADS" not in os.environ:
-        del environment["OMP_NUM_THREADS"]  # this machine's; each node counts its own cores
+        del environment["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
     if options.slurm:
         script = batch_job.script(asked, folder, environment)
         texts = {str(batch_job.path(folder)): script}

@@ -1,4 +1,4 @@
-"""Run DeepSpeed's launcher and its ranks: forward signals, notice failures, and leave no process behind."""
+"""Runs DeepSpeed's launcher and its ranks: forwards signals, detects failures, and leaves no process behind."""
 
 import contextlib
 import os
@@ -21,25 +21,25 @@ from .ranks import POLL, RankMonitor, numbered
 
 RANK_MODULE = "deepspeed_recipes.training.run"
 LAST_GRACE = 12
-"""Seconds that ranks get to end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed launcher
-has ended. The last two can follow each other and still take less than the 30 s that DeepSpeed's launcher waits per
-rank."""
+"""Seconds within which ranks must end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed
+launcher has ended. The last two can follow each other, and together take less than the 30 s that DeepSpeed's launcher
+waits per rank."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended."""
+    """The result of an attempt."""
 
     status: int
-    """Exit status; 128 plus the number of the signal that ended it."""
+    """Exit status; 128 plus the signal's number if a signal ended the attempt."""
     cause: str | None
-    """Why, in lines to print; None if it succeeded, was stopped, or has printed the reason itself."""
+    """The cause of a failure as lines to print, or None after success or a stop, or if the ranks have printed it."""
     stopped: bool
-    """Whether the user has stopped it."""
+    """True if the user has stopped the attempt."""
 
 
 class RankWatcher(Protocol):
-    """Watches a launcher's ranks, wherever they run."""
+    """Watches a launcher's ranks on one or more machines."""
 
     def failed(self, seconds: float) -> list[FailedRank]:
         """Wait at most that long, and return the ranks that have failed and the hosts that were lost meanwhile."""
@@ -55,7 +55,7 @@ class LocalWatcher:
     """Watches the ranks that a launcher has started on this machine."""
 
     def __init__(self, expected: int, launcher: int) -> None:
-        """`launcher` is its process id, `expected` the number of ranks."""
+        """`launcher` is the launcher's process id, `expected` the number of ranks."""
         self.launcher = launcher
         self.monitor = RankMonitor(lambda known: find_ranks(launcher, known), expected)
         self.close = self.monitor.close
@@ -69,7 +69,7 @@ class LocalWatcher:
         tree = psutil.Process(self.launcher).children(recursive=True)
         ranks = [process for process in tree if is_rank(process)]
         for process in ranks or [psutil.Process(self.launcher), *tree]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
                 process.send_signal(number)
 
 
@@ -120,18 +120,18 @@ def wait(launcher: subprocess.Popen, watcher: RankWatcher) -> tuple[list[FailedR
         failed += watcher.failed(POLL)
         if failed:
             deadline = deadline or time.monotonic() + LAST_GRACE
-        # A lost host gets no grace: noticing that it is gone has taken long enough.
+        # A lost host gets no grace period: detecting the loss has already taken long enough.
         if deadline and (time.monotonic() > deadline or any(one.rank is None for one in failed)):
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.wait()
     failed += watcher.failed(0)
     if launcher.returncode < 0 and failed and failed[0].code:
-        return failed, shell_status(failed[0].code)  # the launcher was killed here, after that rank had failed
+        return failed, shell_status(failed[0].code)  # this function killed the launcher after that rank had failed
     return failed, shell_status(launcher.returncode)
 
 
 def shell_status(code: int) -> int:
-    """Return the exit status that a shell shows for an exit code, which is negative for a signal."""
+    """Return a shell's exit status for an exit code, which is negative for a signal."""
     return code if code >= 0 else 128 - code
 
 
@@ -145,7 +145,7 @@ def find_ranks(launcher: int, known: set[int]) -> list[tuple[int, int]]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """Return whether a process is a rank, and not a launcher whose command contains the rank's."""
+    """Return True if a process is a rank, and not a launcher whose command contains the rank's command."""
     try:
         command = process.cmdline()
     except psutil.NoSuchProcess:  # also for a zombie
@@ -163,7 +163,7 @@ def end_session(session: int) -> None:
 
 
 def session_alive(session: int) -> bool:
-    """Return whether a process group still has members."""
+    """Return True if a process group still has members."""
     try:
         os.killpg(session, 0)
     except ProcessLookupError:

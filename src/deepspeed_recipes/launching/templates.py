@@ -1,7 +1,7 @@
-"""Fill the templates of job scripts and manifests; every value passes through a filter that quotes it.
+"""Fills the templates of job scripts and manifests; a filter quotes every value.
 
-`shell` quotes for a POSIX shell, `yaml` writes a value as YAML, `yaml_block` text of several lines as an indented block
-for people to read, and `python` a value as Python does. `literal` keeps Kubernetes from replacing `$(NAME)`.
+`shell` quotes for a POSIX shell, `yaml` writes a value as YAML, `yaml_block` writes text of several lines as a readable
+indented block, and `python` writes a Python literal. `literal` keeps Kubernetes from replacing `$(NAME)`.
 """
 
 import json
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def fill(template: Path, **values: Any) -> str:
-    """Return a template with its values filled in; it may include its neighbours.
+    """Return a template with its values filled in; it may include templates of the same folder.
 
     Raises:
         jinja2.UndefinedError: the template uses a value that is missing.
@@ -28,7 +28,7 @@ def fill(template: Path, **values: Any) -> str:
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> Path:
-    """Write files by their names into `folder`, which is made, and return it."""
+    """Write the files `texts` into `folder`, which is created if necessary, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for file, text in texts.items():
         files.write_text(folder / file, text)
@@ -37,8 +37,8 @@ def write(folder: Path, texts: Mapping[str, str]) -> Path:
 
 @cache
 def _environment(folder: Path) -> "Environment":
-    """Return what compiles a folder's templates, once each."""
-    # Imported here, so that commands that fill no template do not wait for it.
+    """Return the Jinja environment of a folder, which compiles each template once."""
+    # Imported here, so that commands that fill no template do not wait for Jinja.
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -60,14 +60,14 @@ def shell(value: object) -> str:
 
 
 def literal(text: str) -> str:
-    """Return text for a variable or a command of a pod, in which Kubernetes then replaces nothing."""
+    """Return text for a pod's variable or command, escaped so that Kubernetes replaces nothing in it."""
     return text.replace("$", "$$")
 
 
 def yaml_scalar(value: object) -> str:
     """Return a string, a number or a truth value as YAML on one line."""
     if not isinstance(value, str):
-        return json.dumps(value, default=str)  # where a value is missing, str raises
+        return json.dumps(value, default=str)  # for a missing value, str raises
     import yaml
 
     return yaml.safe_dump(value, default_style='"', width=math.inf, allow_unicode=True).strip()

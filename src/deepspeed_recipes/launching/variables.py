@@ -1,4 +1,4 @@
-"""Which environment variables a run takes along to other machines: those listed here, and never a secret."""
+"""Selects the environment variables that a run forwards to other machines: those listed here, and never a secret."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ PREFIXES = (
     *("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_", "RDMAV_", "IBV_"),  # networks
     *("OMP_", "KMP_", "MKL_", "GOMP_", "TORCHINDUCTOR_", "TRITON_", "DS_BUILD_"),  # threads and compilers
 )
-"""Families of variables none of which is a credential."""
+"""Prefixes of variables that are never credentials."""
 NAMES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("DS_ACCELERATOR", "DS_SKIP_CUDA_CHECK", "DEEPSPEED_TIMEOUT"),
@@ -30,7 +30,7 @@ NAMES = (
     "PYTHONSAFEPATH",  # `recipe.project.python_path`
 )
 MORE = "DS_RECIPES_FORWARD"
-"""The variable with the names, separated by commas, of further variables to forward."""
+"""The variable that names more variables to forward, separated by commas."""
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Credentials that a run may need; each machine, job or pod has to provide them itself."""
 
@@ -39,24 +39,24 @@ def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a run's ranks need on another machine, without secrets.
 
     Raises:
-        UserError: a value that no script or manifest can hold, or `DS_RECIPES_FORWARD` under its old name.
+        UserError: a value that no script or manifest can contain, or `DS_RECIPES_FORWARD` under its old name.
     """
     listed = _listed(environment)
     found = {name: environment[name] for name in listed if not _secret(name, environment[name])}
     for name, value in found.items():
         if not value.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in value):
-            raise UserError(f"{name}: its value is not UTF-8 text; correct it, or unset it.")
+            raise UserError(f"{name}: its value is not UTF-8 text; correct or unset the variable.")
     return found
 
 
 def withheld(environment: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables that a run may need, not forwarded since they look like secrets."""
+    """Return the names of variables that a run may need but that look like secrets and are not forwarded."""
     listed = [name for name in _listed(environment) if _secret(name, environment[name])]
     return sorted({*listed, *(name for name in SECRETS if name in environment)})
 
 
 def is_name(text: str) -> bool:
-    """Return whether a shell and Kubernetes accept `text` as the name of a variable."""
+    """Return True if a shell and Kubernetes accept `text` as the name of a variable."""
     return re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", text) is not None
 
 

@@ -29,7 +29,7 @@ class Model:
     """The model's location and the architecture's dimensions."""
 
     path: str
-    """A Hub id, or a folder in Hugging Face format with safetensors (relative paths: from the project's root)."""
+    """A Hub id, or a folder in Hugging Face format with safetensors (a relative path starts at the current folder)."""
     parameters: Annotated[int, Bounds(least=0, most=10**15)] = 0
     """Published parameter count; the model built from `config` on the meta device is within 1 % of it."""
     config: Mapping[str, Any] = field(default_factory=dict)
