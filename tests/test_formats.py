@@ -164,7 +164,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="form text, for the method pretrain"):
         preflight.check_file(path, "sft")
     path.write_text(" \n")
-    with pytest.raises(UserError, match="holds no example"):
+    with pytest.raises(UserError, match="book.txt is empty; add examples"):
         preflight.check_file(path, "pretrain")
 
 
@@ -546,7 +546,7 @@ def test_judged_answers_are_of_both_kinds(tmp_path):
     for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
         preflight.check_data(replace(kto, data=Data(path, validation=held_out)))
     for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
-        with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true; .* add answers with the label false.$"):
+        with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true, .*; add answers with the label false.$"):
             preflight.check_data(replace(kto, data=data))
 
 

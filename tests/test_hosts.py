@@ -24,12 +24,12 @@ MISTAKES = {
     "a;reboot slots=4\n": "is not a valid hostfile line",
     "-oProxyCommand=x slots=4\n": "is not a valid hostfile line",
     "a slots=0\n": "slots=0",
-    "ubuntu@10.0.0.5 slots=8\n": "write `10.0.0.5 slots=8`, and into ~/.ssh/config, which ssh and pdsh both read: "
+    "ubuntu@10.0.0.5 slots=8\n": "write `10.0.0.5 slots=8`, and add to ~/.ssh/config, which ssh and pdsh both read: "
     "`Host 10.0.0.5`, and below it `User ubuntu`",
     "node1:2222 slots=8\n": "`Host node1`, and below it `Port 2222`",
     "me@node1:2222 slots=8\n": "`Host node1`, and below it `User me` and `Port 2222`",
-    "fe80::1 slots=8\n": "write `NAME slots=8`, and into ~/.ssh/config, which ssh and pdsh both read: `Host NAME`, and "
-    "below it `HostName fe80::1`",
+    "fe80::1 slots=8\n": "write `NAME slots=8`, and add to ~/.ssh/config, which ssh and pdsh both read: `Host NAME`, "
+    "and below it `HostName fe80::1`",
     "@a slots=8\n": "is not a valid hostfile line",
     "a: slots=8\n": "is not a valid hostfile line",
     "# two\na slots=2\n\na slots=2\n": ":4: a is listed twice",
@@ -75,7 +75,7 @@ def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_pat
         ({"gpus": 3}, "b has slots=2"),
         ({"include": "a", "exclude": "b"}, "not both"),
         ({"include": "a", "nodes": 1}, "leave out"),
-        ({"exclude": "a@b"}, "no host of .* is left"),
+        ({"exclude": "a@b"}, "excludes every host of"),
     ):
         with pytest.raises(UserError, match=hint):
             hostfile.read(two_hosts, **wanted)

@@ -70,7 +70,7 @@ def test_nodes_at_one_address_have_names_of_their_own():
         ("ray://here:10001", "write HOST:6379"),
         ("here", "write HOST:PORT as `ray start` prints it"),
         ("here:port", "write HOST:PORT"),
-        ("127.0.0.1:1", "Connection refused; start Ray there (ray start --head), or correct it."),
+        ("127.0.0.1:1", "Connection refused; start Ray there (ray start --head), or correct the address."),
     ],
 )
 def test_an_address_that_is_no_clusters_is_named(address, said):

@@ -223,8 +223,8 @@ def test_the_ready_lines_ask_for_the_first_adapter(models):
     [
         (["nowhere"], "no such folder"),
         (["whole", "--adapter", "other"], "write NAME=FOLDER"),
-        (["whole", "--adapter", "x=whole"], "holds no adapter"),
-        (["one", "--adapter", "one=other"], "a name of its own"),
+        (["whole", "--adapter", "x=whole"], "has no adapter"),
+        (["one", "--adapter", "one=other"], "give each its own name"),
         (["one", "--adapter", "x=elsewhere"], "is served"),
         (["one", "--engine", "transformers", "--adapter", "x=other"], "several adapters need vLLM"),
         (["whole", "--name", "a/b"], "without a slash"),

@@ -1,1 +1,1 @@
-"""Runs on machines that a cloud rents for one job: Amazon SageMaker and SkyPilot."""
+"""Runs on cloud machines that are rented for one job: Amazon SageMaker and SkyPilot."""

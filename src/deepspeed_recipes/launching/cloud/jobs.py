@@ -1,7 +1,7 @@
-"""A run as a job of SageMaker's or SkyPilot's: files filled from the templates beside this module.
+"""Writes the files of a SageMaker or SkyPilot job from the templates in this folder.
 
-As on Kubernetes, every node runs `launching.node` in the project's image, with the run folder on storage that
-all share; restarted after it was taken away, it resumes from the newest complete checkpoint.
+As on Kubernetes, every node runs `launching.node` in the project's image, with the run folder on shared storage. A job
+that restarts after a preemption resumes from the newest complete checkpoint.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from ..templates import fill
 
 ENGINES = ("sagemaker", "skypilot")
 ML = Path("/opt/ml")
-"""Where SageMaker puts what a container gets."""
+"""SageMaker's folder for a container's inputs and outputs."""
 RUNS = f"{ML}/input/data/runs"
-"""Where the channel `runs` is, a file system that all instances share."""
+"""Folder of the channel `runs`, a file system that all instances share."""
 RECIPE = f"{ML}/input/data/recipe"
-"""Where the channel `recipe` is: recipe.json and deepspeed.json."""
+"""Folder of the channel `recipe`: recipe.json and deepspeed.json."""
 INSTANCES = {1: "ml.g6e.xlarge", 4: "ml.g6e.12xlarge", 8: "ml.p5.48xlarge"}
-"""An instance of Amazon's with that many GPUs, which the script takes unless it is told another."""
+"""The script's default Amazon instance, by number of GPUs."""
 ACCELERATOR = "H100"
-"""What the SkyPilot file asks for; to be changed there."""
+"""The GPU in the SkyPilot file, where the user can change it."""
 
 
 def mount(options: argparse.Namespace) -> str | None:
-    """Return where a job's nodes have the shared storage; None: the run is no such job."""
+    """Return the mount point of the shared storage on a job's nodes, or None if the run is not such a job."""
     if options.sagemaker:
         return RUNS
     return manifests.MOUNT if options.skypilot or options.kubernetes else None
@@ -39,7 +39,7 @@ def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder
     """Return the files of a job by their names.
 
     Raises:
-        UserError: a file that the nodes cannot see, or the image or the volume has an invalid name.
+        UserError: the nodes cannot read a file, or the image or the volume has an invalid name.
     """
     image, volume = options.image or manifests.IMAGE, options.volume or manifests.VOLUME
     manifests.check_names(image, volume)
@@ -65,7 +65,7 @@ def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder
 
 
 def how_to(engine: str, written: Path) -> str:
-    """Return what to do with the files."""
+    """Return the commands that use the files."""
     if engine == "sagemaker":
         script = shlex.quote(str(written / "sagemaker_job.py"))
         return (

@@ -2,8 +2,8 @@
 
     python -m deepspeed_recipes.launching.cloud.sagemaker_node NAME ...
 
-SageMaker starts the same container on every instance and says in a file which one it is; the rest is `node.py`. Why a
-job failed is shown by SageMaker's console if it is in another file.
+SageMaker starts the same container on every instance, and names the instance in a file; `node.py` does the rest. The
+reason of a failure is written to another file, which SageMaker's console shows.
 """
 
 import argparse
@@ -25,37 +25,37 @@ https://docs.aws.amazon.com/sagemaker/latest/dg/your-algorithms-training-algo-ou
 
 
 def main(words: Sequence[str] | None = None, ml: Path = ML) -> int:
-    """Run this instance's ranks, leave the reason of a failure where SageMaker looks for it, and return the status."""
+    """Run this instance's ranks, write the reason of a failure to SageMaker's file, and return the exit status."""
     parser = argparse.ArgumentParser(prog="sagemaker_node.py", description=__doc__)
-    parser.add_argument("name", help="of the run's folder")
+    parser.add_argument("name", help="name of the run's folder")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks on this instance")
     parser.add_argument("--port", default="29500", metavar="P", help="port on the first instance")
     options = parser.parse_args(words)
-    said = io.StringIO()
+    errors = io.StringIO()
     try:
-        with contextlib.redirect_stderr(Both(said)):
+        with contextlib.redirect_stderr(Both(errors)):
             status = node.main(place(options, ml))
     except UserError as error:
         print(error, file=sys.stderr)
-        said.write(str(error))
+        errors.write(str(error))
         status = 2
     if status:
-        text = said.getvalue().strip() or f"exit status {status}"
+        text = errors.getvalue().strip() or f"exit status {status}"
         files.write_text(ml / "output" / "failure", redact(text)[:SHOWN])
     return status
 
 
 def place(options: argparse.Namespace, ml: Path) -> list[str]:
-    """Return the words for `node.py`: which instance this is, and where the first one and the run's folder are.
+    """Return the words for `node.py`: this instance's number, the first instance's address and the run's folder.
 
     Raises:
-        UserError: SageMaker's file is not there, or several instances share no file system.
+        UserError: SageMaker's file does not exist, or several instances share no file system.
     """
     found = read_json(ml / "input" / "config" / "resourceconfig.json")
     hosts, own = sorted(found["hosts"], key=_number), found["current_host"]
     shared = ml / "input" / "data" / "runs"
     if len(hosts) > 1 and not shared.is_dir():
-        raise UserError(f"{shared}: not there; {len(hosts)} instances need a file system: add --file-system.")
+        raise UserError(f"{shared}: no such folder; {len(hosts)} instances need a file system: add --file-system.")
     run = RunFolder((shared if shared.is_dir() else ml / "checkpoints") / options.name)
     recipe = ml / "input" / "data" / "recipe" / "recipe.json"
     words = [str(run.path), "--recipe", str(recipe), "--nodes", str(len(hosts)), "--gpus", str(options.gpus)]
@@ -64,7 +64,7 @@ def place(options: argparse.Namespace, ml: Path) -> list[str]:
 
 
 def _number(host: str) -> tuple[str, int]:
-    """Return what sorts algo-2 before algo-10."""
+    """Return a sort key that puts algo-2 before algo-10."""
     name, _, number = host.rpartition("-")
     return (name, int(number)) if number.isdecimal() else (host, 0)
 

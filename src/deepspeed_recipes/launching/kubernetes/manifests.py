@@ -1,8 +1,8 @@
-"""A run's Kubernetes manifests, one file for each kind of cluster, filled from the templates beside this module.
+"""Writes a run's Kubernetes manifests, one file for each kind of cluster, from the templates in this folder.
 
 `job.yaml` needs only Kubernetes (an indexed Job), `jobset.yaml` the JobSet controller, `trainjob.yaml` Kubeflow
-Trainer. In each of them a pod is a node: it runs `launching.node`, and resumes from the newest complete
-checkpoint when it is restarted.
+Trainer. In each of them a pod is a node: it runs `launching.node`, and after a restart resumes from the newest complete
+checkpoint.
 """
 
 import json
@@ -24,19 +24,19 @@ from ..templates import fill
 IMAGE = "deepspeed-recipes:latest"
 VOLUME = "runs"
 MOUNT = "/runs"
-"""Where pods mount the shared volume (ReadWriteMany): run folders, data, Hugging Face's cache."""
+"""Mount point of the shared volume (ReadWriteMany) in pods: run folders, data, Hugging Face's cache."""
 PROJECT = "/workspace"
-"""Where the image has this checkout (Dockerfile)."""
+"""Folder of this checkout in the image (Dockerfile)."""
 USER = 1000
-"""The user that the image runs as (Dockerfile)."""
+"""The image's user id (Dockerfile)."""
 RECIPE_MOUNT = "/recipe"
 APP = "deepspeed-recipes"
 """The label of all pods, and the name of a Secret that may hold HF_TOKEN and WANDB_API_KEY; it is optional."""
 PORT = 29500
 RESTARTS = 3
-"""Unless `--max-restarts` says otherwise."""
+"""Default number of restarts, without `--max-restarts`."""
 SHARED_MEMORY = "16Gi"
-"""The most that /dev/shm may take of the pod's memory."""
+"""Limit of /dev/shm, which counts as the pod's memory."""
 GRACE = 300
 """Seconds between SIGTERM and SIGKILL."""
 HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -45,7 +45,7 @@ FILES = ("job.yaml", "jobset.yaml", "trainjob.yaml")
 
 
 def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
-    """Return what to ask the cluster for: a GPU for each rank.
+    """Return the allocation to request from the cluster, with a GPU for each rank.
 
     Raises:
         UserError: fewer than one node or rank.
@@ -61,12 +61,12 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
 
     Args:
         asked: nodes and ranks.
-        recipe: with absolute local paths.
-        folder: the run has its name on the volume too.
+        recipe: the recipe, with absolute local paths.
+        folder: the run's folder; the run has the same name on the volume.
         options: `image`, `volume`, and under `environment` the variables of the ranks.
 
     Raises:
-        UserError: the recipe uses a file that pods cannot see, or the image or the volume has an invalid name.
+        UserError: the recipe uses a file that pods cannot read, or the image or the volume has an invalid name.
     """
     check_names(options["image"], options["volume"])
     values = {
@@ -91,13 +91,13 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
 
 
 def check_names(image: str, volume: str) -> None:
-    """Refuse what no image or no volume claim can be called.
+    """Refuse invalid names of an image or a volume claim.
 
     Raises:
         UserError: names the option.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
-        raise UserError(f"--image {image!r}: not an image; write for instance registry/name:tag.")
+        raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
         raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
 
@@ -108,12 +108,12 @@ def object_name(text: str) -> str:
 
 
 def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:
-    """Return the recipe and its DeepSpeed configuration, with their paths as pods see them.
+    """Return the recipe and its DeepSpeed configuration, with their paths in pods.
 
     Args:
-        recipe: with absolute local paths.
-        mount: where pods have the shared volume.
-        recipe_mount: where they have these files.
+        recipe: the recipe, with absolute local paths.
+        mount: the shared volume's mount point in pods.
+        recipe_mount: the folder of these files in pods.
 
     Raises:
         UserError: a file is neither in this checkout nor on the volume.
@@ -140,11 +140,11 @@ def _in_pod(key: str, path: str, mount: str) -> str:
     if Path(path).is_relative_to(PACKAGE):
         return f"{PROJECT}/src/deepspeed_recipes/{Path(path).relative_to(PACKAGE)}"
     inside = f"{mount}/{Path(path).name}"
-    raise UserError(f"{key}={path}: pods cannot see this file; copy it to the volume and set {key}={inside}.")
+    raise UserError(f"{key}={path}: pods cannot read this file; copy it to the volume and set {key}={inside}.")
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of our environment that also make sense in a pod, without secrets."""
+    """Return the variables of this environment that also apply in a pod, without secrets."""
     kept = {
         name: value
         for name, value in variables.forwarded(ours).items()
@@ -154,7 +154,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def how_to(written: Path) -> str:
-    """Return what to do with the manifests."""
+    """Return the commands that use the manifests."""
     job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)
     return f"""manifests: {written}
 apply one:  kubectl apply -f {job}       (plain Kubernetes)

@@ -1,4 +1,4 @@
-"""The attempts of a run on a Ray cluster: each is a process that trains with Ray, supervised as all launchers are."""
+"""The attempts of a run on a Ray cluster, each of which is a supervised process that trains with Ray."""
 
 import contextlib
 import json
@@ -25,20 +25,20 @@ class RayAttempts:
         """Check the nodes.
 
         Raises:
-            UserError: one cannot take part.
+            UserError: a node cannot take part.
         """
         self.cluster = self.alive = cluster
         self.run = run
         ranks = rank_environment(cluster.most_ranks, cluster.most_ranks if cluster.on_gpus else 0)
         if "OMP_NUM_THREADS" not in os.environ:
-            del ranks["OMP_NUM_THREADS"]  # this machine's; each node counts its own cores
+            del ranks["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
         self.environment = cluster_environment(ranks)
         if cluster.nodes:
             answers = host_checks.check(cluster.pool, run.path, self.answers)
             self.environment |= host_checks.network_interfaces(answers, self.environment)
 
     def answers(self, folder: Path, file: str) -> list[host_checks.Answer]:
-        """Return what each node says about itself; `file` has just been written to `folder`."""
+        """Return each node's facts; `file` has just been written to `folder`."""
         found = ask(self.cluster.address, str(folder), file, self.environment["TORCH_EXTENSIONS_DIR"])
         by_id = {one["id"]: one["answer"] for one in found}
         return [by_id.get(node.id, {"failed": "no longer there"}) for node in self.cluster.nodes]
@@ -51,7 +51,7 @@ class RayAttempts:
         return supervise(attempt, self.environment, self.run, ranks, lambda launcher: RayWatcher(launcher, self.run))
 
     def available(self) -> int:
-        """Return how many ranks could be started now; a lost node may be back.
+        """Return the number of ranks that could be started now; a lost node may be back.
 
         Raises:
             UserError: no node answers.
@@ -73,10 +73,10 @@ class RayAttempts:
 
 
 class RayWatcher:
-    """Watches an attempt on a Ray cluster: Ray notices what fails, and the attempt's process writes it down."""
+    """Watches an attempt on a Ray cluster: Ray detects failures, and the attempt's process writes them to a file."""
 
     def __init__(self, launcher: int, run: RunFolder) -> None:
-        """`launcher` is that process's id."""
+        """`launcher` is the process id of the attempt."""
         self.launcher = launcher
         self.run = run
         self.read = False
@@ -93,7 +93,7 @@ class RayWatcher:
         return [FailedRank(**one) for one in json.loads(output.failures(self.run).read_text(encoding="utf-8"))]
 
     def signal(self, number: int) -> None:
-        """Send a signal to that process, which sends it to the ranks."""
+        """Send a signal to the attempt's process, which forwards it to the ranks."""
         os.kill(self.launcher, number)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""A Ray cluster as the launcher sees it: which of its nodes a run gets, and whether they can take it.
+"""A Ray cluster for the launcher: selects a run's nodes, and checks that they have enough GPUs or CPUs.
 
-Ray itself is only in the processes that are started from here. Without `--address` the run gets a cluster of its own on
-this machine, for as long as it runs.
+Ray itself is imported only in the processes that are started from here. Without `--address` the run starts its own
+cluster on this machine, which ends with the run.
 """
 
 import importlib.util
@@ -26,11 +26,11 @@ from ..ssh.hostfile import HostPool
 LOCAL = "local"
 """The address that makes Ray start a cluster on this machine."""
 VERSION = "2.60.0"
-"""That the tests use."""
+"""The version that the tests use."""
 REACH = 5
-"""Seconds in which the address has to answer."""
+"""Seconds within which the address must answer."""
 ANSWER = 300
-"""Seconds for all that is asked of a cluster at once."""
+"""Time limit of a query of the whole cluster, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,20 @@ class Node:
     """A node of a cluster."""
 
     id: str
-    """Ray's."""
+    """Ray's id of the node."""
     name: str
-    """Its address, with the beginning of its id if another node has the same one."""
+    """The node's address, with the beginning of its id if another node has the same address."""
     cpus: int
     gpus: int
 
 
 @dataclass(frozen=True)
 class RayCluster:
-    """The nodes of a run, and how many ranks it has on each."""
+    """The nodes of a run, and its number of ranks per node."""
 
     address: str
     nodes: tuple[Node, ...]
-    """Empty for one that is started here."""
+    """The nodes; empty for a cluster that is started here."""
     most_ranks: int
     on_gpus: bool
 
@@ -62,15 +62,15 @@ class RayCluster:
 
     @property
     def pool(self) -> HostPool:
-        """The nodes as hosts, for the checks that those have too."""
+        """The nodes as hosts, for the same checks."""
         return HostPool({node.name: tuple(range(self.most_ranks)) for node in self.nodes}, Path(self.address))
 
 
 def of(options: Namespace) -> RayCluster | None:
-    """Return the nodes that the options select; None without `--ray`.
+    """Return the nodes that the options select, or None without `--ray`.
 
     Raises:
-        UserError: no Ray here, nothing answers at the address, or the cluster has fewer nodes, GPUs or CPUs.
+        UserError: Ray is not installed, nothing answers at the address, or the cluster has too few nodes, GPUs or CPUs.
     """
     if not options.ray:
         return None
@@ -88,10 +88,12 @@ def of(options: Namespace) -> RayCluster | None:
 
 
 def selected(address: str, nodes: list[Node], count: int | None, ranks: int | None) -> RayCluster:
-    """Return the first `count` nodes (None: all) that have room for `ranks` each (None: as many as all have).
+    """Return the first `count` nodes with room for `ranks` ranks each.
+
+    Without `count` all such nodes are taken; without `ranks` each node runs as many as the smallest node can.
 
     Raises:
-        UserError: there are fewer.
+        UserError: the cluster has fewer such nodes.
     """
     on_gpus = any(node.gpus for node in nodes)
     what = "GPUs" if on_gpus else "CPUs"
@@ -111,16 +113,16 @@ def selected(address: str, nodes: list[Node], count: int | None, ranks: int | No
 
 
 def check_installed() -> None:
-    """Raise UserError, with the command that installs it, if Ray is not here."""
+    """Raise UserError, with the command that installs Ray, if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f'--ray: Ray is not installed here; pip install "ray[train]=={VERSION}" (make ray).')
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that is no cluster's, or where nothing listens: Ray would try for a minute.
+    """Refuse an address that is not a cluster's, or on which nothing listens: Ray would try for a minute.
 
     Raises:
-        UserError: says what to write.
+        UserError: names the address and the fix.
     """
     if address == "auto":
         return
@@ -136,7 +138,9 @@ def check_address(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()
     except OSError as error:
         why = error.strerror or str(error)
-        raise UserError(f"--address {address}: {why}; start Ray there (ray start --head), or correct it.") from None
+        raise UserError(
+            f"--address {address}: {why}; start Ray there (ray start --head), or correct the address."
+        ) from None
 
 
 def nodes_of(found: list[dict[str, Any]]) -> list[Node]:
@@ -147,16 +151,16 @@ def nodes_of(found: list[dict[str, Any]]) -> list[Node]:
 
 
 def ask(address: str, *about: str) -> list[dict[str, Any]]:
-    """Return what `ray.nodes` prints.
+    """Return the nodes that `ray.nodes` prints.
 
     Raises:
-        UserError: no cluster answers, or not to this machine, or it has other versions.
+        UserError: no cluster answers, this machine cannot use the cluster, or its versions differ.
     """
     command = [sys.executable, "-m", "deepspeed_recipes.launching.ray.nodes", address, *about]
     try:
         done = subprocess.run(command, env=environment(os.environ), capture_output=True, text=True, timeout=ANSWER)
     except subprocess.TimeoutExpired:
-        raise UserError(f"--address {address}: the cluster gives no answer within {ANSWER} s.") from None
+        raise UserError(f"--address {address}: the cluster does not answer within {ANSWER} s.") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -168,17 +172,17 @@ def ask(address: str, *about: str) -> list[dict[str, Any]]:
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a process that uses Ray: nothing is reported to its makers unless the user has said so.
+    """Return the variables of a process that uses Ray, with usage statistics off unless the user turned them on.
 
-    Ray lowers the priority of its workers, and so of the ranks, which would then wait for everything else; this holds
-    for a cluster that is started here.
+    On a cluster that is started here Ray would also lower the priority of its workers, and so of the ranks, which would
+    then wait for all other processes; the variables prevent that.
     """
     defaults = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     return defaults | dict(ours) | python_path(ours)
 
 
 def command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:
-    """Return the process that runs an attempt."""
+    """Return the command of the process that runs an attempt."""
     words = [sys.executable, "-m", "deepspeed_recipes.launching.ray.train", str(run.path), "--address", cluster.address]
     words += ["--ranks", str(ranks), "--each", str(cluster.most_ranks), *(["--gpus"] if cluster.on_gpus else [])]
     return words + (["--nodes", ",".join(node.id for node in cluster.nodes)] if cluster.nodes else [])

@@ -1,7 +1,8 @@
-"""Ask a Ray cluster for its nodes, and each of them about itself: `python -m ...ray.nodes ADDRESS [ABOUT]`.
+"""Lists a Ray cluster's nodes, and optionally facts about each: `python -m ...ray.nodes ADDRESS [ABOUT]`.
 
-A process of its own, since Ray changes the process that it is in. It prints one line of JSON: the nodes, or why there
-are none. With ABOUT, the arguments of `rank.describe` without the peer, each node has an `answer`.
+This is a separate process, since Ray changes the process in which it runs. It prints one line of JSON: the nodes, or
+the reason why they cannot be listed. With ABOUT, the arguments of `rank.describe` without the peer, each node has an
+`answer`.
 """
 
 import json
@@ -18,17 +19,23 @@ from ...recipe.project import python_path
 from . import rank
 
 PATIENCE = 180
-"""Seconds that a node gets for an answer; a first start of Python from a network file system can take most of them."""
+"""Seconds within which a node must answer; a first start of Python from a network file system can take most of them."""
 
 
 def connect(address: str, variables: dict[str, str] | None = None, **local: Any) -> None:
-    """Become a driver of the cluster at `address`, whose processes find this checkout; `local`: of one started here."""
+    """Become a driver of the cluster at `address`, whose processes import this checkout.
+
+    Args:
+        address: the cluster's address.
+        variables: more variables for the cluster's processes.
+        local: options of `ray.init` for a cluster that is started here.
+    """
     runtime = {"env_vars": python_path({}) | (variables or {})}
     ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, **local)
 
 
 def alive() -> list[dict[str, Any]]:
-    """Return the living nodes, the first one first: its id, address, and how many CPUs and GPUs Ray counts there."""
+    """Return the living nodes, the head first, with id, address, and Ray's number of CPUs and GPUs."""
     found = [
         {
             "id": node["NodeID"],
@@ -44,13 +51,13 @@ def alive() -> list[dict[str, Any]]:
 
 
 def on(node: str, function: Any, *arguments: Any) -> ray.ObjectRef:
-    """Start `function` on a node, whatever else runs there."""
+    """Start `function` on a node, even if the node is busy."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function).remote(*arguments)
 
 
 def answers(nodes: list[dict[str, Any]], folder: str, file: str, extensions: str) -> list[dict[str, Any]]:
-    """Return what each node says about itself, or `{"failed": why}`."""
+    """Return each node's facts, or `{"failed": REASON}`."""
     asked = time.time()
     tasks = [on(node["id"], rank.describe, folder, file, nodes[0]["address"], extensions) for node in nodes]
     ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
@@ -63,15 +70,15 @@ def _answer(task: ray.ObjectRef, asked: float, answered: float) -> dict[str, Any
         found = ray.get(task, timeout=0)
     except ray.exceptions.GetTimeoutError:
         return {"failed": f"no answer within {PATIENCE} s"}
-    except Exception as error:  # the checkout is not there, or Ray cannot start a process with it
+    except Exception as error:  # the node has no such checkout, or Ray cannot start a process with it
         last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
         return {"failed": f"different checkout or environment: {last}"}
-    # Its clock is in sync if its time lies between ours before and ours after.
+    # The clock is in sync if the node's time lies between our times before and after the query.
     return found | {"clock": max(asked - found["time"], found["time"] - answered, 0.0)}
 
 
 def main(address: str, *about: str) -> None:
-    """Print the nodes as JSON, or why they cannot be asked."""
+    """Print the nodes as JSON, or the reason why they cannot be listed."""
     try:
         connect(address)
     except Exception as error:

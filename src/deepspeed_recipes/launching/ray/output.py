@@ -1,4 +1,4 @@
-"""What the ranks of an attempt leave in the run folder for the launcher: all that they print, and which have failed."""
+"""The files in the run folder through which an attempt's ranks pass their output and failures to the launcher."""
 
 import contextlib
 import sys
@@ -9,22 +9,22 @@ from pathlib import Path
 from ...recipe.run_folder import RunFolder
 
 POLL = 0.2
-"""Seconds between two looks at what the ranks have printed."""
+"""Seconds between two reads of the ranks' output."""
 
 
 def of_rank(run: RunFolder, rank: int | str) -> Path:
-    """Return the file of all that a rank prints, native libraries too."""
+    """Return the file of a rank's output, including that of native libraries."""
     return run.ranks / f"rank-{rank}.output"
 
 
 def failures(run: RunFolder) -> Path:
-    """Return the file of the ranks and nodes that have failed in the last attempt."""
+    """Return the file that lists the failed ranks and nodes of the last attempt."""
     return run.ranks / "failed.json"
 
 
 @contextlib.contextmanager
 def followed(run: RunFolder) -> Iterator[None]:
-    """Print what the ranks print, line by line, during a `with` block."""
+    """Print the ranks' output line by line during a `with` block."""
     shown = {file: file.stat().st_size for file in run.ranks.glob(of_rank(run, "*").name)}
     ended = threading.Event()
 
@@ -45,7 +45,7 @@ def followed(run: RunFolder) -> Iterator[None]:
 
 
 def show(file: Path, start: int, all_of_it: bool) -> int:
-    """Print a file's complete lines from a position on, or all of the rest, and return how far it is shown."""
+    """Print a file's complete lines from a position on, or all of the rest, and return the new position."""
     with file.open("rb") as text:
         text.seek(start)
         new = text.read()

@@ -1,7 +1,7 @@
-"""What Ray's processes do for a run: each of its workers starts one rank, and a task on a node describes or signals it.
+"""The functions that Ray's processes run: each worker starts one rank, and tasks describe a node or signal its ranks.
 
-Ray's processes import this module, so it stays light. The rank is a process of its own, the same as under every other
-launcher: it needs its main thread for signals, and its exit status says how the run ended.
+Ray's processes import this module, so it has few imports. The rank is a separate process, the same as under every other
+launcher: it needs its main thread for signals, and its exit status shows how the run ended.
 """
 
 import os
@@ -31,7 +31,7 @@ def train(config: dict[str, Any]) -> None:
     """Start this worker's rank and wait for its end; `config` has the run's `folder` and the ranks' `environment`.
 
     Raises:
-        RankFailed: it has failed.
+        RankFailed: the rank has failed.
     """
     import ray
     from ray.train import collective, get_context
@@ -49,7 +49,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def wait_for(run: RunFolder, rank: int, variables: dict[str, str]) -> int:
-    """Run a rank, with its output in the run folder, and return its exit code; it dies with this process."""
+    """Run a rank with its output in the run folder, and return its exit code; the rank ends with this process."""
     run.ranks.mkdir(parents=True, exist_ok=True)
     with output.of_rank(run, rank).open("ab") as file:
         command = [sys.executable, *RANK, str(run.path)]
@@ -57,7 +57,7 @@ def wait_for(run: RunFolder, rank: int, variables: dict[str, str]) -> int:
 
 
 def environment(given: dict[str, str], place: dict[str, Any]) -> dict[str, str]:
-    """Return a rank's variables: its node's own, those that the launcher has forwarded, and its place."""
+    """Return a rank's variables: its node's own, those that the launcher has forwarded, and its position."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # Ray sets this to the number of CPUs that it has reserved for the worker, 1.
     threads = {"OMP_NUM_THREADS": share_of_cores(place["LOCAL_SIZE"])}
@@ -65,13 +65,13 @@ def environment(given: dict[str, str], place: dict[str, Any]) -> dict[str, str]:
 
 
 def describe(folder: str, file: str, peer: str, extensions: str) -> dict[str, Any]:
-    """Return the facts about this node that have to be the same on all, as `host_info` collects them."""
+    """Return the facts about this node that must be equal on all nodes, from `host_info`."""
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     return host_info.collect(Path(folder), file, peer)
 
 
 def signal_ranks(number: int, folder: str) -> int:
-    """Send a signal to the run's ranks on this machine, and return how many there are."""
+    """Send a signal to the run's ranks on this machine, and return their number."""
     return send(number, folder)
 
 

@@ -1,4 +1,4 @@
-"""A run as a Ray job: the launcher itself runs on the cluster's head, which the dashboard's address leads to.
+"""Submits a run as a Ray job: the launcher itself runs on the head of the cluster behind the dashboard's address.
 
 The nodes have the checkout, the environment and the current folder at the same paths, as hosts over ssh do.
 """
@@ -16,19 +16,19 @@ from .. import variables
 from .cluster import check_installed
 
 SHELL = '$`"\\'
-"""What Ray, which quotes a job's words with double quotes, leaves to the shell."""
+"""Characters that the shell interprets despite the double quotes with which Ray quotes a job's words."""
 
 
 def is_dashboard(address: str | None) -> bool:
-    """Return whether an address is a dashboard's, which takes jobs."""
+    """Return True if an address is a dashboard's, to which jobs are submitted."""
     return (address or "").startswith(("http://", "https://"))
 
 
 def command(address: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the `ray job submit` that starts this launch, of which `words` is the command line, on the cluster.
+    """Return the `ray job submit` command that runs the launcher with the command line `words` on the cluster.
 
     Raises:
-        UserError: a word that would reach the launcher changed.
+        UserError: Ray or the shell would change a word on its way to the launcher.
     """
     given = variables.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
@@ -57,7 +57,7 @@ def run(address: str, words: Sequence[str], submit: bool) -> int:
     """Print the command and, with `submit`, run it; return its exit status.
 
     Raises:
-        UserError: a word that would reach the launcher changed, or there is no Ray here to submit with.
+        UserError: Ray or the shell would change a word, or Ray is not installed here.
     """
     ready = command(address, words, os.environ)
     print(redact(shlex.join(ready)), flush=True)

@@ -1,8 +1,8 @@
 """Run an attempt on a Ray cluster: `python -m ...ray.train RUN_FOLDER --address A ...`, which the launcher supervises.
 
-Ray Train places and watches the workers, one for each rank. It is asked for one attempt only: whether another makes
-sense, and from which checkpoint with how many ranks, is known to `restarts.py`, which acts on a rank's exit status;
-Ray would also repeat a user's mistake, and take a rewind for a failure.
+Ray Train places and watches the workers, one for each rank, for one attempt only. `restarts.py` decides by a rank's
+exit status whether to start another attempt, from which checkpoint and with how many ranks; Ray would also repeat a
+user's mistake, and treat a rewind as a failure.
 """
 
 import argparse
@@ -29,32 +29,32 @@ from . import nodes, output, rank
 from .cluster import LOCAL
 
 OBJECTS = 80 * 2**20
-"""Bytes of shared memory for Ray's objects on a cluster that is started here, the least that it takes; it has none."""
+"""Bytes of shared memory for Ray's objects on a cluster that is started here: Ray's minimum, since a run has none."""
 
 NODE_LOST = 20
-"""Seconds in which Ray marks a node as dead whose workers are gone: five checks, three seconds apart."""
+"""Seconds within which Ray marks a node as dead after losing its workers: five checks, three seconds apart."""
 
 
 class AllGpus(Backend):
-    """Ray's part in the ranks' rendezvous: none, but each sees all GPUs of its node, as NCCL wants it."""
+    """No rendezvous by Ray; each rank has access to all GPUs of its node, as NCCL requires."""
 
     share_cuda_visible_devices = True
 
 
 class Ranks(BackendConfig):
-    """What `TorchTrainer` has TorchConfig for: no process group in Ray's workers, whose ranks make their own."""
+    """Replaces TorchConfig: no process group in Ray's workers, since the ranks create their own."""
 
     backend_cls = AllGpus
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the attempt, print what the ranks print, leave the failures in the run folder, and return the exit status."""
+    """Run the attempt, print the ranks' output, write failures to the run folder, and return the exit status."""
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__)
     parser.add_argument("folder", type=Path, help="the run's folder, shared by all nodes")
-    parser.add_argument("--address", required=True, metavar="A", help=f"of the cluster; {LOCAL}: start one here")
+    parser.add_argument("--address", required=True, metavar="A", help=f"the cluster's address; {LOCAL} starts one here")
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="the world size")
     parser.add_argument("--each", type=int, required=True, metavar="N", help="ranks on each node")
-    parser.add_argument("--nodes", default="", metavar="ID,...", help="Ray's ids of the nodes, but with a local one")
+    parser.add_argument("--nodes", default="", metavar="ID,...", help="Ray's ids of the nodes, except for a local one")
     parser.add_argument("--gpus", action="store_true", help="each rank has a GPU")
     options = parser.parse_args(words)
     run = RunFolder(options.folder)
@@ -70,7 +70,7 @@ def attempt(run: RunFolder, options: argparse.Namespace) -> int:
         local = {**counts, "include_dashboard": False, "object_store_memory": OBJECTS}
     try:
         nodes.connect(options.address, **local)
-    except Exception as reason:  # the cluster is gone, or what it needs did not start
+    except Exception as reason:  # the cluster is gone, or one of its processes did not start
         print(f"Ray: {first_line(reason) or type(reason).__name__}", file=sys.stderr, flush=True)
         return 1
     chosen = options.nodes.split(",") if options.nodes else [node["id"] for node in nodes.alive()]
@@ -84,7 +84,7 @@ def attempt(run: RunFolder, options: argparse.Namespace) -> int:
 
 
 def trainer(run: RunFolder, options: argparse.Namespace, chosen: list[str]) -> DataParallelTrainer:
-    """Return what runs one worker for each rank, `--each` of them on each of the nodes."""
+    """Return the trainer, which runs one worker for each rank, `--each` of them on each of the nodes."""
     needed = ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")
     given = variables.forwarded(os.environ) | {name: os.environ[name] for name in needed if name in os.environ}
     places = [{"ray.io/node-id": chosen[number // options.each]} for number in range(options.ranks)]
@@ -98,7 +98,7 @@ def trainer(run: RunFolder, options: argparse.Namespace, chosen: list[str]) -> D
 
 
 def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Exception | None:
-    """Train, and return why it failed. SIGINT and SIGTERM go to the ranks, which write a checkpoint and end."""
+    """Train, and return the error or None. SIGINT and SIGTERM go to the ranks, which write a checkpoint and end."""
     errors: list[Exception] = []
     signals: list[int] = []
 
@@ -110,7 +110,7 @@ def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Except
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: signals.append(number))
-    thread = threading.Thread(target=work)  # Ray's own answer to Ctrl-C, in the main thread, ends the ranks at once
+    thread = threading.Thread(target=work)  # in the main thread Ray would end the ranks immediately at Ctrl-C
     thread.start()
     while thread.is_alive():
         thread.join(output.POLL)
@@ -120,7 +120,7 @@ def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Except
 
 
 def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
-    """Send a signal to the ranks on each machine; what Ray counts as several nodes may be one."""
+    """Send a signal to the ranks on each machine, once per machine even if Ray has several nodes on it."""
     machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
     ray.wait(
         [nodes.on(node, rank.signal_ranks, number, str(run.path)) for node in machines.values()], timeout=output.POLL
@@ -130,16 +130,16 @@ def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
 def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
     """Return the nodes that were lost, or the ranks that have failed, the first one first."""
     found = {number: cause_of(one) for number, one in getattr(error, "worker_failures", {}).items()}
-    said = sorted((one for one in found.values() if isinstance(one, rank.RankFailed)), key=lambda one: one.ended)
-    if error and (lost := lost_nodes(chosen, NODE_LOST if len(said) < len(found) else 0)):
+    reported = sorted((one for one in found.values() if isinstance(one, rank.RankFailed)), key=lambda one: one.ended)
+    if error and (lost := lost_nodes(chosen, NODE_LOST if len(reported) < len(found) else 0)):
         return lost
-    # A worker that is gone has said nothing: it was killed, with its rank, and the others fail because of that.
-    gone = [FailedRank(number, -signal.SIGKILL, host_of(one)) for number, one in found.items() if one not in said]
-    return gone + [FailedRank(one.rank, one.code, one.host) for one in said]
+    # A lost worker has reported nothing: it was killed together with its rank, which makes the other ranks fail.
+    gone = [FailedRank(number, -signal.SIGKILL, host_of(one)) for number, one in found.items() if one not in reported]
+    return gone + [FailedRank(one.rank, one.code, one.host) for one in reported]
 
 
 def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
-    """Return the nodes that are gone. Ray notices the end of a worker before that of its node: wait so many seconds."""
+    """Return the lost nodes; wait up to `patience` seconds, since Ray detects the loss of a worker first."""
     deadline = time.monotonic() + patience
     while True:
         gone = sorted(set(chosen) - {node["id"] for node in nodes.alive()})
@@ -150,7 +150,7 @@ def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return a rank's own error out of what Ray has wrapped around it."""
+    """Return a rank's own error from inside Ray's exceptions."""
     while not isinstance(error, rank.RankFailed):
         inner = getattr(error, "cause", None) or error.__cause__ or getattr(error, "health_check_failure", None)
         if not isinstance(inner, BaseException):
@@ -160,13 +160,13 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def host_of(error: BaseException) -> str:
-    """Return the address that Ray gives of a worker that is gone."""
+    """Return the address of a lost worker from Ray's error."""
     match = re.search(r"^\s*ip: (\S+)", str(error), re.MULTILINE)
     return match[1] if match else "a node"
 
 
 def write(run: RunFolder, failed: list[FailedRank]) -> None:
-    """Leave the failures for the launcher."""
+    """Write the failures to the run folder, for the launcher."""
     if failed:
         write_json(output.failures(run), [asdict(one) for one in failed])
 

@@ -1,4 +1,4 @@
-"""A run as a SLURM batch job: fill the script `job.sbatch.jinja`, submit it, and follow its log."""
+"""Runs a recipe as a SLURM batch job: fills the script `job.sbatch.jinja`, submits it, and follows its log."""
 
 import re
 import subprocess
@@ -17,27 +17,29 @@ from ..templates import fill
 
 TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
 WAIT = 15
-"""Seconds that the other nodes get to end after the first one has."""
+"""Seconds within which the other nodes must end after the first node has ended."""
 WARNING = 300
-"""Seconds before the time limit at which the ranks are told to write a checkpoint."""
+"""Seconds before the time limit at which the ranks receive the signal to write a checkpoint."""
 POLL = 2.0
-"""Seconds between two looks at the queue while the log is followed."""
+"""Seconds between two reads of the queue while the log is followed."""
 UNFINISHED = (
     *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"),
     *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"),
 )
-"""States of a job that may still run; every other is final.
+"""States of a job that may still run; all other states are final.
 https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
 
 
 def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str]) -> str:
-    """Return the batch script. Options that it does not set come from SBATCH_ACCOUNT, SBATCH_QOS and so on.
+    """Return the batch script. The user sets other options with SBATCH_ACCOUNT, SBATCH_QOS and similar variables.
 
     Raises:
         UserError: a run folder whose name SLURM would read differently.
     """
     if wrong := re.search(r"[%'\"\\]", str(folder.path)):  # sbatch has its own rules for quotes, and %j is the job
-        raise UserError(f"--output-dir {folder.path}: with --slurm its name may not have {wrong[0]}; choose another.")
+        raise UserError(
+            f"--output-dir {folder.path}: with --slurm the path may not contain {wrong[0]}; choose another folder."
+        )
     exports = variables.forwarded(environment)
     exports |= {name: environment[name] for name in ("TORCH_EXTENSIONS_DIR", "PYTHONPATH")}
     return fill(
@@ -62,7 +64,7 @@ def log(folder: RunFolder) -> Path:
 
 
 def path(folder: RunFolder) -> Path:
-    """Return where the batch script is kept."""
+    """Return the path of the batch script."""
     return folder.path / "slurm.sbatch"
 
 
@@ -70,7 +72,7 @@ def submit(folder: RunFolder, text: str, environment: Mapping[str, str]) -> str:
     """Write the script to the run folder, submit it, and return the job's number.
 
     Raises:
-        UserError: SLURM rejects it.
+        UserError: SLURM rejects the job.
     """
     files.write_text(path(folder), text)
     done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)

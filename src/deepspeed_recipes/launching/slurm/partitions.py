@@ -1,4 +1,4 @@
-"""What a SLURM cluster has, and what a run may ask it for."""
+"""The partitions of a SLURM cluster, and the allocation that a run requests from it."""
 
 import re
 import shutil
@@ -17,11 +17,11 @@ class Partition:
     name: str
     nodes: int
     gpus: int
-    """On the node that has fewest."""
+    """Number of GPUs on the node with the fewest."""
 
 
 def partitions(listing: str) -> Iterator[Partition]:
-    """Yield the partitions in the output of `sinfo -h -o '%P|%D|%G'`, the default one first."""
+    """Yield the partitions in the output of `sinfo -h -o '%P|%D|%G'`, the default partition first."""
     found: dict[str, list[tuple[int, int]]] = {}
     for line in listing.split():
         name, nodes, resources = line.split("|")
@@ -36,10 +36,10 @@ def partitions(listing: str) -> Iterator[Partition]:
 def allocation(
     name: str, nodes: int | None, ranks: int | None, partition: str | None, limit: str | None, dry_run: bool
 ) -> Allocation:
-    """Return what to ask the cluster for.
+    """Return the allocation to request from the cluster.
 
     Raises:
-        UserError: no SLURM here, no such partition, more nodes or GPUs than it has, or an invalid time limit.
+        UserError: SLURM is not installed, no such partition, too many nodes or GPUs, or an invalid time limit.
     """
     # https://slurm.schedmd.com/sbatch.html#OPT_time: minutes, minutes:seconds, hours:..., days-hours...
     if limit is not None and not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", limit):
@@ -64,11 +64,11 @@ def allocation(
 
 
 def _partitions_here(dry_run: bool) -> list[Partition] | None:
-    """Return this cluster's partitions; None if there is no cluster and nothing is to be submitted."""
+    """Return this cluster's partitions, or None in a dry run without a cluster."""
     if not shutil.which("sinfo") or not shutil.which("sbatch"):
         if dry_run:
             return None
-        raise UserError("--slurm: sbatch is not installed here; use a login node, or --dry-run to see the script.")
+        raise UserError("--slurm: sbatch is not installed here; use a login node, or --dry-run to print the script.")
     try:
         return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
     except UserError:
@@ -78,10 +78,10 @@ def _partitions_here(dry_run: bool) -> list[Partition] | None:
 
 
 def ask(*command: str) -> str:
-    """Return what a SLURM command prints.
+    """Return the output of a SLURM command.
 
     Raises:
-        UserError: it fails; its last line says why.
+        UserError: the command fails; quotes its last line.
     """
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Checks before a run on several hosts: ask each one, print one table, and give every reason not to start."""
+"""Checks before a run on several hosts: queries each host, prints one table, and reports every reason not to start."""
 
 import json
 import shlex
@@ -16,19 +16,20 @@ from . import remote
 from .hostfile import HostPool
 
 CLOCK_SECONDS = 5.0
-"""Clocks further apart make file dates misleading: DeepSpeed rebuilds ops that are older than their sources."""
+"""Largest difference between clocks: beyond it file dates mislead DeepSpeed, which rebuilds ops older than their
+sources."""
 COLUMNS = ("host", "reached", "code", "versions", "ops", "GPUs", "disk free", "clock", "network", "folder")
 Answer = Mapping[str, Any]
-"""What `host_info` says about a host, or `{"failed": why}`."""
+"""The result of `host_info` for a host, or `{"failed": REASON}`."""
 
 
 def check(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[Answer]]) -> list[Answer]:
-    """Ask every host, print the table, and return the answers.
+    """Query every host, print the table, and return the answers.
 
     Args:
         pool: the hosts; the others are compared with the first.
         folder: the run's folder; the existing part of its path has to be the same folder on every host.
-        ask: returns what each host says about itself, given that part and the name of a file that was written there.
+        ask: returns each host's answer, given this part of the path and the name of a file that was written there.
 
     Raises:
         UserError: a host cannot be reached, or differs from the first.
@@ -53,13 +54,13 @@ def check(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[Answer]]
 
 
 def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions: str) -> list[Answer]:
-    """Return what each host says about itself over ssh, or `{"failed": why}`.
+    """Return each host's answer over ssh, or `{"failed": REASON}`.
 
     Args:
         pool: the hosts.
-        folder: where `file` was written.
-        file: its name.
-        meeting: the address where ranks meet.
+        folder: the folder in which `file` was written.
+        file: the file's name.
+        meeting: the rendezvous address.
         extensions: the folder of built ops, on every host.
     """
 
@@ -75,10 +76,10 @@ def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions
 
 
 def parse_answer(result: subprocess.CompletedProcess, asked: float, answered: float) -> Answer:
-    """Return a host's answer, or why there is none."""
+    """Return a host's answer, or the reason why there is none."""
     if result.returncode == 0:
         answer = json.loads(result.stdout.splitlines()[-1])
-        # Its clock is in sync if its time lies between ours before and ours after.
+        # The clock is in sync if the host's time lies between our times before and after the query.
         return answer | {"clock": max(asked - answer["time"], answer["time"] - answered, 0.0)}
     last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]
     failures = {
@@ -115,7 +116,7 @@ def problems(host: str, answer: Answer, first: Answer, pool: HostPool, folder: P
     if answer["clock"] > CLOCK_SECONDS:
         found.append(f"{host}: its clock is off by {answer['clock']:.0f} s; synchronise it (NTP)")
     if not answer["interface"]:
-        found.append(f"{host}: no route to {pool.hosts[0]}; set the address where ranks meet with --master-addr")
+        found.append(f"{host}: no route to {pool.hosts[0]}; set the rendezvous address with --master-addr")
     if not answer["shared"]:
         what = "is a different folder there" if answer["free_gib"] is not None else "does not exist there"
         found.append(f"{host}: {folder} {what}; choose an --output-dir that all hosts share")
@@ -150,10 +151,10 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def network_interfaces(answers: list[Answer], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface that works, if it has one name on all hosts.
+    """Return the variables that make gloo and NCCL use the working interface, if it has the same name on all hosts.
 
-    By default gloo uses the address of the host's own name, which Debian's /etc/hosts gives as 127.0.1.1. What the
-    user has set is kept.
+    By default gloo uses the address of the host's own name, which is 127.0.1.1 in Debian's /etc/hosts. The user's own
+    variables are kept.
     """
     names = {answer["interface"] for answer in answers}
     if len(names) > 1:

@@ -21,12 +21,12 @@ GIB = 2**30
 
 
 def collect(folder: Path, file: str, peer: str) -> dict[str, Any]:
-    """Return the facts that have to be equal on all hosts, or sufficient on each.
+    """Return the facts that must be equal on all hosts, or sufficient on each host.
 
     Args:
         folder: the folder in which the run's folder will be created.
         file: the name of a file that the launcher has written there.
-        peer: the host where all ranks meet; empty on that host itself.
+        peer: the rendezvous host; empty on that host itself.
     """
     gpus = (output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     os.environ["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"  # so that `software.ops` does not import torch
@@ -71,7 +71,7 @@ def route_to(peer: str) -> str:
     """Return the address from which this host reaches `peer`; empty if it has no route or cannot resolve the name."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            route.connect((peer, 9))  # sends nothing: only asks the kernel for the route
+            route.connect((peer, 9))  # sends nothing, and only gets the route from the kernel
             return route.getsockname()[0]
     except OSError:
         return ""

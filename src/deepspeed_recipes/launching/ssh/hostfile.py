@@ -1,4 +1,4 @@
-"""A run's hosts: DeepSpeed's hostfile, read and filtered by the rules of its launcher, and the options it gets.
+"""A run's hosts: reads and filters a hostfile by the rules of DeepSpeed's launcher, and returns the launcher's options.
 
 The file has one `name slots=N` per line, without users' names and ports; `--include` and `--exclude` are DeepSpeed's
 too: `host1@host2:0,2`.
@@ -15,9 +15,9 @@ from pathlib import Path
 from ...recipe.errors import UserError
 
 HOST = re.compile(r"[A-Za-z0-9][\w.:-]*")
-"""A host's name or address. It goes into pdsh's comma-separated list and into shell commands."""
+"""A host's name or address, which is used in pdsh's comma-separated list and in shell commands."""
 WORD = re.compile(r"[\w@+=:,./-]+")
-"""What the shells on the way leave as it is, and pdsh too, which replaces `%`."""
+"""Text that neither the shells nor pdsh, which replaces `%`, change."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class HostPool:
     """In the hostfile's order, which is the order of the ranks."""
     hostfile: Path
     options: tuple[str, ...] = ()
-    """What DeepSpeed's launcher gets besides the file."""
+    """Options of DeepSpeed's launcher in addition to the hostfile."""
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class HostPool:
 
     @property
     def most_ranks(self) -> int:
-        """The number of ranks on the host that has most."""
+        """The largest number of ranks on a host."""
         return max(map(len, self.slots.values()))
 
 
@@ -53,7 +53,7 @@ def read(
 
     Raises:
         UserError: the file is missing, empty, or has a line that DeepSpeed would misread; a filter names a host or a
-            slot that does not exist; more nodes or GPUs than there are.
+            slot that does not exist; or more nodes or GPUs are requested than exist.
     """
     slots = parse(hostfile)
     if (include or exclude) and (nodes or gpus):
@@ -76,7 +76,7 @@ def read(
         slots = {host: tuple(range(gpus)) for host in slots}
         options += ("--num_gpus", str(gpus))
     if not slots:
-        raise UserError(f"--exclude {exclude}: no host of {hostfile} is left.")
+        raise UserError(f"--exclude {exclude}: excludes every host of {hostfile}; keep at least one.")
     return HostPool(slots, hostfile.resolve(), options)
 
 
@@ -112,7 +112,7 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_plain(place: str, word: str) -> None:
-    """Refuse a user's name, a port and an IPv6 address: DeepSpeed's filters split at `@` and `:`, pdsh at `:`.
+    """Refuse user names, ports and IPv6 addresses: DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`.
 
     Raises:
         UserError: names the lines for ~/.ssh/config.
@@ -127,7 +127,7 @@ def _check_plain(place: str, word: str) -> None:
     elif port:
         lines.append(f"Port {port}")
     raise UserError(
-        f"{place}: {word}: a hostfile has names and IPv4 addresses only; write `{host} slots=8`, and into "
+        f"{place}: {word}: a hostfile has names and IPv4 addresses only; write `{host} slots=8`, and add to "
         f"~/.ssh/config, which ssh and pdsh both read: `Host {host}`, and below it `{'` and `'.join(lines)}`."
     )
 
@@ -167,7 +167,7 @@ def launcher_options(pool: HostPool, master: str) -> list[str]:
 
 
 def check_command(folder: Path, master: str | None) -> None:
-    """Refuse what DeepSpeed would put unquoted into the command that the shell of each host reads.
+    """Refuse values that DeepSpeed would put unquoted into the shell command on each host.
 
     Raises:
         UserError: names the option or the folder.
@@ -194,7 +194,7 @@ def first_slots(pool: HostPool, ranks: int) -> HostPool:
 
 
 def with_slots(pool: HostPool, slots: Mapping[str, tuple[int, ...]]) -> HostPool:
-    """Return the pool with other slots, which its launcher gets as a list."""
+    """Return the pool with other slots, listed in the launcher's options."""
     if slots == pool.slots:
         return pool
     listed = "@".join(f"{host}:{','.join(map(str, there))}" for host, there in slots.items())

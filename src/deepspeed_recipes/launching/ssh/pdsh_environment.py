@@ -1,7 +1,7 @@
-"""The environment that pdsh takes to the hosts of a run.
+"""The environment that pdsh forwards to the hosts of a run.
 
-It ends up in one command line for the shell of each host: DeepSpeed writes `export NAME="VALUE";`, escaping nothing,
-and pdsh replaces `%h`, `%n` and `%u`.
+It becomes part of one command line for the shell of each host: DeepSpeed writes `export NAME="VALUE";` without any
+escaping, and pdsh replaces `%h`, `%n` and `%u`.
 """
 
 import re
@@ -21,26 +21,27 @@ EXPANSION = re.compile(r"\$(?=[A-Za-z_]|\{\w+\})")
 
 
 def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
-    """Write the variables that pdsh takes along, in DeepSpeed's format, print their names, and return the file.
+    """Write the forwarded variables in DeepSpeed's format, print their names, and return the file.
 
-    The user's own `~/.deepspeed_env` is included where it does not contradict ours: DeepSpeed reads only one file, and
-    `DS_ENV_FILE` makes it this one. As there, `$NAME` in it is a variable of the host. The file in the current folder,
-    which DeepSpeed would prefer, may have come with somebody's data, and could load code into every rank.
+    DeepSpeed reads only one file, which `DS_ENV_FILE` sets to this one. It includes the variables of the user's
+    `~/.deepspeed_env` that do not contradict ours; `$NAME` in them is a variable of the host, as in that file. A
+    `.deepspeed_env` in the current folder, which DeepSpeed would prefer, is ignored: it may be part of downloaded data,
+    and could load code into every rank.
 
     Raises:
-        UserError: a value that the file cannot hold.
+        UserError: a value that the file cannot contain.
     """
     home, here = (folder / ".deepspeed_env" for folder in (Path.home(), Path.cwd()))
     lines = home.read_text(encoding="utf-8").splitlines() if home.is_file() else []
     own = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
     if here.is_file() and here != home:
-        print(f"{here}: not read; move what you need of it to {home}", flush=True)
+        print(f"{here}: ignored; move the variables that you need to {home}", flush=True)
     passed = [name for name, value in own.items() if variables.is_name(name) and not is_secret(name, value)]
     taken = {name: _quoted(name, own[name], EXPANSION) for name in passed}
     taken |= {name: _quoted(name, value) for name, value in variables.forwarded(environment).items()}
     needed = [name for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if name in environment]
     taken |= {name: _quoted(name, environment[name]) for name in needed}
-    # The ranks look up ninja on the PATH. The rest of the PATH is each host's own.
+    # The ranks find ninja on the PATH. The rest of the PATH is each host's own.
     taken["PATH"] = f"{_quoted('PATH', str(Path(sys.executable).parent))}:$PATH"
     print(f"forwarded: {', '.join(taken)}", flush=True)
     if left := sorted({*own} - {*taken} | {*variables.withheld(environment)}):
@@ -51,7 +52,7 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
 
 
 def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, str]:
-    """Write the file, and return the environment of DeepSpeed's launcher, which adds nothing to what the file has."""
+    """Write the file, and return an environment with which DeepSpeed's launcher exports no more than the file."""
     file = write_environment(folder, environment)
     written = {line.partition("=")[0] for line in file.read_text(encoding="utf-8").splitlines()}
     kept = {name: value for name, value in environment.items() if name in written or not name.startswith(EXPORTED)}
@@ -59,12 +60,12 @@ def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> d
 
 
 def _quoted(name: str, value: str, kept: re.Pattern[str] | None = None) -> str:
-    """Return a value as the file has to hold it, so that DeepSpeed, pdsh and the host's shell leave it as it is.
+    """Return a value escaped for the file, so that DeepSpeed, pdsh and the host's shell do not change it.
 
-    Where `kept` matches, a dollar sign keeps its meaning.
+    A dollar sign at which `kept` matches keeps its meaning.
 
     Raises:
-        UserError: it has a line break.
+        UserError: the value has a line break.
     """
     if "\n" in value or "\r" in value:
         raise UserError(f"{name}={value.splitlines()[0]}...: a line break cannot be sent over ssh; remove it.")

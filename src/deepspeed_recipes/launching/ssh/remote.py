@@ -1,4 +1,4 @@
-"""Commands on other hosts over ssh: run one on every host, signal a run's ranks, and find out which hosts answer."""
+"""Runs commands on other hosts over ssh, sends signals to a run's ranks, and detects which hosts answer."""
 
 import shlex
 import signal
@@ -12,13 +12,13 @@ from ...recipe.run_folder import RunFolder
 from .hostfile import HostPool, with_slots
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
-"""BatchMode: a host that asks for a password counts as unreachable, as it is for pdsh."""
+"""With BatchMode a host that requires a password counts as unreachable, as it is for pdsh."""
 NO_CONNECTION = 255
-"""Exit status of ssh if there is no connection, or it was lost."""
+"""Exit status of ssh without a connection, or after losing it."""
 NO_CHECKOUT, NO_PYTHON = 91, 92
 """Exit statuses of `module_command` if a host lacks the checkout or its Python."""
 SSH_TIMEOUT = 60
-"""Seconds for one command: the first start of Python from a cold network file system can take most of them."""
+"""Seconds for one command; the first start of Python from a cold network file system can take most of them."""
 
 
 def module_command(name: str, *arguments: str) -> str:
@@ -53,7 +53,7 @@ def signal_ranks(pool: HostPool, folder: RunFolder, number: int) -> list[subproc
 
 
 def reachable(pool: HostPool, folder: RunFolder) -> HostPool:
-    """Return the pool without the hosts that do not answer; on the others, kill what is left of the run."""
+    """Return the pool without the hosts that do not answer; on the others, kill the run's remaining processes."""
     answers = signal_ranks(pool, folder, signal.SIGKILL)
     alive = [host for host, answer in zip(pool.hosts, answers, strict=True) if answer.returncode == 0]
     return with_slots(pool, {host: pool.slots[host] for host in alive})

@@ -1,4 +1,4 @@
-"""Watch a run's ranks on other hosts over ssh, and supervise the launcher that has started them."""
+"""Watches a run's ranks on other hosts over ssh, and supervises the launcher that has started them."""
 
 import contextlib
 import json
@@ -15,9 +15,9 @@ from .pdsh_environment import launcher_environment
 from .remote import NO_CONNECTION, SSH, module_command, signal_ranks
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ControlPath=none")
-"""A host that does not answer for 15 to 20 s is lost. A connection shared with other logins would not notice."""
+"""A host that does not answer for 15 to 20 s is lost. A connection shared with other logins would not detect it."""
 CLOSE_TIMEOUT = 5
-"""Seconds that a host gets to end its watcher."""
+"""Seconds within which a host must end its watcher."""
 
 
 def supervise_hosts(pool: HostPool, folder: RunFolder, command: list[str], environment: Mapping[str, str]) -> Outcome:
@@ -26,14 +26,14 @@ def supervise_hosts(pool: HostPool, folder: RunFolder, command: list[str], envir
     # No rank is a child process here, not even on this machine: pdsh starts them all through ssh.
     outcome = supervise(command, launcher, folder, pool.ranks, lambda _: RemoteWatcher(pool, folder))
     if outcome.status:
-        signal_ranks(pool, folder, signal.SIGKILL)  # pdsh ends its ssh, which ends nothing on the other side
+        signal_ranks(pool, folder, signal.SIGKILL)  # pdsh ends its ssh, which ends no process on the host
     return outcome
 
 
 class RemoteWatcher:
-    """Watches the ranks on all hosts of a pool, through one process on each.
+    """Watches the ranks on all hosts of a pool, through one process on each host.
 
-    That process reports the ranks that fail, and kills them when it no longer hears from here.
+    That process reports the ranks that fail, and kills them if it no longer receives data from here.
     """
 
     def __init__(self, pool: HostPool, folder: RunFolder) -> None:
@@ -95,7 +95,7 @@ class HostWatch:
         self.input, self.output = self.process.stdin, self.process.stdout
 
     def wait(self) -> None:
-        """Wait for the end of the process, which closing its input has asked for."""
+        """Wait for the end of the process, which ends because its input is closed."""
         try:
             self.process.wait(CLOSE_TIMEOUT)
         except subprocess.TimeoutExpired:
