@@ -164,7 +164,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="form text, for the method pretrain"):
         preflight.check_file(path, "sft")
     path.write_text(" \n")
-    with pytest.raises(UserError, match="book.txt is empty; add examples"):
+    with pytest.raises(UserError, match=r"book\.txt is empty; add examples"):
         preflight.check_file(path, "pretrain")
 
 
