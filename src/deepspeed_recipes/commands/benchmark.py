@@ -1,9 +1,9 @@
-"""Measure recipes, and compare them with what people would use instead.
+"""Measure recipes, and compare them with the usual alternatives.
 
     ds-recipes benchmark all                      # every benchmark below, one after the other
     ds-recipes benchmark full_1b lora_8b --quick  # some of them, one run per contender instead of two
     ds-recipes benchmark overhead --zero-stage 3 --steps 60 --rounds 3
-    ds-recipes benchmark scaling --gpus 4         # efficiency of 1, 2 and 4 ranks beside the planner's
+    ds-recipes benchmark scaling --gpus 4         # efficiency of 1, 2 and 4 ranks, compared with the planner's
     ds-recipes benchmark planner                  # seconds and memory of ds-recipes plan itself; no GPU needed
     ds-recipes benchmark lora_8b --draft          # shrunken models: does it run? (the default without a GPU)
 
@@ -44,7 +44,7 @@ RESULTS = Path("benchmarks")
 SHORTEST, LONGEST = 8192, 2**20
 """The shortest and the longest sequence of `long_context`, in tokens."""
 Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
-"""Runs an order in its own process: maps order, folder and time limit to numbers, or to `{"error": ...}`."""
+"""Runs an order in a separate process: maps order, folder and time limit to numbers, or to `{"error": ...}`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one run per contender, half the time")
     parser.add_argument("--draft", action="store_true", help="shrunken models, a few steps; not a measurement")
     parser.add_argument(
-        "--minutes", type=float, default=ALL, metavar="M", help="of everything that is asked for (default: %(default)s)"
+        "--minutes",
+        type=float,
+        default=ALL,
+        metavar="M",
+        help="time limit of all benchmarks together (default: %(default)s)",
     )
     parser.add_argument("--output", type=Path, help=f"folder for results (default: {RESULTS})")
     overhead.add_arguments(parser)
@@ -100,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def broken(result: dict[str, Any]) -> list[str]:
-    """Return the contenders of a benchmark that failed, and why; one that runs out of memory has been measured."""
+    """Return the failed contenders of a benchmark with their errors; out of memory counts as a measurement."""
     return [
         f"{label}: {done['error']}"
         for label, runs in result["runs"].items()
@@ -110,13 +114,13 @@ def broken(result: dict[str, Any]) -> list[str]:
 
 
 def share(seconds: float, benchmarks: int) -> float:
-    """Return the time limit of the next benchmark, in seconds: one and a half times an equal share of what is left.
+    """Return the time limit of the next benchmark, in seconds: one and a half times an equal share of the time left.
 
-    Most need less, and leave the rest to those after them.
+    Most benchmarks need less, and leave the rest to the following ones.
 
     Args:
-        seconds: left for all of them.
-        benchmarks: how many are left, this one included.
+        seconds: time left for all benchmarks.
+        benchmarks: number of benchmarks left, including this one.
     """
     return max(1.0, seconds * min(1, 1.5 / benchmarks))
 
@@ -153,13 +157,13 @@ def _scaling(options: argparse.Namespace) -> None:
 
 
 OWN = {"overhead": _overhead, "scaling": _scaling, "planner": _planner}
-"""Benchmarks with functions of their own to run and write them."""
+"""Benchmarks that have their own functions to run and write them."""
 
 
 def run(
     benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds: float = float("inf")
 ) -> dict[str, Any]:
-    """Run one benchmark, for at most so many seconds, write its results after each of its runs, and return them."""
+    """Run one benchmark for at most `seconds`, write its results after each of its runs, and return them."""
     draft = options.draft or not visible_gpus()
     warm_up, steps = (2, 3) if draft else FEW if benchmark.estimates else (WARM_UP, STEPS)
     result: dict[str, Any] = {
@@ -182,7 +186,7 @@ def run(
         result["seconds"] = round(time.monotonic() - began, 1)
         return found
 
-    # In another process: this one must not hold GPU memory.
+    # In another process, since this process must not hold GPU memory.
     result |= ask(None)
     if benchmark.grows:
         result["longest"] = {}
@@ -213,7 +217,7 @@ def run(
 
 
 def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadline: float) -> tuple[int, str]:
-    """Return the longest sequence that trained, in tokens, and why the next one did not."""
+    """Return the longest sequence that trained, in tokens, and why the next length did not."""
     longest, length = 0, SHORTEST
     while length <= (2 * SHORTEST if draft else LONGEST):
         if time.monotonic() > deadline - 30:

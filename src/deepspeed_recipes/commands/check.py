@@ -1,10 +1,10 @@
 """Lint DeepSpeed JSON and accelerate's YAML: find what stops a run or is silently ignored, with a fix for each.
 
     ds-recipes check configs/zero3.json my_config.json --world-size 8 --gpu-memory 80
-    ds-recipes check configs/accelerate/fsdp2.yaml      # of accelerate launch, and the JSON that it names
+    ds-recipes check configs/accelerate/fsdp2.yaml      # for accelerate launch, with the JSON that the file names
 
-Exit status: 0 if no file has errors (there may be warnings); 1 if there are errors; 2 if a file cannot be read. Imports
-neither torch nor DeepSpeed unless --deepspeed also asks DeepSpeed itself.
+Exit status: 0 if no file has errors (warnings are possible); 1 if there are errors; 2 if a file cannot be read. The
+command imports neither torch nor DeepSpeed unless --deepspeed also checks with DeepSpeed itself.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.format == "text":
         for name, _ in arguments.argument:
             if name not in hf_trainer.ARGUMENTS:
-                print(f"--argument {name}: the Trainer compares nothing in the file with it")
+                print(f"--argument {name}: ignored; the Trainer does not compare it with the file")
     reports = [report for file in arguments.files for report in check_all(file, facts, arguments)]
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "--format",
         choices=("text", "json", "sarif", "github"),
         default="text",
-        help="how findings are printed: for people, as JSON, as SARIF 2.1.0, as annotations of GitHub Actions",
+        help="output format: text, JSON, SARIF 2.1.0, or annotations for GitHub Actions",
     )
     result.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
     result.add_argument("--fix", action="store_true", help="apply the safe fixes to the file and show the diff")
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "--trainer",
         choices=("hf", "plain"),
         default="hf",
-        help="who reads the config: the Trainer (default) or plain DeepSpeed",
+        help="reader of the config: the Hugging Face Trainer (default) or plain DeepSpeed",
     )
     result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
     result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
         type=argument,
         default=[],
         metavar="NAME=VALUE",
-        help="one of your TrainingArguments, with which the Trainer compares the config; may be repeated",
+        help="one of your TrainingArguments, which the Trainer compares with the config; repeatable",
     )
     result.add_argument("--deepspeed", action="store_true", help="also check with DeepSpeed's config class (4 s)")
     return result
@@ -105,7 +105,7 @@ def positive(kind: type):
 
 
 def argument(text: str) -> tuple[str, object]:
-    """Return the name and the value of one of the TrainingArguments."""
+    """Return the name and value of a TrainingArguments field from NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError
@@ -119,7 +119,7 @@ argument.__name__ = "NAME=VALUE"
 
 
 def facts_of(arguments: argparse.Namespace) -> Facts:
-    """Return what the command line says about the run.
+    """Return the facts about the run from the command line.
 
     Raises:
         UserError: the model's config cannot be read.
@@ -137,7 +137,7 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
 
 
 def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:
-    """Check one file and, if it is accelerate's YAML, the DeepSpeed file that it names, for as many ranks."""
+    """Check one file and, if it is accelerate's YAML, also the DeepSpeed file that it names, for its ranks."""
     if Path(file).suffix not in accelerate.SUFFIXES:
         return [check(file, facts, arguments)]
     try:
@@ -156,7 +156,7 @@ def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Re
 
 
 def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
-    """Check one file, print the findings for people, and return them."""
+    """Check one file, print the findings in text format, and return them."""
     try:
         document = read(located(file))
         if arguments.fix:
@@ -180,7 +180,7 @@ def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> R
 
 
 def ask(document: Document, facts: Facts) -> str | None:
-    """Return DeepSpeed's objection, or None; a template is first filled with the Trainer's defaults."""
+    """Return DeepSpeed's error message, or None; a template is first filled with the Trainer's defaults."""
     config = document.value
     if '"auto"' in json.dumps(config) and facts.trainer == "hf":
         fp16 = document.value.get("fp16")
@@ -190,12 +190,12 @@ def ask(document: Document, facts: Facts) -> str | None:
         try:
             config = resolve(config, numbers)
         except Unresolvable:
-            return None  # this needs the numbers of a real run; the rules have reported what they can
+            return None  # this needs the numbers of a real run; the rules have already reported their findings
     return ask_deepspeed(config, facts.world_size or 1)
 
 
 def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
-    """Apply the safe fixes to the file, show the diff and what is left alone, and return the fixed document."""
+    """Apply the safe fixes to the file, print the diff and the unfixed findings, and return the fixed document."""
     fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
     if fixed != document.text:
         files.write_bytes(located(file), fixed.encode())
@@ -208,7 +208,7 @@ def repair(file: str, document: Document, facts: Facts, arguments: argparse.Name
 
 
 def show(file: str, findings: list[Finding], objection: str | None) -> None:
-    """Print findings for people."""
+    """Print findings as text."""
     if findings:
         print("\n".join(describe(finding, file) for finding in findings))
     if objection:

@@ -1,13 +1,13 @@
-"""Talk to a fine-tuned model: one question, or a chat of several turns, here or on a server.
+"""Chat with a fine-tuned model, locally or on a server: one question, or several turns.
 
     ds-recipes generate MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
     ds-recipes generate BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
     ds-recipes generate runs/tiny-3m-full/20261121-101500/export --system "Answer in JSON."       # a chat
     ds-recipes generate --server http://localhost:8000 --temperature 0.7
 
-MODEL_DIR holds a whole model, or an adapter, which names its base model. Without a question it is a chat: answers
-appear as they are written, /reset starts again, and /exit or Ctrl-D ends it. Decoding is greedy, so that the same
-question always gets the same answer, unless --temperature is above 0. A server is any that speaks OpenAI's protocol.
+MODEL_DIR has a whole model, or an adapter, which names its base model. Without a question a chat starts: answers are
+printed as they are generated, /reset starts again, and /exit or Ctrl-D ends the chat. Decoding is greedy, so that the
+same question always gets the same answer, unless --temperature is above 0. Any server with OpenAI's protocol works.
 """
 
 import argparse
@@ -26,10 +26,10 @@ Answer = Callable[[list[dict[str, str]]], Iterator[str]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the model's answer, or talk until the user ends it, and return 0.
+    """Print the model's answer, or chat until the user ends it, and return 0.
 
     Raises:
-        UserError: as `answer` raises it, or options that contradict each other.
+        UserError: as in `answer`, or options that contradict each other.
     """
     options = parse(arguments)
     check(options)
@@ -53,18 +53,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; with --server the only word without an option is the question."""
     parser = Parser("generate", __doc__)
     parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder")
-    parser.add_argument("prompt", nargs="?", help="what to ask; without it, a chat begins")
+    parser.add_argument("prompt", nargs="?", help="the question; without it a chat starts")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for MODEL_DIR")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
-    parser.add_argument("--system", metavar="TEXT", help="a system prompt, where the model's chat template has one")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt, if the chat template has one")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="sample; 1 as trained, less is safer (default: 0)"
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="sampling temperature: 1 as trained, lower is safer (default: 0)",
     )
     parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that make up P")
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
-    parser.add_argument("--seed", type=int, metavar="N", help="of sampling: the same answers again")
-    parser.add_argument("--server", metavar="URL", help="ask a model on a server that speaks OpenAI's protocol")
-    parser.add_argument("--model", dest="served", metavar="NAME", help="which model of a server that has several")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of sampling, to get the same answers again")
+    parser.add_argument("--server", metavar="URL", help="use a model on a server with OpenAI's protocol")
+    parser.add_argument("--model", dest="served", metavar="NAME", help="name of the model on a server that has several")
     options = parser.parse_trusting(arguments)
     if options.server and options.prompt is None:
         options.model, options.prompt = None, options.model
@@ -75,7 +79,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse values that mean nothing.
+    """Refuse invalid values, and options that contradict each other.
 
     Raises:
         UserError: names the option and its value.
@@ -91,13 +95,13 @@ def check(options: argparse.Namespace) -> None:
     if options.top_k is not None and options.top_k < 1:
         raise UserError(f"--top-k {options.top_k}: must be at least 1.")
     if not options.temperature and (options.top_p, options.top_k, options.seed) != (None, None, None):
-        raise UserError("--top-p, --top-k and --seed are about sampling: add --temperature above 0.")
+        raise UserError("--top-p, --top-k and --seed need sampling: add --temperature above 0.")
     if options.server and options.adapter:
         raise UserError("--adapter: a server has its own models; name one with --model NAME.")
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of transformers' `generate` that say how tokens are chosen."""
+    """Return the sampling arguments of transformers' `generate`."""
     if not options.temperature:
         return {"do_sample": False}
     return {
@@ -110,24 +114,24 @@ def sampling(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chat(ask: Answer, start: list[dict[str, str]], lines: Iterable[str]) -> None:
-    """Answer line after line; each question comes with everything that was said before it."""
+    """Answer line after line; each question is sent with all previous turns."""
     turns = list(start)
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
     for line in lines:
-        said = line.strip()
-        if said == "/exit":
+        question = line.strip()
+        if question == "/exit":
             return
-        if said == "/reset":
+        if question == "/reset":
             turns = list(start)
-        elif said:
-            turns = _answered(ask, turns, said)
+        elif question:
+            turns = _answered(ask, turns, question)
         print(prompt, end="", flush=True)
 
 
-def _answered(ask: Answer, turns: list[dict[str, str]], said: str) -> list[dict[str, str]]:
-    """Print the answer as it comes, and return the conversation with it; as it was where there is none."""
-    asked = [*turns, {"role": "user", "content": said}]
+def _answered(ask: Answer, turns: list[dict[str, str]], question: str) -> list[dict[str, str]]:
+    """Print the answer as it arrives, and return the conversation with it, or unchanged if there is no answer."""
+    asked = [*turns, {"role": "user", "content": question}]
     pieces = []
     try:
         for piece in ask(asked):
@@ -141,10 +145,10 @@ def _answered(ask: Answer, turns: list[dict[str, str]], said: str) -> list[dict[
 
 
 def of_server(options: argparse.Namespace) -> Answer:
-    """Return what asks a server.
+    """Return a function that gets answers from a server.
 
     Raises:
-        UserError: it cannot be reached, or has not this model.
+        UserError: the server cannot be reached, or does not have this model.
     """
     found = server.connect(options.server, options.served)
     asked: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_new_tokens}
@@ -153,14 +157,14 @@ def of_server(options: argparse.Namespace) -> Answer:
 
 
 def of_folder(options: argparse.Namespace) -> Answer:
-    """Return what asks the model in a folder.
+    """Return a function that gets answers from the model in a folder.
 
     Raises:
-        UserError: as `answer`.
+        UserError: as in `answer`.
     """
     model, tokenizer = loaded(options.model, options.adapter)
     if tokenizer.chat_template is None:
-        raise UserError(f"{options.model}: its tokenizer has no chat template, so it continues one text; add a prompt.")
+        raise UserError(f"{options.model}: its tokenizer has no chat template, which a chat needs; add a prompt.")
     from ..training.model.generate import stream
 
     return lambda turns: stream(model, tokenizer, turns, options.max_new_tokens, **sampling(options))
@@ -173,13 +177,13 @@ def answer(
 
     Args:
         folder: a whole model, or an adapter.
-        adapter: put on the model.
+        adapter: an adapter to add to the model, or None.
         prompt: the question.
-        max_new_tokens: of the answer.
-        how: tokens are chosen, as `sampling` returns it; None: greedily.
+        max_new_tokens: longest answer, in tokens.
+        how: the sampling arguments from `sampling`, or None for greedy decoding.
 
     Raises:
-        UserError: a folder that does not exist or holds no model, or a question that is longer than its context.
+        UserError: a folder that does not exist or has no model, or a question that is longer than the model's context.
     """
     how = how or {"do_sample": False}
     model, tokenizer = loaded(folder, adapter)
@@ -193,25 +197,25 @@ def answer(
 
 
 def _instead(folder: Path) -> str:
-    """Return what a model that writes nothing does."""
+    """Return a description of a model that writes no text."""
     if head.of_folder(folder) == "none":
-        return "an embedding model, which makes vectors and writes nothing; its README.md says how to use it."
+        return "an embedding model, which outputs vectors and no text; its README.md shows how to use it."
     if head.labels_of(folder):
-        return "a classifier, which gives a text its class and writes nothing; its README.md says how to use it."
-    return "a reward model, which gives an answer a number and writes none."
+        return "a classifier, which outputs a class and no text; its README.md shows how to use it."
+    return "a reward model, which outputs a number and no text."
 
 
 def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     """Return the model and its tokenizer.
 
     Raises:
-        UserError: a folder that does not exist or holds no model that writes.
+        UserError: a folder that does not exist, or without a model that writes text.
     """
     for path in filter(None, (folder, adapter)):
         if not path.is_dir():
             raise UserError(f"{path}: no such folder; a run's model is in its export/.")
         if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
-            raise UserError(f"{path}: holds neither a model nor an adapter; a run's model is in its export/.")
+            raise UserError(f"{path}: has neither a model nor an adapter; a run's model is in its export/.")
     import torch
     import transformers
 

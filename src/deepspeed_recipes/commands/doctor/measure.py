@@ -82,7 +82,7 @@ def refuse_busy(gpus: int) -> None:
 
 
 def probe(ranks: int, gpus: int) -> dict[str, Any]:
-    """Return what the ranks measure (`benchmarks.probe`).
+    """Return the ranks' measurements (`benchmarks.probe`).
 
     Raises:
         UserError: they fail, or take longer than `LIMIT`.

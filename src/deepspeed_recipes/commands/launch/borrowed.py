@@ -87,7 +87,7 @@ def _distance(found: Found, model: Model) -> float:
 
 
 def _models() -> Iterator[tuple[str, Model]]:
-    """Yield every model of the catalogue with its recipe's name, except the tiny models, which are no reference."""
+    """Yield every model of the catalogue with its recipe's name, except the tiny models."""
     for family in pages.families():
         if not family.startswith("tiny"):
             yield from ((f"{family}-{size}", model) for size, model in pages.page(family).SIZES.items())
