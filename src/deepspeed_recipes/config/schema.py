@@ -10,10 +10,13 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from .read import Key
 
 SCHEMAS = Path(__file__).with_name("schemas")
 """One file per derived version of DeepSpeed, the oldest and the newest that are tested: `deepspeed-0.19.8.json`."""
@@ -86,9 +89,19 @@ def section(*path: str | int) -> dict | None:
     return node
 
 
-def entry(path: tuple[str | int, ...]) -> dict:
+def entry(path: Key) -> dict:
     """Return the schema's entry for the key at `path`, empty if there is none."""
     return (section(*path[:-1]) or {"keys": {}})["keys"].get(path[-1], {})
+
+
+def walk(config: dict, node: dict | None = None, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
+    """Yield every key of a config with its value and the schema node of its section, each section before its keys."""
+    node = node or load()["root"]
+    for name, value in config.items():
+        yield (*path, name), value, node
+        inner = node["keys"].get(name, {}).get("section")
+        if isinstance(value, dict) and inner:
+            yield from walk(value, inner, (*path, name))
 
 
 def nearest(name: str, known: tuple[str, ...]) -> str | None:

@@ -30,15 +30,6 @@ class _Unknown:
     """The key of this name in another section."""
 
 
-def _walk(value: dict[str, object], node: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[Key, object, dict]]:
-    """Yield every key of the config with the schema node of its section."""
-    for name, inner in value.items():
-        yield (*path, name), inner, node
-        section = node["keys"].get(name, {}).get("section")
-        if isinstance(inner, dict) and section:
-            yield from _walk(inner, section, (*path, name))
-
-
 @lru_cache(maxsize=1)  # four rules use it for one config, and each unknown key costs 10 to 50 us
 def _unknown(config: Config) -> list[_Unknown]:
     """Return the unknown keys.
@@ -48,7 +39,7 @@ def _unknown(config: Config) -> list[_Unknown]:
     removed = schema.load()["removed"]
     removed_zero = schema.load()["removed_zero"]
     found = []
-    for path, value, node in _walk(config.value, schema.load()["root"]):
+    for path, value, node in schema.walk(config.value):
         name = str(path[-1])
         gone = name in (removed if len(path) == 1 else removed_zero if len(path) == 2 else ())
         if name in node["keys"] or node["unknown"] == "open" or gone:
@@ -154,7 +145,7 @@ def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _walk(config.value, schema.load()["root"]):
+    for path, value, node in schema.walk(config.value):
         entry = node["keys"].get(path[-1], {})
         right = entry.get("deprecated")
         if right and value != "auto":
@@ -162,7 +153,7 @@ def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _walk(config.value, schema.load()["root"]):
+    for path, value, node in schema.walk(config.value):
         entry = node["keys"].get(path[-1], {})
         right = entry.get("deprecated")
         if not right or not entry["excludes"] or value == "auto":
@@ -176,7 +167,7 @@ def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
-    for path, value, node in _walk(config.value, schema.load()["root"]):
+    for path, value, node in schema.walk(config.value):
         alias = node["keys"].get(path[-1], {}).get("alias_of")
         siblings = config.section(*path[:-1])
         if alias and value != "auto" and siblings.get(alias, "auto") != "auto":

@@ -38,26 +38,17 @@ FILLED = (
 )
 
 
-def _entries(value: dict, node: dict, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
-    """Yield every known key of the config with its schema entry, each section before its keys."""
-    for name, inner in value.items():
-        entry = node["keys"].get(name)
-        if entry is None or (path == () and name in BATCH_KEYS):
-            continue
-        yield (*path, name), inner, entry
-        if isinstance(inner, dict) and "section" in entry:
-            yield from _entries(inner, entry["section"], (*path, name))
-
-
 def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
-    """Yield the known keys that DeepSpeed reads."""
+    """Yield the known keys that DeepSpeed reads, without batch sizes, with their values and schema entries."""
     unread: set[Key] = set()
     if config.get("bf16") is not None:
         unread.add(("bfloat16",))
     if config.get("optimizer", "type") is None:
         unread.add(("optimizer", "params"))
-    for path, value, entry in _entries(config.value, schema.load()["root"]):
-        if path[:1] not in unread and path[:2] not in unread:
+    for path, value, node in schema.walk(config.value):
+        entry = node["keys"].get(path[-1])
+        read = path[:1] not in unread and path[:2] not in unread
+        if entry is not None and read and (len(path) > 1 or path[0] not in BATCH_KEYS):
             yield path, value, entry
 
 

@@ -55,7 +55,7 @@ def _trouble(folder: str) -> tuple[str, str] | None:
     if "\0" in folder:
         return "not a path", "write a folder"
     existing = Path(os.path.abspath(folder))
-    while not _exists(existing) and existing != existing.parent:
+    while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not os.path.isdir(existing):
         return f"{existing} is a file", "write a folder"
@@ -70,13 +70,6 @@ def _trouble(folder: str) -> tuple[str, str] | None:
             "choose a folder on a local drive",
         )
     return None
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:  # the name is too long
-        return False
 
 
 def _file_system(path: str) -> str:
