@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,11 +13,13 @@ import pytest
 
 from deepspeed_recipes.commands import generate
 from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, sizes, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model.generate import generate as greedy
 from deepspeed_recipes.training.model.generate import stream
 from tests import ROOT
+from tests.small import small
 
 FIRST, SECOND = "Ada Brandt paid 51 euros.", "Tore Vandal paid 12 euros."
 
@@ -83,6 +86,24 @@ def test_one_question_is_answered_as_ever_and_a_system_prompt_counts(tiny, capsy
     for words, turns in (([], asked), (["--system", "Answer in prose."], with_system)):
         assert run_command("generate", [TINY_MODEL, FIRST, "--max-new-tokens", "8", *words]) == 0
         assert capsys.readouterr().out == greedy(*tiny, [turns], 8)[0] + "\n"
+
+
+def test_a_runs_export_or_newest_checkpoint_is_asked(tiny, tmp_path, capsys):
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    write_recipe(run, small(TINY_MODEL, tmp_path))
+    words = [str(run.path), FIRST, "--max-new-tokens", "8"]
+    assert run_command("generate", words) == 2
+    assert "this run has neither an export nor a complete checkpoint yet." in capsys.readouterr().err
+    checkpoint = run.checkpoints / "checkpoint-3"
+    for folder in (checkpoint, run.export):
+        shutil.copytree(TINY_MODEL, folder)
+        if folder == checkpoint:
+            write_json(checkpoint / COMPLETE, {"step": 3, "files": sizes(checkpoint)})
+        assert run_command("generate", words) == 0
+        said = capsys.readouterr()
+        assert said.out == greedy(*tiny, [[{"role": "user", "content": FIRST}]], 8)[0] + "\n"
+        assert f"{run.path}: a run; its model is {folder}\n" in said.err
 
 
 def test_an_answer_comes_in_pieces_and_a_seed_repeats_it(tiny):

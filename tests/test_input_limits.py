@@ -14,6 +14,7 @@ from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
 from deepspeed_recipes.commands import main
+from deepspeed_recipes.machine import capacity
 from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
@@ -284,6 +285,25 @@ def test_every_command_names_the_adapters_file_that_cannot_be_used(command, name
     (adapter / name).write_bytes((adapter / name).read_bytes()[:20])
     assert main.run(command, [word.format(adapter) for word in AFTER_TRAINING[command]]) == 2
     assert f"{adapter / name}:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"])
+@pytest.mark.parametrize("command", ["launch", "evaluate"])
+def test_a_cache_that_cannot_be_written_is_refused(command, name, tmp_path, monkeypatch, capsys):
+    for other in ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, str(tmp_path / "file"))
+    (tmp_path / "file").write_text("")
+    data = str(Path(TINY_MODEL).parent / "extract" / "held_out.jsonl")
+    words = {
+        "launch": ["tiny", "full", "--dry-run", "--gpus", "1"],
+        "evaluate": [str(TINY_MODEL), "--data", data, "--limit", "1"],
+    }
+    assert main.run(command, words[command]) == 2
+    said = capsys.readouterr().err
+    assert f"{name}={tmp_path / 'file'} leads there: set it to a folder that you may write to." in said
+    (tmp_path / "file").unlink()
+    capacity.check_cache()
 
 
 def test_several_files_that_cannot_be_used_are_named_at_once(model):

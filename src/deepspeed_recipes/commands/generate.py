@@ -2,12 +2,13 @@
 
     ds-recipes generate MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
     ds-recipes generate BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
-    ds-recipes generate runs/tiny-3m-full/20261121-101500/export --system "Answer in JSON."       # a chat
+    ds-recipes generate runs/tiny-3m-full/20261121-101500 --system "Answer in JSON."       # a chat
     ds-recipes generate --server http://localhost:8000 --temperature 0.7
 
-MODEL_DIR has a whole model, or an adapter, which names its base model. Without a question a chat starts: answers are
-printed as they are generated, /reset starts again, and /exit or Ctrl-D ends the chat. Decoding is greedy, so that the
-same question always gets the same answer, unless --temperature is above 0. Any server with OpenAI's protocol works.
+MODEL_DIR has a whole model, or an adapter, which names its base model. Of a run it is the export or, without one, the
+newest checkpoint. Without a question a chat starts: answers are printed as they are generated, /reset starts again, and
+/exit or Ctrl-D ends the chat. Decoding is greedy, so that the same question always gets the same answer, unless
+--temperature is above 0. Any server with OpenAI's protocol works.
 """
 
 import argparse
@@ -16,8 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..export.evaluate import server
+from ..export.evaluate import candidates, server
 from ..recipe.errors import UserError, printable, redact
+from ..recipe.run_folder import RunFolder
 from ..training.model_folder import head
 from .main import Parser
 
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; with --server the only word without an option is the question."""
     parser = Parser("generate", __doc__)
-    parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a run's export/, or any Hugging Face folder")
+    parser.add_argument("model", nargs="?", metavar="MODEL_DIR", help="a run, or any Hugging Face folder")
     parser.add_argument("prompt", nargs="?", help="the question; without it a chat starts")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for MODEL_DIR")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
@@ -72,10 +74,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_trusting(arguments)
     if options.server and options.prompt is None:
         options.model, options.prompt = None, options.model
-    options.model = Path(options.model) if options.model else None
+    options.model = model_of(Path(options.model)) if options.model else None
+    options.adapter = options.adapter and model_of(options.adapter)
     if not options.server:
         parser.refuse(options, ("served",), "only with --server")
     return options
+
+
+def model_of(folder: Path) -> Path:
+    """Return the folder of a run's model: its export, or its newest checkpoint, which is printed; another as it is.
+
+    Raises:
+        UserError: the run has saved neither, or its export failed its check.
+    """
+    if not RunFolder(folder).recipe.exists():
+        return folder
+    found = candidates.find(str(folder), None).model
+    assert isinstance(found, Path)
+    print(f"{folder}: a run; its model is {found}", file=sys.stderr)
+    return found
 
 
 def check(options: argparse.Namespace) -> None:

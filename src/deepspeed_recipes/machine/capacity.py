@@ -1,10 +1,12 @@
 """Free disk space and host memory, checked before a checkpoint is written."""
 
 import contextlib
+import os
 import shutil
 from pathlib import Path
 
 from ..recipe.errors import UserError
+from ..recipe.files import check_writable
 
 GIB = 2**30
 
@@ -22,6 +24,29 @@ def check_disk(folder: Path, needed: int, what: str) -> None:
             f"{folder}: {what} needs about {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB is free.\n"
             "Free some space, choose another --output-dir, or save less often (save_steps=0 keeps only the export)."
         )
+
+
+def check_cache() -> None:
+    """Refuse a cache of datasets that cannot be written: every rank would fail there, after the model is loaded.
+
+    Raises:
+        UserError: names the environment variable that leads there.
+    """
+    places = {
+        "HF_DATASETS_CACHE": "",
+        "HF_HOME": "datasets",
+        "XDG_CACHE_HOME": "huggingface/datasets",
+        "HOME": ".cache/huggingface/datasets",
+    }
+    name = next((name for name in places if os.environ.get(name)), None)
+    if name is not None:
+        given = os.environ[name]
+        try:
+            check_writable(name, Path(os.path.expanduser(given), places[name]), folder=True)
+        except UserError as error:
+            raise UserError(
+                f"{error}\n{name}={given} leads there: set it to a folder that you may write to."
+            ) from error
 
 
 def gathered_bytes(total: int, trainable: int, bytes_per_weight: int, stage: int) -> int:

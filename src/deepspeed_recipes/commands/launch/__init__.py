@@ -28,7 +28,7 @@ from ...launching.ray import submit
 from ...launching.ray.attempts import RayAttempts
 from ...launching.ssh import hostfile
 from ...launching.supervise import Outcome
-from ...machine import run_lock
+from ...machine import capacity, run_lock
 from ...planning.cost.time import zero_traffic
 from ...planning.hardware.cluster import Cluster
 from ...planning.search import forecast, model_recipe
@@ -133,6 +133,7 @@ def check(
     restarts.check(recipe, options.max_restarts)
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
+        capacity.check_cache()
     examples = preflight.check_data(recipe)
     for warning in (
         preflight.few_updates(recipe, examples, machines.ranks),

@@ -27,7 +27,7 @@ _SHOWN = 3
 _AGAIN = "copy or download it again"
 
 
-def check(folder: Path) -> None:
+def check(place: str | Path) -> None:
     """Refuse a folder with files of a model, an adapter or a tokenizer that cannot be used.
 
     Weights are checked by their headers. What is no folder (a Hub id) is not checked.
@@ -35,6 +35,7 @@ def check(folder: Path) -> None:
     Raises:
         UserError: names the first three files, and how many more there are.
     """
+    folder = Path(place)
     if not folder.is_dir():
         return
     bad = []
