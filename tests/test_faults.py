@@ -235,7 +235,7 @@ def test_an_unreadable_file_is_not_a_damaged_one(original, tmp_path, monkeypatch
     for search in (newest_checkpoint, digests.newest_intact):
         with pytest.raises(FileUnusable, match=f"{file}: {os.strerror(number)}") as caught:
             search(run)
-        assert "move a checkpoint that stays unreadable elsewhere" in str(caught.value)
+        assert "move an unreadable checkpoint elsewhere" in str(caught.value)
     monkeypatch.undo()
     assert tree(run.path) == tree(original.path)
 

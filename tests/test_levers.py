@@ -462,14 +462,14 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
     assert overrides.apply(recipe, ["gradient_checkpointing=false"]).gradient_checkpointing is False
     with pytest.raises(UserError, match="true, selective, feed_forward or false"):
         overrides.apply(recipe, ["gradient_checkpointing=half"])
-    for word, why in (("tiled_mlp=true", "there to forget"), ("compile=regional", "choose by themselves")):
+    for word, why in (("tiled_mlp=true", "that tiles discard"), ("compile=regional", "choose by themselves")):
         with pytest.raises(UserError, match=f"gradient_checkpointing=selective with .*: .*{why}"):
             overrides.apply(recipe, ["gradient_checkpointing=selective", word])
     for word in ("gradient_checkpointing=false", "compile=regional", "layout.pipeline=2"):
         with pytest.raises(UserError, match=f"activation_offloading=true with {word}: use"):
             overrides.apply(recipe, ["gradient_checkpointing=true", "activation_offloading=true", word])
     split = overrides.apply(recipe, ["gradient_checkpointing=selective", "layout.tensor=2"])
-    with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps products"):
+    with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps the products"):
         limits.check(split, 2, deepspeed_file.DeepSpeedFile(stage=1))
     for known, answer in (("torch_compile", "compile"), ("use_liger_kernel", "liger_kernel")):
         with pytest.raises(UserError, match=f"use '{answer}'"):

@@ -67,7 +67,7 @@ def test_a_folder_is_shown_and_pushed_and_pushed_again(hub, folder):
 
 def test_a_dry_run_sends_nothing_and_needs_no_token(hub, folder):
     done = publish(hub, folder, NAME, "--dry-run", token="")
-    assert done.returncode == 0 and "model.safetensors" in done.stdout and "nothing was sent" in done.stdout
+    assert done.returncode == 0 and "model.safetensors" in done.stdout and "nothing was uploaded" in done.stdout
     assert hub.requests == []
 
 

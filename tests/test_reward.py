@@ -73,7 +73,7 @@ def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, caps
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
     assert export.is_reward_model(tmp_path)
     assert main.run("generate", [str(tmp_path), "Ada?"]) == 2
-    assert "a reward model, which gives an answer a number" in capsys.readouterr().err
+    assert "a reward model, which outputs a number" in capsys.readouterr().err
     write_json(tmp_path / "adapter_config.json", {"task_type": "CAUSAL_LM"})
     assert not export.is_reward_model(tmp_path)
 
