@@ -187,7 +187,7 @@ def test_gpus_of_a_node_that_are_given_stay(answer):
     assert answer(*[word for word in words if word not in ("--gpus", "4")])["hardware"]["gpus_per_node"] == 8
 
 
-@pytest.mark.parametrize("room", [1.01, 2.0])
+@pytest.mark.parametrize("room", [1.01, 4.0])
 def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
     words = ("llama3-8b", "--gpu", "p5.48xlarge", "--tokens", "2B")
     (taken, slowest) = (

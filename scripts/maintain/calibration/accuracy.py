@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from .published_errors import Comparison, Measure, comparisons, layout, order
+from deepspeed_recipes.planning.cost.ranges import DATASHEET
+
+from .published_errors import Comparison, Measure, comparisons, layout, order, speeds_of_strangers
 from .published_rows import SHARES, PublishedRow
 from .ranges import share_inside
 
@@ -30,24 +32,30 @@ def table(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
 
 
 def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
-    """Return a sentence with the errors on all rows that nothing was fitted on.
+    """Return sentences with the errors on the rows that nothing was fitted on, whatever is unusual about their speeds.
 
     Args:
         rows: as in `table`.
         data: as in `table`.
     """
     others = [row for row in rows if row.share != "fitted" and row.runs_as_here]
-    memory, time = (_summary(comparisons(others, measure), data["ranges"][measure]) for measure in get_args(Measure))
-    return f"On published runs that nothing was fitted on, memory is off by {memory},\nand speed by {time}.\n"
-
-
-def _summary(compared: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:
-    """Return the mean and median error, the number of runs, and the share of them inside the predicted range."""
-    sizes = [abs(one.error) for one in compared]
+    memory, speeds = comparisons(others, "memory"), speeds_of_strangers(others)
+    low, high, _ = data["ranges"]["time"][DATASHEET]
+    slower = statistics.mean(one.error > 0 for one in speeds)
+    within = statistics.mean(low <= one.measured / one.predicted <= high for one in speeds)
     return (
-        f"{statistics.mean(sizes):.0%} on average and {statistics.median(sizes):.0%} in the median ({len(sizes)} runs, "
-        f"{share_inside(compared, ranges)} inside the range)"
+        f"On published runs that nothing was fitted on, memory is off by {_errors(memory)} ({len(memory)} runs,\n"
+        f"{share_inside(memory, data['ranges']['memory'])} inside the range). Speed on machines of strangers is off by "
+        f"{_errors(speeds)} over all {len(speeds)} runs\n"
+        f"that can be planned: {slower:.0%} ran slower than planned, and "
+        f"{within:.0%} at {low:.2f} to {high:.2f} times the plan, the range that plans print.\n"
     )
+
+
+def _errors(compared: Sequence[Comparison]) -> str:
+    """Return the median and the mean error."""
+    sizes = [abs(one.error) for one in compared]
+    return f"{statistics.median(sizes):.0%} in the median and {statistics.mean(sizes):.0%} on average"
 
 
 def _cells(part: Sequence[Comparison], ranges: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ Each row is planned with the settings from its source and the constants of this 
 would be. Nothing is fitted here.
 """
 
+import contextlib
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Literal
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.memory.peak_memory import Memory, peak_memory
 from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.recipe.errors import UserError
 
 from .published_models import profile_of
 from .published_rows import SHARES, PublishedRow, published_rows
@@ -92,6 +94,16 @@ def comparisons(rows: Iterable[PublishedRow], measure: Measure) -> list[Comparis
         if measured is not None:
             predicted = predicted_gib(row) if measure == "memory" else predicted_speed(row)
             found.append(Comparison(row, predicted, measured))
+    return found
+
+
+def speeds_of_strangers(rows: Iterable[PublishedRow]) -> list[Comparison]:
+    """Return a comparison for every speed of a row that can be planned; no rule leaves out an unusual run."""
+    found = []
+    for row in rows:
+        if row.speed is not None and row.can_be_planned:
+            with contextlib.suppress(UserError):  # an architecture that the planner has no profile for
+                found.append(Comparison(row, predicted_speed(row), row.speed))
     return found
 
 

@@ -259,6 +259,13 @@ class PublishedRow:
         return self.not_planned or next((why for why, applies in rules.items() if applies), None)
 
     @property
+    def can_be_planned(self) -> bool:
+        """Whether a user could ask `plan` for this run, however unusual its software, its timing or its machine."""
+        stated = self.sequence_length is not None and self.checkpointing is not None and self.known_gpu is not None
+        known = self.precision in PRECISIONS and self.checkpointing != "offloaded"
+        return stated and known and self.expert * self.tensor * self.pipeline <= self.gpus
+
+    @property
     def why_time_is_not_planned(self) -> str | None:
         """The reason why the planner cannot predict the row's time, or None if it can."""
         if self.time_not_planned:

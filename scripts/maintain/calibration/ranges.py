@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from deepspeed_recipes.planning.cost.ranges import ALL, kinds_of
+from deepspeed_recipes.planning.cost.ranges import ALL, DATASHEET, kinds_of
 
-from .published_errors import Comparison, Measure, comparisons
+from .published_errors import Comparison, Measure, comparisons, speeds_of_strangers
 from .published_rows import SHARES, PublishedRow
 
 LOW, HIGH = 0.05, 0.95
@@ -45,7 +45,11 @@ Quantiles = Mapping[str, tuple[float, float, int]]
 
 
 def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
-    """Return low, high and the number of rows by measure and kind, from the fitted share of the rows."""
+    """Return low, high and the number of rows by measure and kind, from the fitted share of the rows.
+
+    The kind `DATASHEET` is the exception: the quantiles of all other speeds that can be planned, with no rule that
+    leaves out unusual runs, as a user with an unmeasured machine meets them.
+    """
     fitted = [row for row in rows if row.share == "fitted" and row.runs_as_here]
     found: dict[str, dict[str, list[float]]] = {}
     for measure in get_args(Measure):
@@ -60,6 +64,12 @@ def fit(rows: Sequence[PublishedRow]) -> dict[str, dict[str, list[float]]]:
             kind: [round(math.exp(low - below), 3), round(math.exp(high + above), 3), count]
             for kind, (low, high, count) in quantiles(residuals).items()
         }
+    others = [row for row in rows if row.share != "fitted" and row.runs_as_here]
+    strangers = [one.measured / one.predicted for one in speeds_of_strangers(others)]
+    if strangers:
+        found["time"][DATASHEET] = [
+            round(quantile(strangers, LOW), 3), round(quantile(strangers, HIGH), 3), len(strangers)
+        ]  # fmt: skip
     return found
 
 

@@ -9,6 +9,8 @@ from .constants import FILE
 from .training_setup import TrainingSetup
 
 ALL = "all"
+DATASHEET = "datasheet"
+"""The kind of speeds on machines that were not measured: all published runs that can be planned."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,17 @@ def memory_range(setup: TrainingSetup) -> Range:
     return _range("memory", setup)
 
 
-def speed_range(setup: TrainingSetup) -> Range:
-    """Return the factors of tokens per second."""
-    return _range("time", setup)
+def speed_range(setup: TrainingSetup, measured: bool) -> Range:
+    """Return the factors of tokens per second.
+
+    Args:
+        setup: how the model is trained.
+        measured: whether the plan uses measurements of the machine; hosts and links of others differ most.
+    """
+    if measured:
+        return _range("time", setup)
+    low, high = _ranges()["time"][DATASHEET][:2]
+    return Range(low, high, DATASHEET)
 
 
 def highest_memory() -> list[float]:

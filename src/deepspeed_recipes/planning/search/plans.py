@@ -109,7 +109,7 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """The low and high values of `speed`."""
-        factors = speed_range(self.setup)
+        factors = speed_range(self.setup, self.cluster.machine is not None)
         return factors.low * self.speed, factors.high * self.speed
 
     @property

@@ -30,6 +30,7 @@ COLUMNS = (
     "host GiB",
     "NVMe GiB",
     "tokens/s/GPU",
+    "range",
 )
 COST_COLUMNS = ("hours", "dollars")
 LARGE_CHECKPOINT = 10
@@ -151,9 +152,13 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
 def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield notes on a plan: its range, assumptions and side effects."""
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
-    (low, high), (slow, fast) = plan.gpu_gib_range, plan.speed_range
-    speeds = f"{slow:,.0f} to {fast:,.0f} tokens/s/GPU"
-    yield f"Range, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB, {speeds}."
+    low, high = plan.gpu_gib_range
+    yield f"Memory, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB."
+    if not plan.cluster.machine:
+        yield (
+            "Range of speeds: published runs on machines that were not measured. ds-recipes doctor --measure on such a "
+            "machine narrows it."
+        )
     if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
         yield (
             f"This plan needs {plan.host_gib:,.0f} GiB of host memory per node, which was not checked: "
@@ -198,6 +203,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     )
     padding = "" if plan.recipe.packing else ", and neither is padding (packing is off)"
     steps = _counted(workload.steps(plan), "step")
+    fast, slow = (workload.hours(plan) * plan.speed / speed for speed in reversed(plan.speed_range))
+    yield f"By the range of speeds it takes {fast:,.1f} to {slow:,.1f} hours."
     yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
@@ -266,6 +273,7 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
             _size(plan.host_gib),
             _size(plan.nvme_gib),
             "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
+            "" if plan.shortfalls else "{:,.0f} to {:,.0f}".format(*plan.speed_range),
             *(cost(plan, workload) if workload and not plan.shortfalls else ()),
             style=None if plan.fits else "yellow" if plan.tight else "red",
         )
