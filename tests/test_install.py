@@ -146,7 +146,7 @@ def test_the_linter_and_the_configs_work_without_torch(bare, tmp_path):
     assert (tmp_path / "zero3.json").read_bytes() == (ROOT / "configs" / "zero3.json").read_bytes()
     assert run([bare / "ds-recipes", "check", "zero3.json"], tmp_path).returncode == 0
     again = run([bare / "ds-recipes", "configs", "copy", "zero3"], tmp_path)
-    assert again.returncode == 2 and "exists already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     typo = run([bare / "ds-recipes", "configs", "copy", "zreo3", "conf"], tmp_path)
     assert typo.returncode == 2 and "did you mean zero3?" in typo.stderr and not (tmp_path / "conf").exists()
     resolved = run([bare / "ds-recipes", "resolve", "zero1", "--world-size", "8"], tmp_path)

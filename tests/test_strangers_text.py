@@ -152,7 +152,7 @@ def test_a_terminal_is_steered_by_no_answer(capsys):
 
 @pytest.mark.parametrize("name", ["-x", "--trust-remote-code", "a\nb", "a/b", "\x1b[2J"])
 def test_a_served_name_is_no_option_and_no_line(name):
-    with pytest.raises(UserError, match="write a name"):
+    with pytest.raises(UserError, match="use a short name"):
         served._check_name("--name", name)
 
 
