@@ -333,7 +333,7 @@ def test_a_run_that_has_saved_does_not_start_again_without_its_disk(tmp_path):
     for there in (False, True):
         if there:
             run.checkpoints.mkdir()  # an empty mount point
-        with pytest.raises(UserError, match=r"no checkpoint, though the run has trained 3 steps .* mounted\?"):
+        with pytest.raises(UserError, match=r"no checkpoint, although the run has trained 3 steps .* mounted\?"):
             run_folder.forget_after(run, None)
     assert read_jsonl(run.metrics) == rows
 
