@@ -318,6 +318,28 @@ def line(**row):
 MISTAKES = {
     "empty turn": (line(messages=[user(" "), assistant("b")]), "sft", ":1: turn 1 of 'messages' (user) is empty"),
     "two users": (line(messages=[user("a"), user("b"), assistant("c")]), "sft", ":1: turns 1 and 2 of 'messages' are"),
+    "system twice": (
+        line(messages=[{"role": "system", "content": "x"}, {"role": "system", "content": "y"}, *SHORT]),
+        "sft",
+        ":1: turns 1 and 2 of 'messages' are both system prompts",
+    ),
+    "result of no call": (
+        line(
+            messages=[
+                user("a"),
+                assistant("", tool_calls=[{"id": "c1", "function": {"name": "f", "arguments": {}}}]),
+                {"role": "tool", "content": "b", "tool_call_id": "c2"},
+                assistant("c"),
+            ]
+        ),
+        "sft",
+        ":1: turn 3 of 'messages' answers the tool call 'c2', which no turn before it makes (those have c1)",
+    ),
+    "prompt of another pair": (
+        line(prompt="Why?", chosen=SHORT, rejected=[user("Hi?"), assistant("No.")]),
+        "dpo",
+        ":1: 'prompt' is not in the turns with which 'chosen' and 'rejected' start",
+    ),
     "role": (
         line(messages=[{"role": "narrator", "content": "a"}]),
         "sft",

@@ -257,10 +257,11 @@ def _preference(where: str, example: Example) -> Example:
         raise UserError(f"{where}: 'chosen' and 'rejected' are equal and show no preference; remove the example.")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         prompt = _asked(where, example, _prompt_field(example))
-    else:  # whole conversations: their common start is the prompt, whatever the field `prompt` contains
+    else:  # whole conversations: their common start is the prompt, which the field `prompt` repeats if there is one
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+        _check_repeated(where, example, prompt)
     sides: dict[str, Any] = {}
     for field, answer in (("chosen", chosen), ("rejected", rejected)):
         if not prompt or not answer or answer[0]["role"] != "assistant":
@@ -272,6 +273,22 @@ def _preference(where: str, example: Example) -> Example:
         sides |= whole | {"prompt": whole["messages"][: whole["given"]], field: answer}
     del sides["messages"], sides["given"]
     return sides
+
+
+def _check_repeated(where: str, pair: Example, start: list[Turn]) -> None:
+    """Refuse a field `prompt` that does not repeat a turn, or the turns, with which both conversations start.
+
+    `messages` and `conversations` may repeat a whole conversation, with its answer.
+    """
+    field = next((name for name in ASKING if pair.get(name) not in keys.EMPTY), None)
+    if not start or field is None:
+        return
+    contents = [turn["content"].strip() for turn in start]
+    if any(turn["content"].strip() not in contents for turn in read_side(where, pair, field, "user")):
+        raise UserError(
+            f"{where}: {field!r} is not in the turns with which 'chosen' and 'rejected' start; correct it, or remove "
+            "it to train on those turns."
+        )
 
 
 def _judged(where: str, example: Example, form: str = "prompt_completion") -> Example:

@@ -43,7 +43,26 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
                 f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
                 "answer between them."
             )
+        if before["role"] == turn["role"] == "system":
+            raise UserError(
+                f"{where}: turns {number - 1} and {number} of {field!r} are both system prompts, of which templates "
+                "show one; join them."
+            )
+    _check_calls(where, field, turns)
     return turns, given
+
+
+def _check_calls(where: str, field: str, turns: list[Turn]) -> None:
+    """Refuse results of tool calls that no earlier turn makes, if the calls have ids."""
+    made: set[str] = set()
+    for number, turn in enumerate(turns, start=1):
+        made |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}
+        answered = turn.get("tool_call_id")
+        if made and answered and answered not in made:
+            raise UserError(
+                f"{where}: turn {number} of {field!r} answers the tool call {answered!r}, which no turn before it "
+                f"makes (those have {', '.join(sorted(made)[:3])}); correct the 'tool_call_id'."
+            )
 
 
 def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
