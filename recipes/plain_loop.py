@@ -184,10 +184,13 @@ def main():
         seen += sum(len(tokens) for documents in chosen for tokens, _ in documents)
         if step % o.log_every == 0 or step == o.steps:
             dist.all_reduce(total)
-            if not total.isfinite():
-                raise SystemExit(f"step {step}: the loss is {total.item()}: lower --lr {o.lr}, or check {o.data}.")
+            norm = engine.get_global_grad_norm()
+            if not total.isfinite() or not math.isfinite(norm or 0):  # DeepSpeed skips such an update and goes on
+                raise SystemExit(
+                    f"step {step}: the loss is {total.item()}, the gradient's norm {norm}: lower --lr {o.lr}, or check "
+                    f"{o.data}."
+                )
             if rank == 0:
-                norm = engine.get_global_grad_norm()
                 print(json.dumps({
                     "step": step,
                     "loss": total.item(),

@@ -231,7 +231,7 @@ REFUSED = {
     "export TINY --output loop": "loop",
     "serve TINY --log dir": "--log dir: a folder, not a file; name a file.",
     "serve TINY --host \udcff": "choose another with --host or --port N.",
-    f"serve TINY --name {'x' * 300}": "write a short name without a slash",
+    f"serve TINY --name {'x' * 300}": "use a short name without a slash",
     "evaluate TINY --data unreadable": "unreadable: Input/output error; try again once the disk or the server answers.",
     "publish wide a/b": "wide: not a model folder",
 }

@@ -1,6 +1,8 @@
 """recipes/plain_loop.py: it trains as its docstring says, and writes nothing where nothing was trained."""
 
 import json
+import re
+import subprocess
 import sys
 
 import pytest
@@ -39,6 +41,29 @@ def test_docstring_command(chats, tmp_path):
         AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (TINY_MODEL, tmp_path / "model")
     )
     assert before.keys() == after.keys() and not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("rate", "dtype", "expected"),
+    [
+        (
+            "1e30",
+            "fp32",
+            r"step 2: the loss is [\d.]+, the gradient's norm inf: lower --lr 1e\+30, or check .*chats",
+        ),
+        ("1e-30", "bf16", r"the weights have not changed after 2 steps: --lr 1e-30 is too small\."),
+    ],
+)
+def test_a_run_that_trains_nothing_stops_and_writes_nothing(chats, tmp_path, rate, dtype, expected):
+    command = [str(BIN / "deepspeed"), "--no_local_rank", "--num_gpus", "1", "--master_port", str(free_port())]
+    words = [str(TINY_MODEL), str(chats), str(tmp_path / "model"), "--steps", "2", "--micro-batch", "2"]
+    options = ["--length", "64", "--log-every", "1", "--lr", rate, "--dtype", dtype, "--schedule", "constant"]
+    done = subprocess.run(
+        [*command, str(ROOT / "recipes/plain_loop.py"), *words, *options], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and re.search(expected, done.stderr), done.stdout + done.stderr
+    assert not (tmp_path / "model").exists()
 
 
 def test_data_without_anything_to_learn_is_refused(chats, tmp_path):
