@@ -14,9 +14,10 @@ from deepspeed_recipes.commands.doctor import measure
 from deepspeed_recipes.planning.hardware import machine_file
 from deepspeed_recipes.planning.hardware.cluster import Cluster, with_measurements
 from deepspeed_recipes.planning.hardware.gpus import find
-from deepspeed_recipes.planning.search import strategies
+from deepspeed_recipes.planning.search import forecast, past_runs, strategies
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json
 
 MEASUREMENTS = Path(__file__).parents[1] / "scripts" / "maintain" / "measurements"
 H100 = MEASUREMENTS / "machine_h100.json"
@@ -140,6 +141,61 @@ def test_plan_uses_the_file_that_is_named(capsys):
     assert json.loads(told.out)["hardware"]["measured"] is None and "the plan is for RTX 4090" in told.err
     plan.main(["tiny", "full", "--machine", str(H100)])
     assert f"rates measured on 2026-11-26 ({H100})" in " ".join(capsys.readouterr().out.split())
+
+
+RECIPE = overrides.apply(pages.find("llama3-1b", "lora"), ["deepspeed=zero1.json"])
+
+
+def a_run(runs, name, factor, cluster=ONE, change=lambda summary: summary):
+    """Write a finished run that was `factor` times as fast as planned, after a slow first step."""
+    plan = strategies.evaluate(strategies.plan_request(RECIPE, cluster), RECIPE)
+    run = RunFolder(runs / "llama3-1b-lora" / name)
+    run.path.mkdir(parents=True)
+    for speed in (10.0, factor, factor, factor):
+        append_jsonl(run.metrics, {"step": 1, "tokens_per_second": speed * plan.time.tokens_per_second_per_gpu})
+    write_json(run.summary, {"tokens_per_second": 1.0, "gpu_peak_gib": 1.0, "gpu_reserved_gib": 1.0})
+    forecast.compare(run, plan)
+    write_json(run.summary, change(read_json(run.summary)))
+
+
+def planned(cluster, recipe=RECIPE):
+    return strategies.evaluate(strategies.plan_request(recipe, cluster), recipe)
+
+
+def test_runs_correct_the_next_plans_of_their_kind(tmp_path):
+    for name, factor in (("1", 0.7), ("2", 0.8), ("3", 0.9)):
+        a_run(tmp_path, name, factor)
+    a_run(tmp_path, "4", 0.1, change=lambda summary: summary | {"predicted": None})
+    (tmp_path / "llama3-1b-lora" / "5").mkdir()
+    (tmp_path / "llama3-1b-lora" / "5" / "summary.json").write_text("{cut")
+    here = replace(ONE, corrections=past_runs.corrections(ONE, tmp_path))
+    before, after = planned(ONE), planned(here)
+    assert after.correction.runs == 3 and after.speed == pytest.approx(0.8 * before.speed)
+    assert after.speed_range[0] > 0.8 * before.speed_range[0], "the machine is known by its runs"
+    full = overrides.apply(pages.find("llama3-1b", "full"), [])
+    assert planned(here, full).speed == planned(ONE, full).speed, "another kind"
+    assert planned(here, replace(RECIPE, deepspeed="zero3.json")).correction.runs == 0
+    measured = with_measurements(ONE, H100, False, pytest.fail)
+    assert not past_runs.corrections(measured, tmp_path), "predicted by other rates"
+    # A corrected prediction is not corrected again by the run that confirms it.
+    a_run(tmp_path, "6", 0.8, cluster=here)
+    (again,) = past_runs.corrections(ONE, tmp_path).values()
+    assert again.runs == 4 and again.factor == pytest.approx(0.8)
+
+
+def test_the_answer_names_the_runs_that_correct_it(tmp_path, monkeypatch, capsys):
+    for name in "12":
+        a_run(tmp_path / "runs", name, 0.5)
+    monkeypatch.chdir(tmp_path)
+    words = ["llama3-1b", "lora", "--gpu", "H100", "deepspeed=zero1.json"]
+    assert plan.main(words) == 0
+    assert "are corrected by 2 finished runs here: x 0.50; without them" in " ".join(capsys.readouterr().out.split())
+    assert plan.main([*words, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert first["corrected_by"] == {"runs": 2, "factor": pytest.approx(0.5)}
+    assert plan.main([*words[:3], "A100-80GB", words[-1], "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)["plans"][0]
+    assert first["corrected_by"] == {"runs": 0, "factor": 1.0}, "they ran on other GPUs"
 
 
 def test_busy_gpus_are_named(monkeypatch):

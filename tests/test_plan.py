@@ -273,7 +273,7 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--sequence-length", "0"): "sequence_length=0: must be at least 8",
     ("llama3-8b", *EIGHT, "--sequence-length", "200000"): "the model has 131,072 positions",
     ("llama3-8b", *EIGHT, "--sequence-length", "4", "sequence_length=4"): "give one of them",
-    ("llama3-8b", *EIGHT, "model.path=x"): "the model is the first word",
+    ("llama3-8b", *EIGHT, "model.path=x"): "give the model as the first word",
     ("llama3-8b", *EIGHT, "layout.tensr=2"): "unknown key 'layout.tensr'. Did you mean 'layout.tensor'",
     ("llama3-8b", *EIGHT, "layout.tensor=3"): "layout.tensor=3: 8 ranks are not divisible by 3",
     ("llama3-8b", *EIGHT, "layout.expert=8"): "layout.expert=8: llama has no experts",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, with_measurements
-from ...planning.search import asked_layout, model_recipe, strategies
+from ...planning.search import asked_layout, model_recipe, past_runs, strategies
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
 from ...recipe.errors import UserError
@@ -154,6 +154,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     hardware = with_measurements(
         hardware, arguments.machine, arguments.gpu is not None, lambda line: print(line, file=sys.stderr)
     )
+    hardware = replace(hardware, corrections=past_runs.corrections(hardware))
     if arguments.network is None:
         return hardware
     if not 0 < arguments.network < math.inf:

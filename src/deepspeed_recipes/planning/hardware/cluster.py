@@ -3,8 +3,8 @@
 import math
 import os
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...recipe.errors import UserError
@@ -14,6 +14,15 @@ from .instances import INSTANCES
 from .machine_file import Machine
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What past runs of one kind on this machine say about predicted speeds."""
+
+    factor: float
+    """The median of measured / predicted."""
+    runs: int
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Cluster:
     """CPU cores of one node; 0 if unknown."""
     instance: str = ""
     """The rented instance, a name in `instances.INSTANCES`, even if not all its GPUs are used; empty if unknown."""
+    corrections: Mapping[str, Correction] = field(default_factory=dict)
+    """By the kinds of `search.past_runs`; empty without past runs."""
     machine: Machine | None = None
     """Measurements of one of its nodes, or None if only datasheets are known."""
 

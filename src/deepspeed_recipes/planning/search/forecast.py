@@ -11,7 +11,7 @@ from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder, read_json, write_json
 from ..hardware.cluster import Cluster, this_machine, with_measurements
-from . import suggestions
+from . import past_runs, suggestions
 from .plans import Plan
 from .strategies import evaluate, plan_request, search
 
@@ -22,7 +22,10 @@ AUTO = "auto"
 def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     """Return a cluster of machines like this one with `gpus` GPUs each, or None if this machine has no GPU."""
     here = this_machine()
-    return here and with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
+    if here is None:
+        return None
+    cluster = with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
+    return replace(cluster, corrections=past_runs.corrections(cluster))
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
@@ -104,6 +107,8 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
         "tokens_per_second": summary["tokens_per_second"],
     }
     predicted = _predicted(plan) if plan else dict.fromkeys(measured)
+    if plan and (steady := past_runs.steady_speed(run)):
+        measured["steady_tokens_per_second"] = steady
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
 
 
@@ -113,5 +118,8 @@ def _predicted(plan: Plan) -> dict[str, Any]:
         "gpu_allocated_gib": reserved - plan.components["fragmentation"],
         "gpu_reserved_gib": reserved,
         "tokens_per_second": plan.speed * plan.setup.world_size,
+        "uncorrected_tokens_per_second": plan.time.tokens_per_second_per_gpu * plan.setup.world_size,
+        "kind": past_runs.kind_of(plan.setup),
+        "rates": past_runs.rates_of(plan.cluster),
         "components_gib": dict(plan.components),
     }

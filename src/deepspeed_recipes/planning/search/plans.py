@@ -9,8 +9,9 @@ from ..cost.memory.peak_memory import Memory
 from ..cost.ranges import memory_range, speed_range
 from ..cost.time.step_time import StepTime
 from ..cost.training_setup import TrainingSetup
-from ..hardware.cluster import Cluster
+from ..hardware.cluster import Cluster, Correction
 from ..model_profile.profile import ModelProfile
+from .past_runs import kind_of
 
 GIB = 2**30
 REFUSE = 0.95
@@ -87,8 +88,13 @@ class Plan:
 
     @property
     def speed(self) -> float:
-        """Tokens per second and GPU."""
-        return self.time.tokens_per_second_per_gpu
+        """Tokens per second and GPU, corrected by past runs if there are any."""
+        return self.time.tokens_per_second_per_gpu * self.correction.factor
+
+    @property
+    def correction(self) -> Correction:
+        """The correction of the speed by past runs of this kind on this machine."""
+        return self.cluster.corrections.get(kind_of(self.setup), Correction(1.0, 0))
 
     @property
     def components(self) -> Mapping[str, float]:
@@ -109,7 +115,7 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """The low and high values of `speed`."""
-        factors = speed_range(self.setup, self.cluster.machine is not None)
+        factors = speed_range(self.setup, self.cluster.machine is not None or self.correction.runs > 0)
         return factors.low * self.speed, factors.high * self.speed
 
     @property

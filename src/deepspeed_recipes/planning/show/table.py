@@ -13,6 +13,7 @@ from ...recipe.recipe import Checkpointing, Layout, Recipe
 from ..hardware.cluster import Cluster
 from ..hardware.instances import INSTANCES
 from ..search.model_recipe import method_of
+from ..search.past_runs import kind_of
 from ..search.plans import Plan, PlanRequest, SearchResult
 from ..search.reasons import behind, why
 from ..search.run_cost import RESTART, Workload
@@ -95,7 +96,8 @@ def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -
         "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
         "tokens_per_second_per_gpu_range": list(plan.speed_range),
-        "step_seconds": plan.time.seconds,
+        "step_seconds": plan.time.seconds / plan.correction.factor,
+        "corrected_by": {"runs": plan.correction.runs, "factor": plan.correction.factor},
         "fits": plan.fits,
         "tight": plan.tight,
         "why": why(request, plan),
@@ -154,7 +156,12 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
     low, high = plan.gpu_gib_range
     yield f"Memory, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB."
-    if not plan.cluster.machine:
+    if plan.correction.runs:
+        yield (
+            f"Speeds of its kind ({kind_of(plan.setup)}) are corrected by {plan.correction.runs} finished runs here: "
+            f"x {plan.correction.factor:.2f}; without them {plan.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU."
+        )
+    elif not plan.cluster.machine:
         yield (
             "Range of speeds: published runs on machines that were not measured. ds-recipes doctor --measure on such a "
             "machine narrows it."
