@@ -98,4 +98,4 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
     written = pdsh_environment.write_environment(RunFolder(tmp_path), ranks).read_text()
     assert "MINE=1" in written and "LD_PRELOAD" not in written and "PYTHONSAFEPATH=1" in written
-    assert f"{tmp_path}/data/.deepspeed_env: not read" in capsys.readouterr().out
+    assert f"{tmp_path}/data/.deepspeed_env: ignored; move the variables" in capsys.readouterr().out

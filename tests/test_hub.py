@@ -19,8 +19,8 @@ def test_every_other_dimension_is_named(tmp_path):
     model = pages.page("llama3").SIZES["8b"]
     AutoConfig.for_model(**model.config | {"hidden_size": 2048, "num_hidden_layers": 16}).save_pretrained(tmp_path)
     assert hub.compare(replace(model, path=str(tmp_path))) == [
-        "hidden_size: the page says 4096, the Hub 2048",
-        "num_hidden_layers: the page says 32, the Hub 16",
+        "hidden_size: the page has 4096, the Hub 2048",
+        "num_hidden_layers: the page has 32, the Hub 16",
     ]
 
 

@@ -45,7 +45,7 @@ def test_families_without_a_classification_model_are_refused_at_once():
         if kind in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
             limits.check(asked, 1, deepspeed_file.DeepSpeedFile(stage=3))
             continue
-        with pytest.raises(UserError, match=f"^method=reward: .* of the type {kind}"):
+        with pytest.raises(UserError, match=f"^method=reward: .* does not have for the type {kind}"):
             limits.check(asked, 1, deepspeed_file.DeepSpeedFile(stage=3))
     assert {recipe.model.config["model_type"] for recipe in recipes} > set(limits.NO_CLASSIFIER)
 

@@ -51,7 +51,7 @@ def test_without_a_choice_the_launcher_counts(monkeypatch, visible, gpus):
 
 def test_uuids_are_refused_in_a_line(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
-    with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES=GPU-8932\S+ DeepSpeed's launcher takes numbers"):
+    with pytest.raises(UserError, match=r"CUDA_VISIBLE_DEVICES=GPU-8932\S+ DeepSpeed's launcher accepts numbers only"):
         command.local_devices(1, 1)
 
 

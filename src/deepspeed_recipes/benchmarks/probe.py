@@ -39,6 +39,7 @@ ON_GPU = {
     "steps": 20,
     "calls": 10,
     "message": 2**26,
+    "adam": 2**25,
 }
 ON_CPU = {
     "products": (128, 256, 512, 1024),
@@ -49,9 +50,11 @@ ON_CPU = {
     "steps": 7,
     "calls": 1,
     "message": 2**24,
+    "adam": 2**23,
 }
-"""Sides of square products, bytes of a copy, tokens and heads of attention; how often each is timed, how many calls
-are queued each time, so that a GPU does not wait for their launches, and optimizer steps of the small models."""
+"""Sides of square products, bytes of a copy, tokens and heads of attention; how often each is timed, optimizer steps of
+the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a collective that is bound
+by the link, and parameters that the host's Adam updates."""
 WIDTH = 128
 """Of a head."""
 LAYERS = (2, 10)
