@@ -27,7 +27,13 @@ SIZE = 300_000
 """Bytes that a notebook with its outputs may have."""
 QUIET = {"PYTHONWARNINGS": "ignore:IProgress not found"}
 """Without ipywidgets, which draws progress bars, nothing is lost."""
-ENVIRONMENT = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {
+    "COLUMNS": "120",
+    "HF_HUB_OFFLINE": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "DS_RECIPES_SCRIPTS": str(ROOT),
+}
 
 
 class OnlyThisInterpreter(KernelSpecManager):

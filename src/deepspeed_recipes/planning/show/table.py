@@ -20,6 +20,7 @@ from ..search.run_cost import RESTART, Workload
 
 SHOWN = 8
 """Number of plans in the table."""
+NVME = "NVMe GiB"
 COLUMNS = (
     "",
     "config",
@@ -29,7 +30,7 @@ COLUMNS = (
     "GPU GiB",
     "",
     "host GiB",
-    "NVMe GiB",
+    NVME,
     "tokens/s/GPU",
     "range",
 )
@@ -266,7 +267,8 @@ def hardware_in_words(cluster: Cluster) -> str:
 
 def _table(plans: list[Plan], workload: Workload | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (*COLUMNS, *(COST_COLUMNS if workload else ())):
+    drives = any(plan.nvme_gib for plan in plans)
+    for name in (*(one for one in COLUMNS if drives or one != NVME), *(COST_COLUMNS if workload else ())):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
         table.add_row(
@@ -278,9 +280,9 @@ def _table(plans: list[Plan], workload: Workload | None) -> Table:
             f"{plan.gpu_gib:.1f}",
             f"{plan.share:.0%}",
             _size(plan.host_gib),
-            _size(plan.nvme_gib),
+            *([_size(plan.nvme_gib)] if drives else ()),
             "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
-            "" if plan.shortfalls else "{:,.0f} to {:,.0f}".format(*plan.speed_range),
+            "" if plan.shortfalls else _range(*plan.speed_range),
             *(cost(plan, workload) if workload and not plan.shortfalls else ()),
             style=None if plan.fits else "yellow" if plan.tight else "red",
         )
@@ -298,6 +300,11 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
 
 def _checkpointing(how: Checkpointing) -> str:
     return how if isinstance(how, str) else "yes" if how else "no"
+
+
+def _range(low: float, high: float) -> str:
+    """Return a range of speeds: `103 to 429`, `2.0 to 8.2k`."""
+    return f"{low:,.0f} to {high:,.0f}" if high < 1000 else f"{low / 1000:,.1f} to {high / 1000:,.1f}k"
 
 
 def _size(size: float) -> str:
