@@ -24,6 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..machine import ops
+from ..planning.hardware.machine_file import HEAD_WIDTH
 from ..recipe.run_folder import write_json
 from ..training import distributed, upstream
 from ..training.console import leave_out_noise
@@ -55,10 +56,8 @@ ON_CPU = {
 """Sides of square products, bytes of a copy, tokens and heads of attention; how often each is timed, optimizer steps of
 the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a collective that is bound
 by the link, and parameters that the host's Adam updates."""
-WIDTH = 128
-"""Of a head."""
 LAYERS = (2, 10)
-"""Of two Llamas 64 wide, whose difference is what a layer costs the host: on a GPU nothing of it shows but launches."""
+"""Layers of two Llamas 64 wide; their difference is a layer's cost on the host, since a GPU computes it in no time."""
 WARM_UP = 3
 """Steps of these models that are not counted: ZeRO-3 records the order of its modules in the first."""
 SMALL = 2**10
@@ -134,7 +133,7 @@ def attentions() -> dict[str, dict[str, float]]:
     """Return the seconds of causal attention, forward and both passes, by kernel; of one sequence."""
     size, found = sizes(), {}
     for dtype in dtypes():
-        shape = (1, size["heads"], size["length"], WIDTH)
+        shape = (1, size["heads"], size["length"], HEAD_WIDTH)
         inputs = [torch.randn(shape, device=distributed.device(), dtype=dtype, requires_grad=True) for _ in range(3)]
         for name, kernel in kernels(dtype).items():
             forward = partial(kernel, *inputs)
@@ -165,13 +164,11 @@ def kernels(dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
         return {"flash_2": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)}
     if dtype is torch.float32:
         return {"efficient": through(SDPBackend.EFFICIENT_ATTENTION)}
-    told = attention.document_boundaries([[sizes()["length"]]], sizes()["length"])
-    starts = told["cu_seq_lens_q"].to(distributed.device())
+    length = sizes()["length"]
+    starts = attention.document_boundaries([[length]], length)["cu_seq_lens_q"].to(distributed.device())
 
     def varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return attention.varlen(torch.nn.Module(), q, k, v, None, cu_seq_lens_q=starts, max_length_q=sizes()["length"])[
-            0
-        ]
+        return attention.varlen(torch.nn.Module(), q, k, v, None, cu_seq_lens_q=starts, max_length_q=length)[0]
 
     return {
         "flash_2": varlen,
@@ -181,14 +178,11 @@ def kernels(dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
 
 
 def copies() -> dict[str, float]:
-    """Return the seconds of copies: in the device's memory, to it from the host, and back; and of a sum of squares."""
+    """Return the seconds of copies within the device's memory, and on a GPU from the host and to it."""
     size, device = sizes()["copy"], distributed.device()
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
-    found = {
-        "copy": median_seconds(lambda: target.copy_(source)),
-        "multiply": median_seconds(lambda: torch.mul(source, 1.5, out=target)),
-    }
+    found = {"copy": median_seconds(lambda: target.copy_(source))}
     if distributed.on_gpu():
         host = torch.empty(size // 4, pin_memory=True)
         found["from_host"] = median_seconds(lambda: target.copy_(host, non_blocking=True))

@@ -107,7 +107,7 @@ def lines(measured: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, taken in seconds["products"].items():
         side, dtype = name.split()
         yield f"product {side} x {side}, {dtype}", f"{2 * int(side) ** 3 / taken / 1e12:,.2f} TFLOP/s"
-    operations = 4 * sizes["heads"] * 128 * sizes["length"] ** 2 / 2
+    operations = machine_file.attention_operations(sizes)
     for name, taken in seconds["attention"].items():
         kernel, dtype, which = name.split()
         passes = 3.5 if which == "both" else 1

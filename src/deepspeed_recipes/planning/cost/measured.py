@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..hardware.gpus import Gpu
-from ..hardware.machine_file import Machine
+from ..hardware.machine_file import Machine, attention_operations
 from .constants import Constants
 from .time.attention_time import HALF_SPEED
 from .time.host_time import KERNELS
@@ -49,7 +49,7 @@ def constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) ->
 def _kernels(machine: Machine, dtype: str, peak: float) -> dict[str, tuple[float, float]]:
     """Return the share of the peak that each attention kernel would reach on long sequences, by pass."""
     length, taken = machine.sizes["length"], machine.seconds["attention"]
-    operations = 4 * machine.sizes["heads"] * 128 * length * length / 2 * (1 + HALF_SPEED / length)
+    operations = attention_operations(machine.sizes) * (1 + HALF_SPEED / length)
     found = {}
     for name in {key.split()[0] for key in taken if f" {dtype} " in key}:
         ahead, both = (taken[f"{name} {dtype} {which}"] for which in ("forward", "both"))

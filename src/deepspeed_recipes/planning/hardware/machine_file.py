@@ -1,6 +1,5 @@
 """A machine's measured rates, from the file that `ds-recipes doctor --measure` writes, in place of datasheets."""
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -8,11 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...recipe.errors import UserError, of_system
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json
 from .gpus import Gpu, find
 
 VERSION = 1
 """Of the file's format."""
+HEAD_WIDTH = 128
+"""Of the attention that is measured."""
 NEEDED = ("products", "attention", "copy", "layer plain", "layer zero1", "layer zero3")
 """Entries of `seconds` that every file has."""
 
@@ -64,6 +66,11 @@ class Machine:
         return replace(gpu, **changes)
 
 
+def attention_operations(sizes: Mapping[str, Any]) -> float:
+    """Return the operations of the measured attention's forward pass, with its causal mask."""
+    return 4 * sizes["heads"] * HEAD_WIDTH * sizes["length"] ** 2 / 2
+
+
 def read(file: Path) -> Machine:
     """Return a machine's measurements.
 
@@ -71,11 +78,9 @@ def read(file: Path) -> Machine:
         UserError: the file cannot be read, is another version's, or lacks something.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(of_system(error, file)) from error
-    except ValueError as error:
-        raise UserError(f"{file}: not JSON; measure again with doctor --measure.") from error
+        data = read_json(file)
+    except UserError as error:
+        raise UserError(f"{error} Measure again with doctor --measure.") from error
     if not isinstance(data, dict) or data.get("version") != VERSION:
         found = data.get("version") if isinstance(data, dict) else None
         raise UserError(f"{file}: version {found!r} is not {VERSION}; measure again with doctor --measure.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.recipe import Recipe
@@ -91,7 +92,7 @@ class Plan:
         """Tokens per second and GPU, corrected by past runs if there are any."""
         return self.time.tokens_per_second_per_gpu * self.correction.factor
 
-    @property
+    @cached_property
     def correction(self) -> Correction:
         """The correction of the speed by past runs of this kind on this machine."""
         return self.cluster.corrections.get(kind_of(self.setup), Correction(1.0, 0))

@@ -69,10 +69,17 @@ def _short(error: UserError, folder: Path) -> str:
     return f"{name} ({_LINE.sub('line ', reason.strip())})"
 
 
-def _object(file: Path) -> None:
+def _start(file: Path) -> bytes:
+    """Return the first bytes of a file that is no pointer of Git LFS."""
     with file.open("rb") as opened:
-        if opened.read(8) == b"version ":
-            raise UserError(f"{file}: Git LFS's pointer, not the file; run `git lfs pull` there.")
+        start = opened.read(8)
+    if start == b"version ":
+        raise UserError(f"{file}: Git LFS's pointer, not the file; run `git lfs pull` there.")
+    return start
+
+
+def _object(file: Path) -> None:
+    _start(file)
     if not isinstance(read_json(file), dict):
         raise UserError(f"{file}: not one JSON object; {_AGAIN}.")
 
@@ -107,11 +114,8 @@ def _weights(file: Path) -> None:
 
 def _binary(file: Path) -> None:
     files.check_ends(file)
-    with file.open("rb") as opened:
-        if not (start := opened.read(8)):
-            raise UserError(f"{file}: is empty; {_AGAIN}.")
-        if start == b"version ":
-            raise UserError(f"{file}: Git LFS's pointer, not the file; run `git lfs pull` there.")
+    if not _start(file):
+        raise UserError(f"{file}: is empty; {_AGAIN}.")
 
 
 _READERS = {_OBJECTS: _object, _TEMPLATE: _template, _TEXTS: _text, _WEIGHTS: _weights, _BINARY: _binary}
