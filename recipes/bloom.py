@@ -17,52 +17,32 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 COMMON = {
-    "model_type": "bloom",
-    "vocab_size": 250880,
-    "layer_norm_epsilon": 1e-5,
-    "apply_residual_connection_post_layernorm": False,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
+    "model_type": "bloom", "vocab_size": 250880, "layer_norm_epsilon": 1e-5,
+    "apply_residual_connection_post_layernorm": False, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3,
 }
 
 LICENCE = "bigscience-bloom-rail-1.0"
 SIZES = {
-    "560m": Model(
-        path="bigscience/bloom-560m",
-        parameters=559_214_592,
-        config=COMMON | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
-        attention="eager",
-    ),
-    "1b1": Model(
-        path="bigscience/bloom-1b1",
-        parameters=1_065_314_304,
-        config=COMMON | {"hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 16},
-        attention="eager",
-    ),
-    "3b": Model(
-        path="bigscience/bloom-3b",
-        parameters=3_002_557_440,
-        config=COMMON | {"hidden_size": 2560, "num_hidden_layers": 30, "num_attention_heads": 32},
-        attention="eager",
-    ),
-    "7b1": Model(
-        path="bigscience/bloom-7b1",
-        parameters=7_069_016_064,
-        config=COMMON | {"hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32},
-        attention="eager",
-    ),
-    "176b": Model(
-        path="bigscience/bloom",
-        parameters=176_247_271_424,
-        config=COMMON | {"hidden_size": 14336, "num_hidden_layers": 70, "num_attention_heads": 112},
-        attention="eager",
-    ),
+    "560m": Model(path="bigscience/bloom-560m", parameters=559_214_592, attention="eager", config=COMMON | {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    }),
+    "1b1": Model(path="bigscience/bloom-1b1", parameters=1_065_314_304, attention="eager", config=COMMON | {
+        "hidden_size": 1536, "num_hidden_layers": 24, "num_attention_heads": 16,
+    }),
+    "3b": Model(path="bigscience/bloom-3b", parameters=3_002_557_440, attention="eager", config=COMMON | {
+        "hidden_size": 2560, "num_hidden_layers": 30, "num_attention_heads": 32,
+    }),
+    "7b1": Model(path="bigscience/bloom-7b1", parameters=7_069_016_064, attention="eager", config=COMMON | {
+        "hidden_size": 4096, "num_hidden_layers": 30, "num_attention_heads": 32,
+    }),
+    "176b": Model(path="bigscience/bloom", parameters=176_247_271_424, attention="eager", config=COMMON | {
+        "hidden_size": 14336, "num_hidden_layers": 70, "num_attention_heads": 112,
+    }),
 }
+# fmt: on
 
 SMALL = ("560m", "1b1", "3b")
 

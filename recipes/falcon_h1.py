@@ -16,85 +16,34 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "falcon_h1",
-    "rms_norm_eps": 1e-05,
-    "mamba_n_groups": 1,
-    "mamba_d_conv": 4,
-    "mamba_norm_before_gate": False,
-    "tie_word_embeddings": False,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 100000000000.0,
-    },
+    "model_type": "falcon_h1", "rms_norm_eps": 1e-05, "mamba_n_groups": 1, "mamba_d_conv": 4,
+    "mamba_norm_before_gate": False, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000000000.0},
 }
 
 LICENCE = "Falcon-LLM-License"
 SIZES = {
-    "3b": Model(
-        path="tiiuae/Falcon-H1-3B-Instruct",
-        parameters=3_149_256_192,
-        config={
-            **SHARED,
-            "vocab_size": 65536,
-            "hidden_size": 2560,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 10,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_d_ssm": 4096,
-            "mamba_n_heads": 32,
-            "mamba_d_head": 128,
-            "mamba_d_state": 256,
-            "mamba_chunk_size": 128,
-            "max_position_embeddings": 131072,
-        },
-    ),
-    "7b": Model(
-        path="tiiuae/Falcon-H1-7B-Instruct",
-        parameters=7_585_648_736,
-        config={
-            **SHARED,
-            "vocab_size": 130048,
-            "hidden_size": 3072,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_d_ssm": 3072,
-            "mamba_n_heads": 24,
-            "mamba_d_head": 128,
-            "mamba_d_state": 256,
-            "mamba_rms_norm": True,
-            "mamba_chunk_size": 256,
-            "max_position_embeddings": 262144,
-        },
-    ),
-    "34b": Model(
-        path="tiiuae/Falcon-H1-34B-Instruct",
-        parameters=33_642_516_224,
-        config={
-            **SHARED,
-            "vocab_size": 261120,
-            "hidden_size": 5120,
-            "intermediate_size": 21504,
-            "num_hidden_layers": 72,
-            "num_attention_heads": 20,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "mamba_d_ssm": 4096,
-            "mamba_n_heads": 32,
-            "mamba_d_head": 128,
-            "mamba_d_state": 256,
-            "mamba_n_groups": 2,
-            "mamba_rms_norm": True,
-            "mamba_chunk_size": 128,
-            "max_position_embeddings": 262144,
-        },
-    ),
+    "3b": Model(path="tiiuae/Falcon-H1-3B-Instruct", parameters=3_149_256_192, config={
+        **SHARED, "vocab_size": 65536, "hidden_size": 2560, "intermediate_size": 6144, "num_hidden_layers": 32,
+        "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 4096, "mamba_n_heads": 32,
+        "mamba_d_head": 128, "mamba_d_state": 256, "mamba_chunk_size": 128, "max_position_embeddings": 131072,
+    }),
+    "7b": Model(path="tiiuae/Falcon-H1-7B-Instruct", parameters=7_585_648_736, config={
+        **SHARED, "vocab_size": 130048, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 44,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 128, "mamba_d_ssm": 3072, "mamba_n_heads": 24,
+        "mamba_d_head": 128, "mamba_d_state": 256, "mamba_rms_norm": True, "mamba_chunk_size": 256,
+        "max_position_embeddings": 262144,
+    }),
+    "34b": Model(path="tiiuae/Falcon-H1-34B-Instruct", parameters=33_642_516_224, config={
+        **SHARED, "vocab_size": 261120, "hidden_size": 5120, "intermediate_size": 21504, "num_hidden_layers": 72,
+        "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 128, "mamba_d_ssm": 4096, "mamba_n_heads": 32,
+        "mamba_d_head": 128, "mamba_d_state": 256, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_chunk_size": 128,
+        "max_position_embeddings": 262144,
+    }),
 }
+# fmt: on
 
 WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -16,67 +16,31 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
+# fmt: off
 SHARED = {
-    "model_type": "gemma2",
-    "vocab_size": 256000,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 8192,
-    "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": True,
+    "model_type": "gemma2", "vocab_size": 256000, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": True,
 }
 
 LICENCE = "Gemma"
 SIZES = {
-    "2b": Model(
-        path="google/gemma-2-2b-it",
-        parameters=2_614_341_888,
-        config={
-            **SHARED,
-            "hidden_size": 2304,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-        },
-        attention="eager",  # SDPA has no soft caps
-    ),
-    "9b": Model(
-        path="google/gemma-2-9b-it",
-        parameters=9_241_705_984,
-        config={
-            **SHARED,
-            "hidden_size": 3584,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 42,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-        },
-        attention="eager",  # SDPA has no soft caps
-    ),
-    "27b": Model(
-        path="google/gemma-2-27b-it",
-        parameters=27_227_128_320,
-        config={
-            **SHARED,
-            "hidden_size": 4608,
-            "intermediate_size": 36864,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "query_pre_attn_scalar": 144,
-        },
-        attention="eager",  # SDPA has no soft caps
-    ),
+    # Eager attention, since SDPA has no soft caps.
+    "2b": Model(path="google/gemma-2-2b-it", parameters=2_614_341_888, attention="eager", config={
+        **SHARED, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256,
+    }),
+    "9b": Model(path="google/gemma-2-9b-it", parameters=9_241_705_984, attention="eager", config={
+        **SHARED, "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "query_pre_attn_scalar": 256,
+    }),
+    "27b": Model(path="google/gemma-2-27b-it", parameters=27_227_128_320, attention="eager", config={
+        **SHARED, "hidden_size": 4608, "intermediate_size": 36864, "num_hidden_layers": 46, "num_attention_heads": 32,
+        "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144,
+    }),
 }
+# fmt: on
 
 WHOLE = ("2b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

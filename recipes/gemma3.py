@@ -21,99 +21,43 @@ LONG_ROPE = {
 }
 
 LICENCE = "Gemma"
+# fmt: off
 SIZES = {
-    "1b": Model(
-        path="google/gemma-3-1b-it",
-        parameters=999_885_952,
-        config={
-            "model_type": "gemma3_text",
-            "vocab_size": 262_144,
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 32_768,
-            "sliding_window": 512,
-            "sliding_window_pattern": 6,  # every sixth layer attends to everything
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
+    "1b": Model(path="google/gemma-3-1b-it", parameters=999_885_952, config={
+        "model_type": "gemma3_text", "vocab_size": 262_144, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 32_768,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,  # every sixth layer attends to everything
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
-    ),
-    "4b": Model(
-        path="google/gemma-3-4b-it",
-        parameters=3_880_263_168,
-        config={
-            "model_type": "gemma3_text",
-            "vocab_size": 262_208,
-            "hidden_size": 2560,
-            "intermediate_size": 10_240,
-            "num_hidden_layers": 34,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131_072,
-            "sliding_window": 1024,
-            "sliding_window_pattern": 6,
-            "rope_parameters": LONG_ROPE,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "12b": Model(
-        path="google/gemma-3-12b-it",
-        parameters=11_766_034_176,
-        config={
-            "model_type": "gemma3_text",
-            "vocab_size": 262_208,
-            "hidden_size": 3840,
-            "intermediate_size": 15_360,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131_072,
-            "sliding_window": 1024,
-            "sliding_window_pattern": 6,
-            "rope_parameters": LONG_ROPE,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "27b": Model(
-        path="google/gemma-3-27b-it",
-        parameters=27_009_346_304,
-        config={
-            "model_type": "gemma3_text",
-            "vocab_size": 262_208,
-            "hidden_size": 5376,
-            "intermediate_size": 21_504,
-            "num_hidden_layers": 62,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 16,
-            "head_dim": 128,
-            "query_pre_attn_scalar": 168,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "max_position_embeddings": 131_072,
-            "sliding_window": 1024,
-            "sliding_window_pattern": 6,
-            "rope_parameters": LONG_ROPE,
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": True,
-        },
-    ),
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    }),
+    "4b": Model(path="google/gemma-3-4b-it", parameters=3_880_263_168, config={
+        "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 2560, "intermediate_size": 10_240,
+        "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "rope_parameters": LONG_ROPE, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }),
+    "12b": Model(path="google/gemma-3-12b-it", parameters=11_766_034_176, config={
+        "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 3840, "intermediate_size": 15_360,
+        "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "rope_parameters": LONG_ROPE, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }),
+    "27b": Model(path="google/gemma-3-27b-it", parameters=27_009_346_304, config={
+        "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 5376, "intermediate_size": 21_504,
+        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+        "query_pre_attn_scalar": 168, "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+        "sliding_window": 1024, "sliding_window_pattern": 6, "rope_parameters": LONG_ROPE, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+    }),
 }
+# fmt: on
 
 SMALL = ("1b", "4b")
 RATE = {"1b": 5e-5, "4b": 2e-5, "12b": 2e-5, "27b": 1e-5}

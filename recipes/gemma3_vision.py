@@ -13,33 +13,21 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
+# fmt: off
 TOWER = {
-    "model_type": "siglip_vision_model",
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "image_size": 896,
-    "patch_size": 14,
-    "hidden_act": "gelu_pytorch_tanh",
-    "layer_norm_eps": 1e-6,
-    "vision_use_head": False,
+    "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
+    "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "hidden_act": "gelu_pytorch_tanh",
+    "layer_norm_eps": 1e-6, "vision_use_head": False,
 }
 LANGUAGE = {
-    "model_type": "gemma3_text",
-    "vocab_size": 262_208,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072,
-    "sliding_window": 1024,
+    "model_type": "gemma3_text", "vocab_size": 262_208, "head_dim": 256, "query_pre_attn_scalar": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "sliding_window": 1024,
     "sliding_window_pattern": 6,  # every sixth layer attends to everything
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     },
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
 }
 """Settings of all sizes, unless a size overrides them."""
 
@@ -49,57 +37,26 @@ SHARED = {"model_type": "gemma3", "mm_tokens_per_image": 256, "tie_word_embeddin
 
 LICENCE = "Gemma"
 SIZES = {
-    "4b": Model(
-        path="google/gemma-3-4b-it",
-        parameters=4_300_079_472,
-        config=SHARED
-        | {
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 2560,
-                "intermediate_size": 10_240,
-                "num_hidden_layers": 34,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-            }
+    "4b": Model(path="google/gemma-3-4b-it", parameters=4_300_079_472, vision=True, config=SHARED | {
+        "text_config": LANGUAGE | {
+            "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34, "num_attention_heads": 8,
+            "num_key_value_heads": 4,
         },
-        vision=True,
-    ),
-    "12b": Model(
-        path="google/gemma-3-12b-it",
-        parameters=12_187_325_040,
-        config=SHARED
-        | {
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 3840,
-                "intermediate_size": 15_360,
-                "num_hidden_layers": 48,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 8,
-            }
+    }),
+    "12b": Model(path="google/gemma-3-12b-it", parameters=12_187_325_040, vision=True, config=SHARED | {
+        "text_config": LANGUAGE | {
+            "hidden_size": 3840, "intermediate_size": 15_360, "num_hidden_layers": 48, "num_attention_heads": 16,
+            "num_key_value_heads": 8,
         },
-        vision=True,
-    ),
-    "27b": Model(
-        path="google/gemma-3-27b-it",
-        parameters=27_432_406_640,
-        config=SHARED
-        | {
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 5376,
-                "intermediate_size": 21_504,
-                "num_hidden_layers": 62,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 16,
-                "head_dim": 128,
-                "query_pre_attn_scalar": 168,
-            }
+    }),
+    "27b": Model(path="google/gemma-3-27b-it", parameters=27_432_406_640, vision=True, config=SHARED | {
+        "text_config": LANGUAGE | {
+            "hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 62, "num_attention_heads": 32,
+            "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
         },
-        vision=True,
-    ),
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

@@ -18,48 +18,24 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "MIT"
+# fmt: off
 SIZES = {
-    "9b": Model(
-        path="zai-org/GLM-4-9B-0414",
-        parameters=9_400_279_040,
-        config={
-            "model_type": "glm4",
-            "vocab_size": 151552,
-            "hidden_size": 4096,
-            "intermediate_size": 13696,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "32b": Model(
-        path="zai-org/GLM-4-32B-0414",
-        parameters=32_566_081_536,
-        config={
-            "model_type": "glm4",
-            "vocab_size": 151552,
-            "hidden_size": 6144,
-            "intermediate_size": 23040,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 48,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "9b": Model(path="zai-org/GLM-4-9B-0414", parameters=9_400_279_040, config={
+        "model_type": "glm4", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 13696,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        "attention_bias": True, "tie_word_embeddings": False,
+    }),
+    "32b": Model(path="zai-org/GLM-4-32B-0414", parameters=32_566_081_536, config={
+        "model_type": "glm4", "vocab_size": 151552, "hidden_size": 6144, "intermediate_size": 23040,
+        "num_hidden_layers": 61, "num_attention_heads": 48, "num_key_value_heads": 2, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+        "attention_bias": False, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 FULL_RATE = {"9b": 1e-5, "32b": 5e-6}
 LORA_RATE = {"9b": 2e-4, "32b": 1e-4}

@@ -16,61 +16,29 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "glm4_moe",
-    "vocab_size": 151552,
-    "num_attention_heads": 96,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "attention_bias": True,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000000.0,
-        "partial_rotary_factor": 0.5,
-    },
+    "model_type": "glm4_moe", "vocab_size": 151552, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "attention_bias": True, "n_shared_experts": 1, "num_experts_per_tok": 8, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "max_position_embeddings": 131072, "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
     "tie_word_embeddings": False,
 }
 
 LICENCE = "MIT"
 SIZES = {
-    "air": Model(
-        path="zai-org/GLM-4.5-Air",
-        parameters=106_852_245_504,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "moe_intermediate_size": 1408,
-            "num_hidden_layers": 46,
-            "n_routed_experts": 128,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.0,
-            "use_qk_norm": False,
-        },
-    ),
-    "355b": Model(
-        path="zai-org/GLM-4.5",
-        parameters=352_797_814_784,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-            "num_hidden_layers": 92,
-            "n_routed_experts": 160,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "use_qk_norm": True,
-        },
-    ),
+    "air": Model(path="zai-org/GLM-4.5-Air", parameters=106_852_245_504, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46, "n_routed_experts": 128, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    }),
+    "355b": Model(path="zai-org/GLM-4.5", parameters=352_797_814_784, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 92, "n_routed_experts": 160, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.NO_HEADS
 

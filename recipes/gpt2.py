@@ -40,41 +40,28 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 # Hugging Face's config.json calls these n_embd, n_layer, n_head and n_positions; transformers takes both names.
+# fmt: off
 COMMON = {
-    "model_type": "gpt2",
-    "vocab_size": 50257,
-    "max_position_embeddings": 1024,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "resid_pdrop": 0.1,
-    "embd_pdrop": 0.1,
-    "attn_pdrop": 0.1,
-    "tie_word_embeddings": True,
+    "model_type": "gpt2", "vocab_size": 50257, "max_position_embeddings": 1024, "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1, "tie_word_embeddings": True,
 }
 
 LICENCE = "MIT"
 SIZES = {
-    "124m": Model(
-        path="openai-community/gpt2",
-        parameters=124_439_808,
-        config=COMMON | {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    ),
-    "355m": Model(
-        path="openai-community/gpt2-medium",
-        parameters=354_823_168,
-        config=COMMON | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16},
-    ),
-    "774m": Model(
-        path="openai-community/gpt2-large",
-        parameters=774_030_080,
-        config=COMMON | {"hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20},
-    ),
-    "1.5b": Model(
-        path="openai-community/gpt2-xl",
-        parameters=1_557_611_200,
-        config=COMMON | {"hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25},
-    ),
+    "124m": Model(path="openai-community/gpt2", parameters=124_439_808, config=COMMON | {
+        "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+    }),
+    "355m": Model(path="openai-community/gpt2-medium", parameters=354_823_168, config=COMMON | {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16,
+    }),
+    "774m": Model(path="openai-community/gpt2-large", parameters=774_030_080, config=COMMON | {
+        "hidden_size": 1280, "num_hidden_layers": 36, "num_attention_heads": 20,
+    }),
+    "1.5b": Model(path="openai-community/gpt2-xl", parameters=1_557_611_200, config=COMMON | {
+        "hidden_size": 1600, "num_hidden_layers": 48, "num_attention_heads": 25,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.BASE_MODEL | {
     "qlora": "its linear layers are Conv1D modules, which bitsandbytes does not pack in 4 bits; take lora"

@@ -18,31 +18,18 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "20b": Model(
-        path="EleutherAI/gpt-neox-20b",
-        parameters=20_554_567_680,
-        config={
-            "model_type": "gpt_neox",
-            "vocab_size": 50432,
-            "hidden_size": 6144,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 44,
-            "num_attention_heads": 64,
-            "max_position_embeddings": 2048,
-            "hidden_act": "gelu_fast",
-            "layer_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-            "use_parallel_residual": True,
-            "attention_bias": True,
-            "attention_dropout": 0.0,
-            "hidden_dropout": 0.0,
-            "tie_word_embeddings": False,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    ),
+    "20b": Model(path="EleutherAI/gpt-neox-20b", parameters=20_554_567_680, config={
+        "model_type": "gpt_neox", "vocab_size": 50432, "hidden_size": 6144, "intermediate_size": 24576,
+        "num_hidden_layers": 44, "num_attention_heads": 64, "max_position_embeddings": 2048, "hidden_act": "gelu_fast",
+        "layer_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "use_parallel_residual": True, "attention_bias": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.BASE_MODEL
 

@@ -16,71 +16,33 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150_000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 4096,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "20b": Model(
-        path="openai/gpt-oss-20b",
-        parameters=20_914_757_184,
-        config={
-            "model_type": "gpt_oss",
-            "vocab_size": 201_088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "attention_bias": True,
-            "num_local_experts": 32,
-            "num_experts_per_tok": 4,
-            "swiglu_limit": 7.0,
-            "router_aux_loss_coef": 0.9,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 12,
-            "rope_parameters": YARN,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        attention="eager",  # SDPA has no sinks, and transformers refuses it
-    ),
-    "120b": Model(
-        path="openai/gpt-oss-120b",
-        parameters=116_829_156_672,
-        config={
-            "model_type": "gpt_oss",
-            "vocab_size": 201_088,
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "attention_bias": True,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "swiglu_limit": 7.0,
-            "router_aux_loss_coef": 0.9,
-            "max_position_embeddings": 131_072,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention", "full_attention"] * 18,
-            "rope_parameters": YARN,
-            "rms_norm_eps": 1e-5,
-            "tie_word_embeddings": False,
-        },
-        attention="eager",
-    ),
+    # Eager attention, since SDPA has no sinks and transformers refuses it.
+    "20b": Model(path="openai/gpt-oss-20b", parameters=20_914_757_184, attention="eager", config={
+        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "attention_bias": True, "num_local_experts": 32, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9, "max_position_embeddings": 131_072, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "rope_parameters": YARN, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }),
+    "120b": Model(path="openai/gpt-oss-120b", parameters=116_829_156_672, attention="eager", config={
+        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "attention_bias": True, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
+        "router_aux_loss_coef": 0.9, "max_position_embeddings": 131_072, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18, "rope_parameters": YARN, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

@@ -16,63 +16,29 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "hunyuan_v1_dense",
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-05,
-    "attention_bias": False,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "dynamic",
-        "rope_theta": 10000.0,
-        "alpha": 1000.0,
-        "factor": 1.0,
-    },
+    "model_type": "hunyuan_v1_dense", "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-05,
+    "attention_bias": False, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0},
 }
 
 LICENCE = "Tencent-Hunyuan"
 SIZES = {
-    "1.8b": Model(
-        path="tencent/Hunyuan-1.8B-Instruct",
-        parameters=1_791_080_448,
-        config={
-            **SHARED,
-            "vocab_size": 120818,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-        },
-    ),
-    "4b": Model(
-        path="tencent/Hunyuan-4B-Instruct",
-        parameters=4_221_757_440,
-        config={
-            **SHARED,
-            "vocab_size": 120818,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
-    "7b": Model(
-        path="tencent/Hunyuan-7B-Instruct",
-        parameters=7_504_568_320,
-        config={
-            **SHARED,
-            "vocab_size": 128167,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        },
-    ),
+    "1.8b": Model(path="tencent/Hunyuan-1.8B-Instruct", parameters=1_791_080_448, config={
+        **SHARED, "vocab_size": 120818, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4,
+    }),
+    "4b": Model(path="tencent/Hunyuan-4B-Instruct", parameters=4_221_757_440, config={
+        **SHARED, "vocab_size": 120818, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
+    "7b": Model(path="tencent/Hunyuan-7B-Instruct", parameters=7_504_568_320, config={
+        **SHARED, "vocab_size": 128167, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
 }
+# fmt: on
 
 WHOLE = ("1.8b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -18,73 +18,33 @@ SMALL = [("full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv") for la
 LARGE = [("full_attention" if layer in (2, 5, 9, 13, 17, 21, 24, 27) else "conv") for layer in range(30)]
 """The kinds of the layers of 350m to 1.2b, and of 2.6b."""
 
+# fmt: off
 SHARED = {
-    "model_type": "lfm2",
-    "vocab_size": 65536,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 128000,
-    "norm_eps": 1e-05,
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "tie_word_embeddings": True,
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 1000000.0,
-    },
+    "model_type": "lfm2", "vocab_size": 65536, "num_key_value_heads": 8, "max_position_embeddings": 128000,
+    "norm_eps": 1e-05, "conv_L_cache": 3, "conv_bias": False, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
 LICENCE = "LFM1.0"
 SIZES = {
-    "350m": Model(
-        path="LiquidAI/LFM2-350M",
-        parameters=354_483_968,
-        config={
-            **SHARED,
-            "hidden_size": 1024,
-            "intermediate_size": 6656,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "layer_types": SMALL,
-        },
-    ),
-    "700m": Model(
-        path="LiquidAI/LFM2-700M",
-        parameters=742_489_344,
-        config={
-            **SHARED,
-            "hidden_size": 1536,
-            "intermediate_size": 10240,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 24,
-            "layer_types": SMALL,
-        },
-    ),
-    "1.2b": Model(
-        path="LiquidAI/LFM2-1.2B",
-        parameters=1_170_340_608,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "layer_types": SMALL,
-        },
-    ),
-    "2.6b": Model(
-        path="LiquidAI/LFM2-2.6B",
-        parameters=2_569_272_320,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 10752,
-            "block_auto_adjust_ff_dim": False,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 32,
-            "layer_types": LARGE,
-        },
-    ),
+    "350m": Model(path="LiquidAI/LFM2-350M", parameters=354_483_968, config={
+        **SHARED, "hidden_size": 1024, "intermediate_size": 6656, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "layer_types": SMALL,
+    }),
+    "700m": Model(path="LiquidAI/LFM2-700M", parameters=742_489_344, config={
+        **SHARED, "hidden_size": 1536, "intermediate_size": 10240, "num_hidden_layers": 16, "num_attention_heads": 24,
+        "layer_types": SMALL,
+    }),
+    "1.2b": Model(path="LiquidAI/LFM2-1.2B", parameters=1_170_340_608, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 12288, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "layer_types": SMALL,
+    }),
+    "2.6b": Model(path="LiquidAI/LFM2-2.6B", parameters=2_569_272_320, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 10752, "block_auto_adjust_ff_dim": False,
+        "num_hidden_layers": 30, "num_attention_heads": 32, "layer_types": LARGE,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.NO_HEADS
 

@@ -16,54 +16,28 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule
 
+# fmt: off
 SHARED = {
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
+    "model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False,
 }
 
 LICENCE = "Llama-2"
 SIZES = {
-    "7b": Model(
-        path="meta-llama/Llama-2-7b-chat-hf",
-        parameters=6_738_415_616,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-        },
-    ),
-    "13b": Model(
-        path="meta-llama/Llama-2-13b-chat-hf",
-        parameters=13_015_864_320,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 40,
-        },
-    ),
-    "70b": Model(
-        path="meta-llama/Llama-2-70b-chat-hf",
-        parameters=68_976_648_192,
-        config={
-            **SHARED,
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-        },
-    ),
+    "7b": Model(path="meta-llama/Llama-2-7b-chat-hf", parameters=6_738_415_616, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    }),
+    "13b": Model(path="meta-llama/Llama-2-13b-chat-hf", parameters=13_015_864_320, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "num_key_value_heads": 40,
+    }),
+    "70b": Model(path="meta-llama/Llama-2-70b-chat-hf", parameters=68_976_648_192, config={
+        **SHARED, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

@@ -19,98 +19,41 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 COMMON = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "bos_token_id": 128000,
+    "model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False, "bos_token_id": 128000,
     "eos_token_id": [128001, 128008, 128009],
 }
 ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
 
 LICENCE = {"1b": "Llama-3.2", "3b": "Llama-3.2", "8b": "Llama-3.1", "70b": "Llama-3.3", "405b": "Llama-3.1"}
 SIZES = {
-    "1b": Model(
-        path="meta-llama/Llama-3.2-1B-Instruct",
-        parameters=1_235_814_400,
-        config=COMMON
-        | {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "head_dim": 64,
-            "rope_parameters": ROPE | {"factor": 32.0},
-            "tie_word_embeddings": True,
-        },
-    ),
-    "3b": Model(
-        path="meta-llama/Llama-3.2-3B-Instruct",
-        parameters=3_212_749_824,
-        config=COMMON
-        | {
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 24,
-            "head_dim": 128,
-            "rope_parameters": ROPE | {"factor": 32.0},
-            "tie_word_embeddings": True,
-        },
-    ),
-    "8b": Model(
-        path="meta-llama/Llama-3.1-8B-Instruct",
-        parameters=8_030_261_248,
-        config=COMMON
-        | {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "head_dim": 128,
-            "rope_parameters": ROPE | {"factor": 8.0},
-            "tie_word_embeddings": False,
-        },
-    ),
-    "70b": Model(
-        path="meta-llama/Llama-3.3-70B-Instruct",
-        parameters=70_553_706_496,
-        config=COMMON
-        | {
-            "hidden_size": 8192,
-            "intermediate_size": 28672,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "head_dim": 128,
-            "rope_parameters": ROPE | {"factor": 8.0},
-            "tie_word_embeddings": False,
-        },
-    ),
-    "405b": Model(
-        path="meta-llama/Llama-3.1-405B-Instruct",
-        parameters=405_853_388_800,
-        config=COMMON
-        | {
-            "hidden_size": 16384,
-            "intermediate_size": 53248,
-            "num_hidden_layers": 126,
-            "num_attention_heads": 128,
-            "head_dim": 128,
-            "rope_parameters": ROPE | {"factor": 8.0},
-            "tie_word_embeddings": False,
-        },
-    ),
+    "1b": Model(path="meta-llama/Llama-3.2-1B-Instruct", parameters=1_235_814_400, config=COMMON | {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "rope_parameters": ROPE | {"factor": 32.0}, "tie_word_embeddings": True,
+    }),
+    "3b": Model(path="meta-llama/Llama-3.2-3B-Instruct", parameters=3_212_749_824, config=COMMON | {
+        "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "head_dim": 128, "rope_parameters": ROPE | {"factor": 32.0}, "tie_word_embeddings": True,
+    }),
+    "8b": Model(path="meta-llama/Llama-3.1-8B-Instruct", parameters=8_030_261_248, config=COMMON | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "head_dim": 128, "rope_parameters": ROPE | {"factor": 8.0}, "tie_word_embeddings": False,
+    }),
+    "70b": Model(path="meta-llama/Llama-3.3-70B-Instruct", parameters=70_553_706_496, config=COMMON | {
+        "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "head_dim": 128, "rope_parameters": ROPE | {"factor": 8.0}, "tie_word_embeddings": False,
+    }),
+    "405b": Model(path="meta-llama/Llama-3.1-405B-Instruct", parameters=405_853_388_800, config=COMMON | {
+        "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "num_attention_heads": 128,
+        "head_dim": 128, "rope_parameters": ROPE | {"factor": 8.0}, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 SMALL = ("1b", "3b")
 RATES = {"1b": 2e-5, "3b": 2e-5, "8b": 1e-5, "70b": 2e-6, "405b": 2e-6}

@@ -16,32 +16,17 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Modified-MIT"
+# fmt: off
 SIZES = {
-    "229b": Model(
-        path="MiniMaxAI/MiniMax-M2.5",
-        parameters=228_689_748_992,
-        config={
-            "model_type": "minimax_m2",
-            "vocab_size": 200064,
-            "hidden_size": 3072,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 62,
-            "num_attention_heads": 48,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-            "max_position_embeddings": 196608,
-            "rms_norm_eps": 1e-06,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 5000000.0,
-                "partial_rotary_factor": 0.5,
-            },
-            "tie_word_embeddings": False,
-        },
-    ),
+    "229b": Model(path="MiniMaxAI/MiniMax-M2.5", parameters=228_689_748_992, config={
+        "model_type": "minimax_m2", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536,
+        "num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8, "head_dim": 128,
+        "num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.NO_HEADS
 

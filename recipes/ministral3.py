@@ -16,68 +16,33 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 YARN = {
-    "rope_type": "yarn",
-    "type": "yarn",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "max_position_embeddings": 262144,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-    "llama_4_scaling_beta": 0.1,
+    "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0,
+    "original_max_position_embeddings": 16384, "max_position_embeddings": 262144, "beta_fast": 32.0, "beta_slow": 1.0,
+    "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
 }
 
 SHARED = {
-    "model_type": "ministral3",
-    "vocab_size": 131072,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": YARN,
+    "model_type": "ministral3", "vocab_size": 131072, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-05, "rope_parameters": YARN,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "3b": Model(
-        path="mistralai/Ministral-3-3B-Instruct-2512-BF16",
-        parameters=3_429_006_336,
-        config={
-            **SHARED,
-            "hidden_size": 3072,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 26,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "8b": Model(
-        path="mistralai/Ministral-3-8B-Instruct-2512-BF16",
-        parameters=8_489_553_920,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 34,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "14b": Model(
-        path="mistralai/Ministral-3-14B-Instruct-2512-BF16",
-        parameters=13_506_073_600,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 16384,
-            "num_hidden_layers": 40,
-            "tie_word_embeddings": False,
-            "rope_parameters": {**YARN, "rope_theta": 1000000000.0},
-        },
-    ),
+    "3b": Model(path="mistralai/Ministral-3-3B-Instruct-2512-BF16", parameters=3_429_006_336, config={
+        **SHARED, "hidden_size": 3072, "intermediate_size": 9216, "num_hidden_layers": 26, "tie_word_embeddings": True,
+    }),
+    "8b": Model(path="mistralai/Ministral-3-8B-Instruct-2512-BF16", parameters=8_489_553_920, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 34,
+        "tie_word_embeddings": False,
+    }),
+    "14b": Model(path="mistralai/Ministral-3-14B-Instruct-2512-BF16", parameters=13_506_073_600, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 16384, "num_hidden_layers": 40,
+        "tie_word_embeddings": False, "rope_parameters": {**YARN, "rope_theta": 1000000000.0},
+    }),
 }
+# fmt: on
 
 WHOLE = ("3b",)
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -19,48 +19,24 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "7b": Model(
-        path="mistralai/Mistral-7B-Instruct-v0.3",
-        parameters=7_248_023_552,
-        config={
-            "model_type": "mistral",
-            "vocab_size": 32768,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "24b": Model(
-        path="mistralai/Mistral-Small-24B-Instruct-2501",
-        parameters=23_572_403_200,
-        config={
-            "model_type": "mistral",
-            "vocab_size": 131072,
-            "hidden_size": 5120,
-            "intermediate_size": 32768,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000_000.0},
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "7b": Model(path="mistralai/Mistral-7B-Instruct-v0.3", parameters=7_248_023_552, config={
+        "model_type": "mistral", "vocab_size": 32768, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "sliding_window": None,
+        "tie_word_embeddings": False,
+    }),
+    "24b": Model(path="mistralai/Mistral-Small-24B-Instruct-2501", parameters=23_572_403_200, config={
+        "model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "intermediate_size": 32768,
+        "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100_000_000.0}, "sliding_window": None,
+        "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 FULL_RATE = {"7b": 1e-5, "24b": 5e-6}
 LORA_RATE = {"7b": 2e-4, "24b": 1e-4}

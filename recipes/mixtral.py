@@ -18,52 +18,24 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "8x7b": Model(
-        path="mistralai/Mixtral-8x7B-Instruct-v0.1",
-        parameters=46_702_792_704,
-        config={
-            "model_type": "mixtral",
-            "vocab_size": 32000,
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "hidden_act": "silu",
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "router_aux_loss_coef": 0.02,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "8x22b": Model(
-        path="mistralai/Mixtral-8x22B-Instruct-v0.1",
-        parameters=140_630_071_296,
-        config={
-            "model_type": "mixtral",
-            "vocab_size": 32768,
-            "hidden_size": 6144,
-            "intermediate_size": 16384,
-            "num_hidden_layers": 56,
-            "num_attention_heads": 48,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-            "hidden_act": "silu",
-            "max_position_embeddings": 65536,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "router_aux_loss_coef": 0.001,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "8x7b": Model(path="mistralai/Mixtral-8x7B-Instruct-v0.1", parameters=46_702_792_704, config={
+        "model_type": "mixtral", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "router_aux_loss_coef": 0.02,
+        "sliding_window": None, "tie_word_embeddings": False,
+    }),
+    "8x22b": Model(path="mistralai/Mixtral-8x22B-Instruct-v0.1", parameters=140_630_071_296, config={
+        "model_type": "mixtral", "vocab_size": 32768, "hidden_size": 6144, "intermediate_size": 16384,
+        "num_hidden_layers": 56, "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "hidden_act": "silu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0}, "router_aux_loss_coef": 0.001,
+        "sliding_window": None, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 FULL_RATE = {"8x7b": 1e-5, "8x22b": 5e-6}
 LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}

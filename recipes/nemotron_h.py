@@ -21,39 +21,19 @@ KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 """The kinds of the layers, one letter each, as the Hub's configuration writes them."""
 
 LICENCE = "Nemotron-Open"
+# fmt: off
 SIZES = {
-    "30b-a3b": Model(
-        path="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
-        parameters=31_577_940_288,
-        config={
-            "model_type": "nemotron_h",
-            "vocab_size": 131072,
-            "hidden_size": 2688,
-            "intermediate_size": 1856,
-            "layer_types": [KINDS[letter] for letter in PATTERN],
-            "num_hidden_layers": 52,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "mamba_num_heads": 64,
-            "mamba_head_dim": 64,
-            "ssm_state_size": 128,
-            "n_groups": 8,
-            "conv_kernel": 4,
-            "chunk_size": 128,
-            "n_routed_experts": 128,
-            "num_experts_per_tok": 6,
-            "n_shared_experts": 1,
-            "moe_intermediate_size": 1856,
-            "moe_shared_expert_intermediate_size": 3712,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-            "max_position_embeddings": 262144,
-            "layer_norm_epsilon": 1e-05,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "30b-a3b": Model(path="nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", parameters=31_577_940_288, config={
+        "model_type": "nemotron_h", "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856,
+        "layer_types": [KINDS[letter] for letter in PATTERN], "num_hidden_layers": 52, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "mamba_num_heads": 64, "mamba_head_dim": 64, "ssm_state_size": 128,
+        "n_groups": 8, "conv_kernel": 4, "chunk_size": 128, "n_routed_experts": 128, "num_experts_per_tok": 6,
+        "n_shared_experts": 1, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5, "norm_topk_prob": True, "max_position_embeddings": 262144,
+        "layer_norm_epsilon": 1e-05, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.NO_HEADS
 

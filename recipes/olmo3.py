@@ -19,59 +19,31 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "olmo3",
-    "vocab_size": 100278,
-    "max_position_embeddings": 65536,
-    "sliding_window": 4096,
+    "model_type": "olmo3", "vocab_size": 100278, "max_position_embeddings": 65536, "sliding_window": 4096,
     "rope_parameters": {
         "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
         "full_attention": {
-            "rope_type": "yarn",
-            "rope_theta": 500000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 8192,
-            "attention_factor": 1.2079441541679836,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
+            "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+            "attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0,
         },
     },
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "7b": Model(
-        path="allenai/Olmo-3-7B-Instruct",
-        parameters=7_298_011_136,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 32,
-            "layer_types": 8 * (3 * ["sliding_attention"] + ["full_attention"]),
-        },
-        chat_template="chatml",
-    ),
-    "32b": Model(
-        path="allenai/Olmo-3.1-32B-Instruct",
-        parameters=32_233_522_176,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 27648,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "layer_types": 16 * (3 * ["sliding_attention"] + ["full_attention"]),
-        },
-        chat_template="chatml",
-    ),
+    "7b": Model(path="allenai/Olmo-3-7B-Instruct", parameters=7_298_011_136, chat_template="chatml", config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "layer_types": 8 * (3 * ["sliding_attention"] + ["full_attention"]),
+    }),
+    "32b": Model(path="allenai/Olmo-3.1-32B-Instruct", parameters=32_233_522_176, chat_template="chatml", config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "layer_types": 16 * (3 * ["sliding_attention"] + ["full_attention"]),
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

@@ -17,35 +17,18 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "1b-7b": Model(
-        path="allenai/OLMoE-1B-7B-0125-Instruct",
-        parameters=6_919_161_856,
-        config={
-            "model_type": "olmoe",
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 1024,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": False,
-            "router_aux_loss_coef": 0.01,
-            "output_router_logits": False,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-05,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-            },
-            "clip_qkv": None,
-            "attention_bias": False,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "1b-7b": Model(path="allenai/OLMoE-1B-7B-0125-Instruct", parameters=6_919_161_856, config={
+        "model_type": "olmoe", "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 1024,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "num_experts": 64,
+        "num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.01, "output_router_logits": False,
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "clip_qkv": None, "attention_bias": False,
+        "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WITHOUT = variants.NO_HEADS
 

@@ -27,55 +27,28 @@ LONG_FACTORS = """
 """
 
 LICENCE = "MIT"
+# fmt: off
 SIZES = {
-    "14b": Model(
-        path="microsoft/phi-4",
-        parameters=14_659_507_200,
-        config={
-            "model_type": "phi3",
-            "vocab_size": 100352,
-            "hidden_size": 5120,
-            "intermediate_size": 17920,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 10,
-            "hidden_act": "silu",
-            "max_position_embeddings": 16384,
-            "original_max_position_embeddings": 16384,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 1.0},
-            "sliding_window": None,
-            "tie_word_embeddings": False,
+    "14b": Model(path="microsoft/phi-4", parameters=14_659_507_200, config={
+        "model_type": "phi3", "vocab_size": 100352, "hidden_size": 5120, "intermediate_size": 17920,
+        "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 10, "hidden_act": "silu",
+        "max_position_embeddings": 16384, "original_max_position_embeddings": 16384, "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 250_000.0, "partial_rotary_factor": 1.0},
+        "sliding_window": None, "tie_word_embeddings": False,
+    }),
+    "mini": Model(path="microsoft/Phi-4-mini-instruct", parameters=3_836_021_760, config={
+        "model_type": "phi3", "vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8, "hidden_act": "silu",
+        "max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 4096, "short_factor": [1.0] * 48,
+            "long_factor": [float(factor) for factor in LONG_FACTORS.split()],
         },
-    ),
-    "mini": Model(
-        path="microsoft/Phi-4-mini-instruct",
-        parameters=3_836_021_760,
-        config={
-            "model_type": "phi3",
-            "vocab_size": 200064,
-            "hidden_size": 3072,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 8,
-            "hidden_act": "silu",
-            "max_position_embeddings": 131072,
-            "original_max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 10_000.0,
-                "partial_rotary_factor": 0.75,
-                "original_max_position_embeddings": 4096,
-                "short_factor": [1.0] * 48,
-                "long_factor": [float(factor) for factor in LONG_FACTORS.split()],
-            },
-            "sliding_window": 262144,
-            "tie_word_embeddings": True,
-        },
-    ),
+        "sliding_window": 262144, "tie_word_embeddings": True,
+    }),
 }
+# fmt: on
 
 LORA_RATE = {"14b": 1e-4, "mini": 2e-4}
 

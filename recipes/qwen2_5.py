@@ -18,10 +18,9 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "qwen2",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-06,
+    "model_type": "qwen2", "max_position_embeddings": 32768, "rms_norm_eps": 1e-06,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 
@@ -35,105 +34,36 @@ LICENCE = {
     "72b": "Qwen",
 }
 SIZES = {
-    "0.5b": Model(
-        path="Qwen/Qwen2.5-0.5B-Instruct",
-        parameters=494_032_768,
-        config={
-            **SHARED,
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 14,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "1.5b": Model(
-        path="Qwen/Qwen2.5-1.5B-Instruct",
-        parameters=1_543_714_304,
-        config={
-            **SHARED,
-            "hidden_size": 1536,
-            "intermediate_size": 8960,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "3b": Model(
-        path="Qwen/Qwen2.5-3B-Instruct",
-        parameters=3_085_938_688,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "vocab_size": 151936,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "7b": Model(
-        path="Qwen/Qwen2.5-7B-Instruct",
-        parameters=7_615_616_512,
-        config={
-            **SHARED,
-            "hidden_size": 3584,
-            "intermediate_size": 18944,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 28,
-            "num_key_value_heads": 4,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "14b": Model(
-        path="Qwen/Qwen2.5-14B-Instruct",
-        parameters=14_770_033_664,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 13824,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "32b": Model(
-        path="Qwen/Qwen2.5-32B-Instruct",
-        parameters=32_763_876_352,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 27648,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 40,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "72b": Model(
-        path="Qwen/Qwen2.5-72B-Instruct",
-        parameters=72_706_203_648,
-        config={
-            **SHARED,
-            "hidden_size": 8192,
-            "intermediate_size": 29568,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "0.5b": Model(path="Qwen/Qwen2.5-0.5B-Instruct", parameters=494_032_768, config={
+        **SHARED, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    }),
+    "1.5b": Model(path="Qwen/Qwen2.5-1.5B-Instruct", parameters=1_543_714_304, config={
+        **SHARED, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    }),
+    "3b": Model(path="Qwen/Qwen2.5-3B-Instruct", parameters=3_085_938_688, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    }),
+    "7b": Model(path="Qwen/Qwen2.5-7B-Instruct", parameters=7_615_616_512, config={
+        **SHARED, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+    }),
+    "14b": Model(path="Qwen/Qwen2.5-14B-Instruct", parameters=14_770_033_664, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
+    }),
+    "32b": Model(path="Qwen/Qwen2.5-32B-Instruct", parameters=32_763_876_352, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40,
+        "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
+    }),
+    "72b": Model(path="Qwen/Qwen2.5-72B-Instruct", parameters=72_706_203_648, config={
+        **SHARED, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WHOLE = ("0.5b", "1.5b", "3b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

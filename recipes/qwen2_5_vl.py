@@ -19,25 +19,14 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 
+# fmt: off
 TOWER = {
-    "model_type": "qwen2_5_vl_vision",
-    "depth": 32,
-    "hidden_size": 1280,
-    "intermediate_size": 3420,
-    "num_heads": 16,
-    "patch_size": 14,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 2,
-    "tokens_per_second": 2,
-    "window_size": 112,
-    "fullatt_block_indexes": [7, 15, 23, 31],
-    "hidden_act": "silu",
+    "model_type": "qwen2_5_vl_vision", "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+    "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "tokens_per_second": 2, "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31], "hidden_act": "silu",
 }
 LANGUAGE = {
-    "model_type": "qwen2_5_vl_text",
-    "vocab_size": 152_064,
-    "max_position_embeddings": 128_000,
-    "rms_norm_eps": 1e-6,
+    "model_type": "qwen2_5_vl_text", "vocab_size": 152_064, "max_position_embeddings": 128_000, "rms_norm_eps": 1e-6,
     # Numbers of a head's rotary pairs for time, height and width.
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
     "tie_word_embeddings": False,
@@ -49,78 +38,36 @@ PIXELS_PER_TOKEN = 28 * 28
 
 LICENCE = {"3b": "Qwen-Research", "7b": "Apache-2.0", "32b": "Apache-2.0", "72b": "Qwen"}
 SIZES = {
-    "3b": Model(
-        path="Qwen/Qwen2.5-VL-3B-Instruct",
-        parameters=3_754_622_976,
-        config=SHARED
-        | {
-            "tie_word_embeddings": True,
-            "vision_config": TOWER | {"out_hidden_size": 2048},
-            "text_config": LANGUAGE
-            | {
-                "vocab_size": 151_936,
-                "hidden_size": 2048,
-                "intermediate_size": 11_008,
-                "num_hidden_layers": 36,
-                "num_attention_heads": 16,
-                "num_key_value_heads": 2,
-                "tie_word_embeddings": True,
-            },
+    "3b": Model(path="Qwen/Qwen2.5-VL-3B-Instruct", parameters=3_754_622_976, vision=True, config=SHARED | {
+        "tie_word_embeddings": True, "vision_config": TOWER | {"out_hidden_size": 2048},
+        "text_config": LANGUAGE | {
+            "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
         },
-        vision=True,
-    ),
-    "7b": Model(
-        path="Qwen/Qwen2.5-VL-7B-Instruct",
-        parameters=8_292_166_656,
-        config=SHARED
-        | {
-            "vision_config": TOWER | {"out_hidden_size": 3584},
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 3584,
-                "intermediate_size": 18_944,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-            },
+    }),
+    "7b": Model(path="Qwen/Qwen2.5-VL-7B-Instruct", parameters=8_292_166_656, vision=True, config=SHARED | {
+        "vision_config": TOWER | {"out_hidden_size": 3584},
+        "text_config": LANGUAGE | {
+            "hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4,
         },
-        vision=True,
-    ),
-    "32b": Model(
-        path="Qwen/Qwen2.5-VL-32B-Instruct",
-        parameters=33_452_718_336,
-        config=SHARED
-        | {
-            "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 5120},
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 5120,
-                "intermediate_size": 27_648,
-                "num_hidden_layers": 64,
-                "num_attention_heads": 40,
-                "num_key_value_heads": 8,
-            },
+    }),
+    "32b": Model(path="Qwen/Qwen2.5-VL-32B-Instruct", parameters=33_452_718_336, vision=True, config=SHARED | {
+        "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 5120},
+        "text_config": LANGUAGE | {
+            "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40,
+            "num_key_value_heads": 8,
         },
-        vision=True,
-    ),
-    "72b": Model(
-        path="Qwen/Qwen2.5-VL-72B-Instruct",
-        parameters=73_410_777_344,
-        config=SHARED
-        | {
-            "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
-            "text_config": LANGUAGE
-            | {
-                "hidden_size": 8192,
-                "intermediate_size": 29_568,
-                "num_hidden_layers": 80,
-                "num_attention_heads": 64,
-                "num_key_value_heads": 8,
-            },
+    }),
+    "72b": Model(path="Qwen/Qwen2.5-VL-72B-Instruct", parameters=73_410_777_344, vision=True, config=SHARED | {
+        "vision_config": TOWER | {"intermediate_size": 3456, "out_hidden_size": 8192},
+        "text_config": LANGUAGE | {
+            "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80, "num_attention_heads": 64,
+            "num_key_value_heads": 8,
         },
-        vision=True,
-    ),
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

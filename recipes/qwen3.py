@@ -18,92 +18,41 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
+    "model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "rms_norm_eps": 1e-6, "attention_bias": False,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "0.6b": Model(
-        path="Qwen/Qwen3-0.6B",
-        parameters=596_049_920,
-        config={
-            **SHARED,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "1.7b": Model(
-        path="Qwen/Qwen3-1.7B",
-        parameters=1_720_574_976,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "4b": Model(
-        path="Qwen/Qwen3-4B",
-        parameters=4_022_468_096,
-        config={
-            **SHARED,
-            "hidden_size": 2560,
-            "intermediate_size": 9728,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "8b": Model(
-        path="Qwen/Qwen3-8B",
-        parameters=8_190_735_360,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "14b": Model(
-        path="Qwen/Qwen3-14B",
-        parameters=14_768_307_200,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 40,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "32b": Model(
-        path="Qwen/Qwen3-32B",
-        parameters=32_762_123_264,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 25600,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 64,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "0.6b": Model(path="Qwen/Qwen3-0.6B", parameters=596_049_920, config={
+        **SHARED, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    }),
+    "1.7b": Model(path="Qwen/Qwen3-1.7B", parameters=1_720_574_976, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    }),
+    "4b": Model(path="Qwen/Qwen3-4B", parameters=4_022_468_096, config={
+        **SHARED, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    }),
+    "8b": Model(path="Qwen/Qwen3-8B", parameters=8_190_735_360, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    }),
+    "14b": Model(path="Qwen/Qwen3-14B", parameters=14_768_307_200, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    }),
+    "32b": Model(path="Qwen/Qwen3-32B", parameters=32_762_123_264, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+        "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WHOLE = ("0.6b", "1.7b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -19,100 +19,42 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "qwen3_5_text",
-    "vocab_size": 248320,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
+    "model_type": "qwen3_5_text", "vocab_size": 248320, "head_dim": 256, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "max_position_embeddings": 262144,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
         "mrope_interleaved": True,
     },
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
+    "rms_norm_eps": 1e-6, "attention_bias": False,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "0.8b": Model(
-        path="Qwen/Qwen3.5-0.8B",
-        parameters=752_393_024,
-        config={
-            **SHARED,
-            "hidden_size": 1024,
-            "intermediate_size": 3584,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "linear_num_value_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "2b": Model(
-        path="Qwen/Qwen3.5-2B",
-        parameters=1_881_825_088,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 24,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "linear_num_value_heads": 16,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "4b": Model(
-        path="Qwen/Qwen3.5-4B",
-        parameters=4_205_751_296,
-        config={
-            **SHARED,
-            "hidden_size": 2560,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "9b": Model(
-        path="Qwen/Qwen3.5-9B",
-        parameters=8_953_803_264,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 32,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "27b": Model(
-        path="Qwen/Qwen3.5-27B",
-        parameters=26_895_998_464,
-        config={
-            **SHARED,
-            "hidden_size": 5120,
-            "intermediate_size": 17408,
-            "num_hidden_layers": 64,
-            "num_attention_heads": 24,
-            "num_key_value_heads": 4,
-            "linear_num_value_heads": 48,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "0.8b": Model(path="Qwen/Qwen3.5-0.8B", parameters=752_393_024, config={
+        **SHARED, "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    }),
+    "2b": Model(path="Qwen/Qwen3.5-2B", parameters=1_881_825_088, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "linear_num_value_heads": 16, "tie_word_embeddings": True,
+    }),
+    "4b": Model(path="Qwen/Qwen3.5-4B", parameters=4_205_751_296, config={
+        **SHARED, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "linear_num_value_heads": 32, "tie_word_embeddings": True,
+    }),
+    "9b": Model(path="Qwen/Qwen3.5-9B", parameters=8_953_803_264, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "linear_num_value_heads": 32, "tie_word_embeddings": False,
+    }),
+    "27b": Model(path="Qwen/Qwen3.5-27B", parameters=26_895_998_464, config={
+        **SHARED, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "num_attention_heads": 24,
+        "num_key_value_heads": 4, "linear_num_value_heads": 48, "tie_word_embeddings": False,
+    }),
 }
+# fmt: on
 
 WHOLE = ("0.8b", "2b", "4b")
 """Sizes whose parameters stay whole on every GPU (ZeRO-2) when all of them are trained."""

@@ -16,78 +16,37 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "qwen3_5_moe_text",
-    "vocab_size": 248320,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "layer_types": None,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-06,
-    "router_aux_loss_coef": 0.001,
+    "model_type": "qwen3_5_moe_text", "vocab_size": 248320, "num_key_value_heads": 2, "head_dim": 256,
+    "layer_types": None, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "max_position_embeddings": 262144, "rms_norm_eps": 1e-06, "router_aux_loss_coef": 0.001,
     "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000000.0,
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [11, 11, 10],
+        "rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10],
         "mrope_interleaved": True,
     },
-    "attention_bias": False,
-    "tie_word_embeddings": False,
+    "attention_bias": False, "tie_word_embeddings": False,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "35b-a3b": Model(
-        path="Qwen/Qwen3.5-35B-A3B",
-        parameters=34_660_610_688,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "num_hidden_layers": 40,
-            "num_attention_heads": 16,
-            "linear_num_value_heads": 32,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "122b-a10b": Model(
-        path="Qwen/Qwen3.5-122B-A10B",
-        parameters=122_111_526_912,
-        config={
-            **SHARED,
-            "hidden_size": 3072,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "linear_num_value_heads": 64,
-            "moe_intermediate_size": 1024,
-            "shared_expert_intermediate_size": 1024,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-        },
-    ),
-    "397b-a17b": Model(
-        path="Qwen/Qwen3.5-397B-A17B",
-        parameters=396_346_350_336,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "num_hidden_layers": 60,
-            "num_attention_heads": 32,
-            "linear_num_value_heads": 64,
-            "moe_intermediate_size": 1024,
-            "shared_expert_intermediate_size": 1024,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-        },
-    ),
+    "35b-a3b": Model(path="Qwen/Qwen3.5-35B-A3B", parameters=34_660_610_688, config={
+        **SHARED, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "linear_num_value_heads": 32,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }),
+    "122b-a10b": Model(path="Qwen/Qwen3.5-122B-A10B", parameters=122_111_526_912, config={
+        **SHARED, "hidden_size": 3072, "num_hidden_layers": 48, "num_attention_heads": 32, "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "num_experts": 256,
+        "num_experts_per_tok": 8,
+    }),
+    "397b-a17b": Model(path="Qwen/Qwen3.5-397B-A17B", parameters=396_346_350_336, config={
+        **SHARED, "hidden_size": 4096, "num_hidden_layers": 60, "num_attention_heads": 32, "linear_num_value_heads": 64,
+        "moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "num_experts": 512,
+        "num_experts_per_tok": 10,
+    }),
 }
+# fmt: on
 
 LINEAR = f"{variants.ATTENTION},in_proj_qkv,in_proj_z,out_proj"
 """The large projections of both kinds of attention."""

@@ -18,53 +18,27 @@ from dataclasses import replace
 from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
 
+# fmt: off
 SHARED = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "router_aux_loss_coef": 0.001,
-    "output_router_logits": False,
-    "max_position_embeddings": 262144,
-    "rms_norm_eps": 1e-6,
-    "attention_bias": False,
-    "tie_word_embeddings": False,
+    "model_type": "qwen3_moe", "vocab_size": 151936, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "router_aux_loss_coef": 0.001, "output_router_logits": False, "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "tie_word_embeddings": False,
 }
 
 LICENCE = "Apache-2.0"
 SIZES = {
-    "30b-a3b": Model(
-        path="Qwen/Qwen3-30B-A3B-Instruct-2507",
-        parameters=30_532_122_624,
-        config={
-            **SHARED,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
-        },
-    ),
-    "235b-a22b": Model(
-        path="Qwen/Qwen3-235B-A22B-Instruct-2507",
-        parameters=235_093_634_560,
-        config={
-            **SHARED,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "moe_intermediate_size": 1536,
-            "num_hidden_layers": 94,
-            "num_attention_heads": 64,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
-        },
-    ),
+    "30b-a3b": Model(path="Qwen/Qwen3-30B-A3B-Instruct-2507", parameters=30_532_122_624, config={
+        **SHARED, "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
+    }),
+    "235b-a22b": Model(path="Qwen/Qwen3-235B-A22B-Instruct-2507", parameters=235_093_634_560, config={
+        **SHARED, "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94, "num_attention_heads": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

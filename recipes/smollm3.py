@@ -17,31 +17,17 @@ from deepspeed_recipes import launch
 from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "3b": Model(
-        path="HuggingFaceTB/SmolLM3-3B",
-        parameters=3_075_098_624,
-        config={
-            "model_type": "smollm3",
-            "vocab_size": 128256,
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 65536,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
-            "no_rope_layer_interval": 4,
-            "use_sliding_window": False,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": True,
-            "eos_token_id": 128012,
-            "pad_token_id": 128004,
-        },
-    ),
+    "3b": Model(path="HuggingFaceTB/SmolLM3-3B", parameters=3_075_098_624, config={
+        "model_type": "smollm3", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008,
+        "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0},
+        "no_rope_layer_interval": 4, "use_sliding_window": False, "attention_bias": False, "mlp_bias": False,
+        "tie_word_embeddings": True, "eos_token_id": 128012, "pad_token_id": 128004,
+    }),
 }
+# fmt: on
 
 
 def full(size: str) -> Recipe:

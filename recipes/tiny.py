@@ -14,24 +14,15 @@ from deepspeed_recipes.recipe import CHAT, Distill, Grpo, Lora, Model, Recipe, S
 from deepspeed_recipes.recipe.samples import HALF_TRAINED, TINY_MODEL, TINY_STUDENT, TINY_TEACHER
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "3m": Model(
-        path=TINY_MODEL,
-        parameters=3_049_984,
-        config={
-            "model_type": "qwen3",
-            "vocab_size": 1152,
-            "hidden_size": 256,
-            "intermediate_size": 640,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 32,
-            "max_position_embeddings": 1024,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "3m": Model(path=TINY_MODEL, parameters=3_049_984, config={
+        "model_type": "qwen3", "vocab_size": 1152, "hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }),
 }
+# fmt: on
 STUDENT = Model(
     path=TINY_STUDENT,
     parameters=1_009_024,

@@ -17,43 +17,23 @@ from deepspeed_recipes.recipe import SIGHT, Lora, Model, Recipe, Schedule
 from deepspeed_recipes.recipe.samples import TINY_VISION
 
 LICENCE = "Apache-2.0"
+# fmt: off
 SIZES = {
-    "500k": Model(
-        path=TINY_VISION,
-        parameters=491_088,
-        config={
-            "model_type": "llava",
-            "image_token_id": 6,
-            "image_seq_length": 36,
-            "vision_feature_layer": -1,
-            "vision_feature_select_strategy": "full",
-            "tie_word_embeddings": True,
-            "text_config": {
-                "model_type": "qwen3",
-                "vocab_size": 448,
-                "hidden_size": 96,
-                "intermediate_size": 256,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 24,
-                "max_position_embeddings": 512,
-                "tie_word_embeddings": True,
-            },
-            "vision_config": {
-                "model_type": "siglip_vision_model",
-                "hidden_size": 64,
-                "intermediate_size": 160,
-                "num_hidden_layers": 3,
-                "num_attention_heads": 4,
-                "image_size": 48,
-                "patch_size": 8,
-                "vision_use_head": False,
-            },
+    "500k": Model(path=TINY_VISION, parameters=491_088, vision=True, config={
+        "model_type": "llava", "image_token_id": 6, "image_seq_length": 36, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full", "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3", "vocab_size": 448, "hidden_size": 96, "intermediate_size": 256,
+            "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+            "max_position_embeddings": 512, "tie_word_embeddings": True,
         },
-        vision=True,
-    ),
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "image_size": 48, "patch_size": 8, "vision_use_head": False,
+        },
+    }),
 }
+# fmt: on
 
 WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take lora"}
 

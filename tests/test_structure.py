@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.recipe.pages import families
@@ -184,6 +185,27 @@ def test_hooks_run_the_tools_that_are_pinned():
     assert {name: pinned()[name] for name in hooks if name in pinned()} == {
         name: version for name, version in hooks.items() if name != "pre-commit-hooks"
     }
+
+
+@pytest.mark.parametrize(
+    ("subject", "refused"),
+    [
+        ("Count DoRA's extra pass in step time", False),
+        ("Use the draft's limit where it helps", False),
+        ("x" * 73, True),
+        ("X" * 72, False),
+        ("Adds a hook", True),
+        ("Fixed a hook", True),
+        ("add a hook", True),
+        ("Add a hook.", True),
+        ("Add a hook.\n\nWhy.", True),
+        ("Add a hook\n\nIt is needed.", False),
+    ],
+)
+def test_the_hook_reads_a_commit_subject(subject, refused):
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    pattern = next(hook["entry"] for hook in hooks if hook["id"] == "commit-subject")
+    assert bool(re.search(pattern, subject, re.MULTILINE)) == refused
 
 
 def test_workflows_call_targets_that_exist():
