@@ -17,7 +17,7 @@ from deepspeed_recipes.prove.settings import Settings
 from deepspeed_recipes.prove.small import of_settings
 from deepspeed_recipes.recipe.recipe import Model, Recipe
 from deepspeed_recipes.training.model import draft
-from deepspeed_recipes.training.vision import processor as vision
+from deepspeed_recipes.training.model import processor as vision
 
 DEFAULT = Settings()
 TEXT = {

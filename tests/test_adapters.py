@@ -16,8 +16,8 @@ from deepspeed_recipes.recipe import conversions, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training.adapters import add as adapters
 from deepspeed_recipes.training.model import load
+from deepspeed_recipes.training.model import lora as adapters
 from tests.small import language_families
 from tests.test_catalogue import short_run
 from tests.tiers import tiered

@@ -27,9 +27,9 @@ from deepspeed_recipes.recipe.run_folder import (
     write_jsonl,
     write_recipe,
 )
-from deepspeed_recipes.training.callbacks.checkpoints import Checkpoints
+from deepspeed_recipes.training import without_launcher
 from deepspeed_recipes.training.checkpoint import digests
-from deepspeed_recipes.training.start import unsupervised
+from deepspeed_recipes.training.checkpoint.save import Checkpoints
 
 CALLS = (
     "stat",
@@ -152,7 +152,7 @@ def by_torchrun(run):
     """Do what rank 0 does first under torchrun and mpirun, and the first node under SLURM and Kubernetes."""
     assert not run_folder.is_finished(run)
     with run_lock.hold(run.path):
-        unsupervised.prepare(run, 2)
+        without_launcher.prepare(run, 2)
 
 
 def by_sweep(run):

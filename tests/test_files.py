@@ -40,7 +40,7 @@ ELSEWHERE = {
     "export/quantize/write.py": "a temporary folder",
     "recipe/files.py": "the draft itself",
     "training/callbacks/profiler.py": "a trace that is renamed",
-    "training/callbacks/watchdog.py": "a stack, written by a native thread",
+    "training/callbacks/stopping.py": "a stack, written by a native thread",
     "training/methods/rollouts/worker.py": "a pipe",
     "training/upstream.py": "a stack",
 }

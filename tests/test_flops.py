@@ -8,10 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
 from deepspeed_recipes.recipe.gpus import BF16_TFLOPS, peak_flops
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl
-from deepspeed_recipes.training import holdings
-from deepspeed_recipes.training.adapters.add import add as add_adapters
-from deepspeed_recipes.training.callbacks.metrics import Metrics
-from deepspeed_recipes.training.model.flops import TrainingFlops, training_flops
+from deepspeed_recipes.training.callbacks.metrics import Metrics, TrainingFlops, training_flops
+from deepspeed_recipes.training.model.lora import add as add_adapters
+from deepspeed_recipes.training.parallel import holdings
 
 SIZES = {
     "vocab_size": 512,

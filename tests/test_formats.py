@@ -10,7 +10,7 @@ from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
-from deepspeed_recipes.training.data.forms import columns, formats
+from deepspeed_recipes.training.data.forms import formats
 from tests.small import small
 
 
@@ -125,11 +125,11 @@ def test_the_method_decides_between_fields_that_fit_several_forms():
 def test_columns_of_any_names_are_read(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text('"question, asked",a:b,prompt,id\nHi?,Yes.,other,7\n', encoding="utf-8")
-    fields = columns.fields("question, asked:prompt,a:b:completion")
+    fields = formats.column_fields("question, asked:prompt,a:b:completion")
     assert fields == {"question, asked": "prompt", "a:b": "completion"}
-    rows = columns.renamed(text_files.read(path), fields)
+    rows = formats.renamed_columns(text_files.read(path), fields)
     assert list(formats.converted(rows, "sft")) == [chat(SHORT, given=1)]
-    swapped = columns.renamed(
+    swapped = formats.renamed_columns(
         [("here", {"completion": "Hi?", "prompt": "Yes."})], {"completion": "prompt", "prompt": "completion"}
     )
     assert list(formats.converted(swapped, "sft")) == [chat(SHORT, given=1)]
@@ -144,7 +144,7 @@ def test_columns_of_any_names_are_read(tmp_path):
         formats.form_of("here", {"question": "a", "answer": "b"}, "sft")
     for wrong in ("question", "question:prmpt", "question:prompt,answer", ":prompt"):
         with pytest.raises(UserError, match=f"data.columns={wrong}: write COLUMN:FIELD"):
-            columns.fields(wrong)
+            formats.column_fields(wrong)
 
 
 def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
@@ -229,7 +229,9 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
         for method, answers in (("sft", ("completion",)), ("dpo", ("chosen", "rejected")), ("kto", ("completion",))):
             row = {**asked, name: "A text.", "label": True} if method == "kto" else {**asked, name: "A text."}
             located = [("here", row | {answer: f"Since {answer}." for answer in answers})]
-            (read,) = formats.converted(columns.renamed(located, columns.fields("question:prompt")), method)
+            (read,) = formats.converted(
+                formats.renamed_columns(located, formats.column_fields("question:prompt")), method
+            )
             found = read["messages"][:-1] if method == "sft" else read["prompt"]
             assert found == [*before, user("Why?\n\nA text.")], (name, method)
     (read,) = formats.converted([("here", {"prompt": "A text. Why?", "completion": "b", "context": "A text."})], "sft")

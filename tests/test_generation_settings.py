@@ -6,23 +6,25 @@ import pytest
 from transformers import GenerationConfig
 
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.training.model import generation
+from deepspeed_recipes.training.model import generation_settings
 
 
 class Model:
     """Holds generation settings, as a model of transformers does."""
 
     def __init__(self, folder):
-        generation.check(str(folder))
+        generation_settings.check(str(folder))
         self.generation_config = GenerationConfig.from_pretrained(folder)
 
 
 def corrected(folder, **settings):
-    (folder / generation.FILE).write_text(json.dumps(settings))
+    (folder / generation_settings.FILE).write_text(json.dumps(settings))
     model = Model(folder)
-    line = generation.correct(model, str(folder))
+    line = generation_settings.correct(model, str(folder))
     model.generation_config.save_pretrained(folder / "saved")
-    return line, {key: value for key, value in json.loads((folder / "saved" / generation.FILE).read_text()).items()}
+    return line, {
+        key: value for key, value in json.loads((folder / "saved" / generation_settings.FILE).read_text()).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,13 +63,13 @@ def test_valid_settings_stay_as_they_are(tmp_path):
     ],
 )
 def test_what_nothing_corrects_is_refused_with_the_file(text, word, tmp_path):
-    (tmp_path / generation.FILE).write_text(text)
-    with pytest.raises(UserError, match=generation.FILE) as caught:
-        generation.correct(Model(tmp_path), str(tmp_path))
+    (tmp_path / generation_settings.FILE).write_text(text)
+    with pytest.raises(UserError, match=generation_settings.FILE) as caught:
+        generation_settings.correct(Model(tmp_path), str(tmp_path))
     assert word in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 def test_transformers_still_refuses_to_save_what_it_loads(tmp_path):
-    (tmp_path / generation.FILE).write_text('{"temperature": 0.9}')
+    (tmp_path / generation_settings.FILE).write_text('{"temperature": 0.9}')
     with pytest.raises(ValueError, match="invalid"):
         GenerationConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)

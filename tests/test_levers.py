@@ -23,12 +23,12 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
-from deepspeed_recipes.training import checkpointing
+from deepspeed_recipes.training import activation_checkpointing
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.adapters import add as adapters
 from deepspeed_recipes.training.arguments import loader_processes
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.model import attention, draft, kernels, packing_check, tiling
+from deepspeed_recipes.training.model import lora as adapters
 from tests.small import language_families, small
 from tests.tiers import tiered
 from tests.versions import needs
@@ -366,7 +366,7 @@ def offloaded_bytes(prepare: Callable[[Any], Any], layers: int, tokens: int) -> 
     torch.manual_seed(0)
     config = LlamaConfig(**LAYER | {"hidden_size": 64, "intermediate_size": 128}, num_hidden_layers=layers)
     model = prepare(AutoModelForCausalLM.from_config(config)).train()
-    inputs = checkpointing.offload_inputs(model, on_gpu=False)
+    inputs = activation_checkpointing.offload_inputs(model, on_gpu=False)
     row = torch.arange(tokens)[None] % LAYER["vocab_size"]
     loss = model(input_ids=row, labels=row, use_cache=False).loss
     held = inputs.bytes
@@ -390,9 +390,9 @@ def test_of_checkpointed_layers_the_inputs_are_in_host_memory():
 
 
 def test_a_tensor_that_comes_back_wrong_is_noticed(monkeypatch):
-    given = checkpointing.LayerInputs._give_back
+    given = activation_checkpointing.LayerInputs._give_back
     monkeypatch.setattr(
-        checkpointing.LayerInputs,
+        activation_checkpointing.LayerInputs,
         "_give_back",
         lambda self, kept: kept if torch.is_tensor(kept) else 1.01 * given(self, kept),
     )

@@ -10,7 +10,7 @@ import pytest
 
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.start.unsupervised import lost_peer
+from deepspeed_recipes.training.without_launcher import lost_peer
 from tests.launching import LAUNCH
 from tests.network_hosts import Hosts, without_hosts
 from tests.ray_cluster import RayNodes, variables, without_ray

@@ -21,7 +21,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training.data.chat_templates import CHATML
-from deepspeed_recipes.training.model_folder import base_model, card, licences, record, reproduce, response_template
+from deepspeed_recipes.training.model_folder import base_model, card, record, response_template
 from deepspeed_recipes.training.model_folder.portable import portable, portable_recipe
 from tests import ROOT
 from tests.test_install import tracked
@@ -106,16 +106,16 @@ def test_a_model_of_the_hub_is_named_in_the_cards_metadata():
     assert data["base_model_relation"] == "adapter" and data["datasets"] == ["OWNER/DATA"]
     assert {"deepspeed", "sft", "lora"} <= set(data["tags"])
     draft = overrides.apply(recipe, ["model.path=owner/other"])
-    assert licences.of_base(draft) is None and licences.metadata(None) == {}
+    assert card.licence_of_base(draft) is None and card._licence_metadata(None) == {}
 
 
 def test_every_page_states_a_licence_that_the_hub_knows_or_that_has_a_name():
-    known = {(licence := licences.of_base(recipe)): licences.metadata(licence) for recipe in pages.listing()}
+    known = {(licence := card.licence_of_base(recipe)): card._licence_metadata(licence) for recipe in pages.listing()}
     assert len(known) >= 7 and None not in known
     named = {name for name, data in known.items() if data["license"] == "other"}
     assert named >= {"DeepSeek", "Qwen-Research", "Qwen"} and "Apache-2.0" not in named
     tiny = pages.find("tiny", "full")
-    assert licences.of_base(portable_recipe(locate(tiny))) == licences.of_base(tiny) == "Apache-2.0"
+    assert card.licence_of_base(portable_recipe(locate(tiny))) == card.licence_of_base(tiny) == "Apache-2.0"
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
@@ -160,11 +160,11 @@ def test_what_a_page_has_is_not_typed_and_what_it_settles_is():
         module = pages.page(family)
         for variant in pages.variants(module):
             recipe = pages.build(module, next(iter(module.SIZES)), variant)
-            assert reproduce.changes(portable_recipe(locate(recipe))) == []
+            assert card.changes(portable_recipe(locate(recipe))) == []
     own = portable_recipe(
         overrides.apply(pages.find("tiny", "full"), ["data.path=src/deepspeed_recipes/samples/extract/train.jsonl"])
     )
-    assert own.data.validation is None and "data.validation=none" in reproduce.changes(own)
+    assert own.data.validation is None and "data.validation=none" in card.changes(own)
 
 
 def test_a_local_base_model_is_named_relatively_and_found_where_both_were_moved(tmp_path):

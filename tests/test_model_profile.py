@@ -19,8 +19,8 @@ from deepspeed_recipes.planning.model_profile.meta_device import profile_model
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Lora
-from deepspeed_recipes.training import checkpointing, upstream
-from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training import activation_checkpointing, upstream
+from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model.draft import TINY_MODEL, shrink
 from tests import ROOT
 from tests.small import language_families
@@ -80,7 +80,7 @@ def measured(model, setup, backward=False):
     torch.manual_seed(0)
     model.config.use_cache = False
     if setup.gradient_checkpointing:
-        kept = {"context_fn": checkpointing.keep_products} if setup.selective else {}
+        kept = {"context_fn": activation_checkpointing.keep_products} if setup.selective else {}
         model.gradient_checkpointing_enable({"use_reentrant": False, **kept})
     if setup.lora:
         model.enable_input_require_grads()

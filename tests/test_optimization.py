@@ -11,11 +11,12 @@ from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.optimization.optimizers import IMPOSSIBLE
 from deepspeed_recipes.recipe.recipe import Layout, Lora
-from deepspeed_recipes.training import universal_checkpoint
-from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training import optimizer
 from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.checkpoint import universal
 from deepspeed_recipes.training.data.collate import Collator
-from deepspeed_recipes.training.optimization import muon, noise, rates
+from deepspeed_recipes.training.model import lora as adapters
+from deepspeed_recipes.training.model import noise
 from tests import ROOT
 
 
@@ -144,8 +145,8 @@ def test_muon_gets_whole_gradients_under_zero3():
 def test_other_states_are_not_converted_for_another_number_of_ranks(name):
     file = deepspeed_file.parse({"zero_optimization": {"stage": 2}})
     asked = f"states of {name} (only Adam's)"
-    assert universal_checkpoint._not_convertible(file, Layout(), changed(f"optimizer={name}")) == asked
-    assert universal_checkpoint._not_convertible(file, Layout(), changed()) is None
+    assert universal._not_convertible(file, Layout(), changed(f"optimizer={name}")) == asked
+    assert universal._not_convertible(file, Layout(), changed()) is None
 
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"]
@@ -153,15 +154,15 @@ NAMES = ["model.embed_tokens.weight", "model.layers.0.a.weight", "model.layers.1
 
 def test_rates_fall_from_the_head_down():
     recipe = changed("layer_decay=0.5")
-    assert list(rates.shares(recipe, NAMES).values()) == [0.125, 0.25, 0.5, 1.0]
+    assert list(optimizer.rate_shares(recipe, NAMES).values()) == [0.125, 0.25, 0.5, 1.0]
     gpt2 = ["transformer.wte.weight", "transformer.wpe.weight", "transformer.h.0.b", "transformer.ln_f.weight"]
-    assert list(rates.shares(recipe, gpt2).values()) == [0.25, 0.25, 0.5, 1.0]
+    assert list(optimizer.rate_shares(recipe, gpt2).values()) == [0.25, 0.25, 0.5, 1.0]
 
 
 def test_the_two_sides_of_an_adapter_have_their_rates():
     recipe = replace(changed("learning_rate=1e-4"), lora=Lora(plus_ratio=16))
     names = ["layers.0.q.lora_A.default.weight", "layers.0.q.lora_B.default.weight", "embed.lora_embedding_B.default"]
-    assert list(rates.shares(recipe, names).values()) == [1.0, 16.0, pytest.approx(1e-2)]
+    assert list(optimizer.rate_shares(recipe, names).values()) == [1.0, 16.0, pytest.approx(1e-2)]
 
 
 def test_peft_takes_sharded_weights_for_vectors(model_folder):
@@ -177,7 +178,7 @@ def test_the_full_rate_comes_first():
     """The Trainer logs the rate of the first group."""
     weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     group = {"params": weights, "weight_decay": 0.1}
-    found = rates.split([group], 1e-3, dict(zip(weights, (0.5, 1.0, 0.5), strict=True)))
+    found = optimizer.split_by_rate([group], 1e-3, dict(zip(weights, (0.5, 1.0, 0.5), strict=True)))
     assert [(one["lr"], len(one["params"])) for one in found] == [(1e-3, 1), (5e-4, 2)]
 
 
@@ -187,7 +188,7 @@ def test_muon_takes_sharded_matrices_for_matrices():
     model = torch.nn.Sequential(torch.nn.Embedding(3, 4), linear, torch.nn.LayerNorm(4))
     model.register_parameter("sharded", sharded)
     model.get_output_embeddings = lambda: None
-    assert muon.matrices(model) == {linear.weight, sharded}
+    assert optimizer.muon_matrices(model) == {linear.weight, sharded}
 
 
 def test_the_lengths_of_documents_are_known_to_each_token():

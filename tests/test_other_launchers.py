@@ -12,8 +12,8 @@ import pytest
 
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from deepspeed_recipes.training import rendezvous, without_launcher
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.start import rendezvous, unsupervised
 from tests.launching import LAUNCH, environment
 from tests.small import small
 
@@ -195,9 +195,9 @@ def test_a_run_has_one_writer_under_other_launchers_too(prepared, monkeypatch):
     run = prepared("locked")
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(unsupervised.run_lock, "SILENT", 0)
-    with unsupervised.kept(run), pytest.raises(UserError, match=f"written by process {os.getpid()}"):
-        unsupervised.kept(run).__enter__()
+    monkeypatch.setattr(without_launcher.run_lock, "SILENT", 0)
+    with without_launcher.kept(run), pytest.raises(UserError, match=f"written by process {os.getpid()}"):
+        without_launcher.kept(run).__enter__()
 
 
 @pytest.mark.every

@@ -27,8 +27,8 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import universal_checkpoint
-from deepspeed_recipes.training.callbacks.stop_signal import StopOnSignal
+from deepspeed_recipes.training.callbacks.stopping import StopOnSignal
+from deepspeed_recipes.training.checkpoint import universal
 from tests.launching import BIN
 from tests.ranks import read_logs
 from tests.small import small
@@ -207,7 +207,7 @@ def test_a_resume_with_settings_that_the_checkpoint_does_not_fit_is_refused(tmp_
 
     def check(change):
         changed = paths.locate(overrides.apply(recipe, [change]))
-        universal_checkpoint.check(changed, run, deepspeed_file.read(changed.deepspeed), 2)
+        universal.check(changed, run, deepspeed_file.read(changed.deepspeed), 2)
 
     for change, said in CHANGES.items():
         with pytest.raises(UserError, match=said) as refused:

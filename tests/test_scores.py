@@ -16,7 +16,7 @@ from deepspeed_recipes.recipe.recipe import Data, Layout
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import classes, tokenize
-from deepspeed_recipes.training.data.questions import generation_prompt, question
+from deepspeed_recipes.training.data.answers import generation_prompt, question
 from deepspeed_recipes.training.methods.preferences import fused_head
 from deepspeed_recipes.training.methods.preferences.pairs import of_pairs
 from deepspeed_recipes.training.model.generate import generate

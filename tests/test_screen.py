@@ -16,7 +16,7 @@ from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, append_json
 from deepspeed_recipes.training import console
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.evaluation import Evaluation
-from deepspeed_recipes.training.callbacks.progress import step_line
+from deepspeed_recipes.training.callbacks.metrics import step_line
 from deepspeed_recipes.training.data import updates
 from deepspeed_recipes.training.data.load import Datasets
 

@@ -19,8 +19,8 @@ from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, write_json, write_recipe
+from deepspeed_recipes.training.console import Tee
 from deepspeed_recipes.training.model_folder import record
-from deepspeed_recipes.training.start.rank_log import Tee
 from deepspeed_recipes.training.tracking import writer
 from deepspeed_recipes.training.tracking.trackers import answers
 from tests.launching import LAUNCH

@@ -15,7 +15,7 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.collate import IGNORED
 from deepspeed_recipes.training.model import draft
-from deepspeed_recipes.training.parallel import sequence, sequence_check
+from deepspeed_recipes.training.parallel import sequence
 from tests.ranks import read_logs
 from tests.small import language_families, small
 from tests.tiers import tiered
@@ -104,7 +104,7 @@ def test_a_run_that_would_train_a_different_model_is_refused(ranks, tmp_path, co
 def test_indivisible_heads_are_refused(model_folder, conversations):
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     with pytest.raises(UserError, match=r"layout\.sequence=3: each rank's 4 attention heads are not divisible by 3"):
-        sequence_check.check(small(model_folder, conversations, layout=Layout(sequence=3)), tokenizer)
+        sequence.check(small(model_folder, conversations, layout=Layout(sequence=3)), tokenizer)
 
 
 def test_the_draft_of_a_check_drops_nothing_and_is_otherwise_the_model():
@@ -112,6 +112,6 @@ def test_the_draft_of_a_check_drops_nothing_and_is_otherwise_the_model():
     config = AutoConfig.from_pretrained(draft.TINY_MODEL)
     config.attention_dropout = 0.5
     before = config.to_dict()
-    certain = sequence_check.draft_of(config, tokenizer, "sdpa").config
+    certain = sequence.draft_of(config, tokenizer, "sdpa").config
     assert certain.attention_dropout == 0.0 and config.to_dict() == before
     assert certain.rms_norm_eps == config.rms_norm_eps > 0

@@ -19,8 +19,8 @@ from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.layout import bubble, rank_position
 from deepspeed_recipes.recipe.recipe import Layout, Lora
-from deepspeed_recipes.training.adapters.add import add
-from deepspeed_recipes.training.model.flops import training_flops
+from deepspeed_recipes.training.callbacks.metrics import training_flops
+from deepspeed_recipes.training.model.lora import add
 from tests.profiles import llama, mixture
 
 

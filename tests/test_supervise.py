@@ -15,7 +15,7 @@ from deepspeed_recipes.launching import causes, supervise
 from deepspeed_recipes.launching.ranks import RankMonitor, of_run
 from deepspeed_recipes.recipe.run_folder import REWIND, RunFolder, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.callbacks import watchdog
+from deepspeed_recipes.training.callbacks import stopping
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
@@ -198,7 +198,7 @@ def test_the_watchdog_can_be_off_and_costs_little(ranks, tmp_path, model_folder,
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     assert not list(run.ranks.glob("*.stack")) and len(list(run.ranks.glob("*.log"))) == 2
     monkeypatch.setenv("RANK", "0")
-    dog = watchdog.Watchdog(run, 1)
+    dog = stopping.Watchdog(run, 1)
     dog.on_train_begin()
     begun = time.perf_counter()
     for _ in range(200):

@@ -25,7 +25,7 @@ from deepspeed_recipes.recipe.methods.settings import Dpo
 from deepspeed_recipes.recipe.methods.traits import TRAITS
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.training import upstream
-from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import tiling
 
 VOCABULARY = 32000

@@ -19,7 +19,7 @@ from deepspeed_recipes.recipe.recipe import Draft, Layout, Model
 from deepspeed_recipes.training import run
 from deepspeed_recipes.training.arguments import deepspeed_config
 from deepspeed_recipes.training.model import draft, load, packing_check
-from deepspeed_recipes.training.parallel import expert_check, sequence_check, stages
+from deepspeed_recipes.training.parallel import expert, sequence, stages
 from tests import ROOT
 from tests.small import small
 from tests.versions import needs
@@ -87,7 +87,7 @@ def test_sequence_parallelism_needs_attention(tmp_path, tokenizer, kind):
     with pytest.raises(
         UserError, match=rf"layout\.sequence=2: {kind} has no attention heads .* Leave layout\.sequence"
     ):
-        sequence_check.check(recipe_for(tmp_path, kind, layout=Layout(sequence=2)), tokenizer)
+        sequence.check(recipe_for(tmp_path, kind, layout=Layout(sequence=2)), tokenizer)
 
 
 def test_stages_need_a_language_model(tmp_path, tokenizer):
@@ -106,7 +106,7 @@ def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
     recipe = recipe_for(tmp_path, kind, layout=Layout(expert=2))
     known = replace(recipe, model=replace(recipe.model, config=AutoConfig.for_model(kind).to_dict()))
     assert limits.limit(known, 2, EXPERT_FILE) is None
-    found = expert_check.mixture(recipe)
+    found = expert.mixture(recipe)
     assert found.routes_in_fp32 == WITHOUT_PRESET[kind]
     assert deepspeed_config(recipe, EXPERT_FILE)["expert_parallel"] == {
         "enabled": True,
@@ -114,10 +114,10 @@ def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
         **found.keys,
     }
     whole = packing_check.draft_of(AutoConfig.for_model(kind), tokenizer, "eager", torch.float32)
-    layers = len(expert_check.blocks(whole))
-    assert expert_check.difference(whole, found.keys, layers) < 1e-5
+    layers = len(expert.blocks(whole))
+    assert expert.difference(whole, found.keys, layers) < 1e-5
     for wrong in ({"route_norm": not found.keys["route_norm"]}, {"top_k": 1}):
-        assert expert_check.difference(whole, {**found.keys, **wrong}, layers) > 1e-2, wrong
+        assert expert.difference(whole, {**found.keys, **wrong}, layers) > 1e-2, wrong
 
 
 @pytest.mark.parametrize(
@@ -132,31 +132,31 @@ def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
 @has_autoep
 def test_autoep_is_refused_where_it_computes_something_else(kind, why):
     with pytest.raises(UserError, match=rf"layout\.expert: .*{why}.*use layout\.expert=1\.$"):
-        expert_check.find(AutoConfig.for_model(kind))
+        expert.find(AutoConfig.for_model(kind))
 
 
 @has_autoep
 def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
     """MiniMax M2 corrects its router by a buffer beside it; AutoEP without that computes another model."""
-    keys = expert_check.find(AutoConfig.for_model("minimax_m2")).keys
+    keys = expert.find(AutoConfig.for_model("minimax_m2")).keys
     whole = packing_check.draft_of(AutoConfig.for_model("minimax_m2"), tokenizer, "eager", torch.float32)
-    found = expert_check.blocks(whole)
+    found = expert.blocks(whole)
     for name, parts in found.items():
         block = whole.get_submodule(name)
-        expert_check._correct(block, block.get_submodule(parts["router_pattern"]))
+        expert._correct(block, block.get_submodule(parts["router_pattern"]))
         assert block.e_score_correction_bias.abs().max() > 0.01
-    assert expert_check.difference(whole, keys, len(found)) < 1e-5
+    assert expert.difference(whole, keys, len(found)) < 1e-5
     from deepspeed.module_inject import auto_ep
 
     monkeypatch.setattr(auto_ep, "_resolve_e_score_correction_bias_path", lambda module, name: None)
-    assert expert_check.difference(whole, keys, len(found)) > 1e-2
+    assert expert.difference(whole, keys, len(found)) > 1e-2
 
 
 @has_autoep
 def test_autoep_without_a_preset_has_no_balancing_loss(tmp_path):
     recipe = recipe_for(tmp_path, "olmoe", layout=Layout(expert=2), router_aux_loss_coef=0.01)
     with pytest.raises(UserError, match=r"router_aux_loss_coef=0\.01: .* set it to 0"):
-        expert_check.mixture(recipe)
+        expert.mixture(recipe)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -35,7 +35,8 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import universal_checkpoint, upstream
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.checkpoint import universal
 from tests import ROOT
 from tests.launching import train_with
 from tests.parity import gate
@@ -186,7 +187,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     write_recipe(run, replace(recipe, max_steps=2))
-    universal_checkpoint.convert(newest_checkpoint(run))
+    universal.convert(newest_checkpoint(run))
     ranks.check(universal_groups.main, str(run.path), world_size=1, log=tmp_path / "resumed")
     said = read_logs(tmp_path / "resumed")[0]
     assert "loaded: decays [0.1, 0.1], 1 counters for 2 states" in said, said
@@ -195,7 +196,7 @@ def test_zero3_forgets_the_groups_of_a_universal_checkpoint(ranks, tmp_path, mod
 
 @pytest.mark.every
 def test_deepspeed_joins_split_matrices_incorrectly(ranks, tmp_path, model_folder, conversations):
-    """`_not_convertible` in universal_checkpoint.py can let them pass when they are joined to what they were."""
+    """`_not_convertible` in checkpoint/universal.py can let them pass when they are joined to what they were."""
     folder = {}
     for config, lora in (("zero1.json", Lora(rank=4)), ("zero3.json", None)):
         run = RunFolder(tmp_path / config)
@@ -206,8 +207,8 @@ def test_deepspeed_joins_split_matrices_incorrectly(ranks, tmp_path, model_folde
         complete = folder[config] / COMPLETE
         write_json(complete, read_json(complete) | {"layout": asdict(Layout())})  # so that it is tried
     with pytest.raises(UserError, match="exceeds dimension size"):
-        universal_checkpoint.convert(folder["zero3.json"])
-    universal_checkpoint.convert(folder["zero1.json"])
+        universal.convert(folder["zero3.json"])
+    universal.convert(folder["zero1.json"])
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A"
     joined = torch.load(folder["zero1.json"] / f"global_step1_universal/zero/{name}.default.weight/fp32.pt")["param"]
     whole = load_file(folder["zero1.json"] / "adapter_model.safetensors")[f"{name}.weight"]
@@ -245,7 +246,7 @@ def test_pytorch_has_no_ring_attention_on_cpus(ranks, tmp_path):
 
 @pytest.mark.every
 def test_zenflow_checkpoints_lose_pending_updates(ranks, tmp_path, model_folder, conversations):
-    """`check` in universal_checkpoint.py can let it be resumed when the norms go on as they were."""
+    """`check` in checkpoint/universal.py can let it be resumed when the norms go on as they were."""
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations, "zenflow.json", save_steps=3))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")

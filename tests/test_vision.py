@@ -26,9 +26,9 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_VISION
-from deepspeed_recipes.training.data import tokenize
-from deepspeed_recipes.training.vision import content, files, processor, without_videos
-from deepspeed_recipes.training.vision.collate import PictureCollator
+from deepspeed_recipes.training.data import images, tokenize
+from deepspeed_recipes.training.data.image_conversations import PictureCollator
+from deepspeed_recipes.training.model import processor
 from tests import seeing
 from tests.conftest import write_rows
 from tests.versions import needs
@@ -94,10 +94,10 @@ WRITTEN = {
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_every_way_to_write_a_picture_means_the_same(folder, form):
-    (found,) = content.converted([("data:1", WRITTEN[form](folder))], "sft", "auto", folder)
+    (found,) = images.converted([("data:1", WRITTEN[form](folder))], "sft", "auto", folder)
     assert found["messages"] == turns([{"type": "image"}, TEXT])
     assert len(found["images"]) == 1 and found["where"] == "data:1"
-    assert files.read("x", found["images"][0], 10**6).size == (40, 30)
+    assert images.read("x", found["images"][0], 10**6).size == (40, 30)
 
 
 def test_pictures_keep_their_places():
@@ -108,7 +108,7 @@ def test_pictures_keep_their_places():
         part(path="/b.jpg"),
     ]
     rows = [{"messages": [*turns(asked), *turns([part(path="/c.png"), TEXT])]}, {"messages": turns("no <image> here")}]
-    first, second = content.converted(((f"data:{n}", row) for n, row in enumerate(rows)), "sft", "auto", None)
+    first, second = images.converted(((f"data:{n}", row) for n, row in enumerate(rows)), "sft", "auto", None)
     assert [one["path"] for one in first["images"]] == ["/a.png", "/b.jpg", "/c.png"]
     assert [one["type"] for one in first["messages"][0]["content"]] == ["text", "image", "text", "image"]
     assert second["images"] == [] and second["messages"][0]["content"] == "no <image> here"
@@ -172,19 +172,19 @@ def test_a_picture_that_is_cut_off_is_found_before_training_in_parquet_too(folde
 
 def test_pictures_are_made_smaller_in_proportion_and_turned_as_the_camera_says():
     image = Image.new("RGB", (400, 100))
-    assert files.within(image, 10**6) is image
-    smaller = files.within(image, 10_000)
+    assert images.within(image, 10**6) is image
+    smaller = images.within(image, 10_000)
     assert smaller.size == (200, 50)
-    assert files.within(Image.new("RGB", (1000, 1)), 100).size == (316, 1)
-    assert files.within(Image.new("RGB", (1, 1000)), 100).size == (1, 316)
+    assert images.within(Image.new("RGB", (1000, 1)), 100).size == (316, 1)
+    assert images.within(Image.new("RGB", (1, 1000)), 100).size == (1, 316)
     held = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     image.save(held, "JPEG", exif=exif)
-    assert files.read("x", {"path": None, "bytes": held.getvalue()}, 10**6).size == (100, 400)
+    assert images.read("x", {"path": None, "bytes": held.getvalue()}, 10**6).size == (100, 400)
     clear = io.BytesIO()
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
-    assert files.read("x", {"path": None, "bytes": clear.getvalue()}, 100).getpixel((0, 0)) == (255, 255, 255)
+    assert images.read("x", {"path": None, "bytes": clear.getvalue()}, 100).getpixel((0, 0)) == (255, 255, 255)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_qwens_own_chat_template_marks_what_trls_version_marks(shown, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
     tokenizer.chat_template = qwen2_5_vl_chat_template
     shape = {"size": {"shortest_edge": 28**2, "longest_edge": 84**2}}
-    kind = without_videos.pictures_only(Qwen2_5_VLProcessor)
+    kind = processor.pictures_only(Qwen2_5_VLProcessor)
     kind(Qwen2VLImageProcessorPil(**shape), tokenizer, qwen2_5_vl_chat_template).save_pretrained(tmp_path)
     _, tokenizer, sequences = prepared(tmp_path, shown)
     plain = processor.load(str(tmp_path))
@@ -278,7 +278,7 @@ WRITTEN_IN = ["processor_config.json", "video_preprocessor_config.json", "prepro
 
 @pytest.mark.parametrize("file", WRITTEN_IN)
 def test_without_torchvision_the_settings_for_videos_are_kept(sample, tmp_path, monkeypatch, file):
-    monkeypatch.setattr(without_videos, "is_torchvision_available", lambda: False)
+    monkeypatch.setattr(processor, "is_torchvision_available", lambda: False)
     model, export = tmp_path / "model", tmp_path / "export"
     shutil.copytree(sample("qwen2_5_vl"), model)
     written = read_json(model / "processor_config.json")
@@ -299,14 +299,14 @@ def test_without_torchvision_the_settings_for_videos_are_kept(sample, tmp_path, 
 def test_with_torchvision_or_another_processor_nothing_is_left_out(sample, tmp_path, monkeypatch):
     """LLaVA-OneVision's has options that would be lost."""
     write_json(tmp_path / "processor_config.json", {"processor_class": "LlavaOnevisionProcessor"})
-    assert without_videos.load(str(tmp_path)) is without_videos.load(str(sample("gemma3"))) is None
-    monkeypatch.setattr(without_videos, "is_torchvision_available", lambda: True)
-    assert without_videos.load(str(sample("qwen2_5_vl"))) is None
+    assert processor.load_without_videos(str(tmp_path)) is processor.load_without_videos(str(sample("gemma3"))) is None
+    monkeypatch.setattr(processor, "is_torchvision_available", lambda: True)
+    assert processor.load_without_videos(str(sample("qwen2_5_vl"))) is None
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
 def test_transformers_asks_for_torchvision_to_see_pictures(sample):
-    """If this fails, `without_videos.py` can go."""
+    """If this fails, `load_without_videos` in processor.py can go."""
     with pytest.raises((ImportError, ValueError), match="Torchvision library"):
         AutoProcessor.from_pretrained(sample("qwen2_5_vl"))
 

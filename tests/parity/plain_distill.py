@@ -10,8 +10,8 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe.methods.settings import Distill
-from deepspeed_recipes.training.adapters import add as adapters
 from deepspeed_recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import plain
 
 SEED = 42

@@ -10,7 +10,7 @@ from deepspeed_recipes.recipe.methods.settings import Distill
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain, plain_distill
 from tests.parity.plain_distill import NONE, SEED, Mistakes
 from tests.tiers import tiered

@@ -1,6 +1,6 @@
 """Expert parallelism (AutoEP) trains exactly the mixture that plain PyTorch trains in one process.
 
-DeepSpeed has no preset for the last five families; `expert_check` makes theirs.
+DeepSpeed has no preset for the last five families; `parallel/expert.py` makes theirs.
 """
 
 import shutil
@@ -27,10 +27,10 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import universal_checkpoint
 from deepspeed_recipes.training.arguments import deepspeed_config
+from deepspeed_recipes.training.checkpoint import universal
 from deepspeed_recipes.training.model.draft import TINY_MODEL
-from deepspeed_recipes.training.parallel import expert_check
+from deepspeed_recipes.training.parallel import expert
 from tests import ROOT
 from tests.parity import gate, plain
 from tests.tiers import tiered
@@ -188,8 +188,8 @@ def test_a_resumed_run_logs_what_an_uninterrupted_one_logs(
     forget_after(run, newest_checkpoint(run))
     layout = Layout(expert=spread)
     write_recipe(run, replace(recipe, layout=layout))
-    if universal_checkpoint.is_needed(layout, run, world_size):
-        universal_checkpoint.convert(newest_checkpoint(run))
+    if universal.is_needed(layout, run, world_size):
+        universal.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=tmp_path / "again")
     resumed = read_jsonl(run.metrics)
     assert [row["step"] for row in resumed] == list(range(1, 7))
@@ -261,8 +261,8 @@ def routed(folder: Path, data: Path) -> dict[str, float]:
         for load, of_layer in zip(loads, logits, strict=True):
             for token in of_layer:
                 entropies.append(torch.distributions.Categorical(logits=token).entropy().item())
-                for expert in token.argsort(descending=True)[:chosen]:
-                    load[expert] += 1
+                for one in token.argsort(descending=True)[:chosen]:
+                    load[one] += 1
     shares = [count / (sum(load) / len(load)) for load in loads for count in load]
     return {
         "expert_load_max": max(shares),
@@ -302,4 +302,4 @@ def test_without_zero_is_refused(tmp_path, conversations):
 def test_noise_that_autoep_leaves_out_is_refused(tmp_path, conversations):
     AutoConfig.for_model("mixtral", router_jitter_noise=0.01).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"layout\.expert: router_jitter_noise=0\.01 in .* set it to 0 there"):
-        expert_check.mixture(recipe_for(tmp_path, conversations, tmp_path, 1))
+        expert.mixture(recipe_for(tmp_path, conversations, tmp_path, 1))

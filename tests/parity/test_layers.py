@@ -11,7 +11,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.adapters.add import add
+from deepspeed_recipes.training.model.lora import add
 from tests import ROOT
 from tests.parity import gate, plain
 from tests.small import in_sub_groups

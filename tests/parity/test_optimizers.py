@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.recipe.recipe import Lora, Recipe
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.adapters import add as adapters
-from deepspeed_recipes.training.optimization import noise
+from deepspeed_recipes.training.model import lora as adapters
+from deepspeed_recipes.training.model import noise
 from tests.parity import gate, plain, plain_optimizers
 from tests.tiers import tiered
 from tests.workers import muon

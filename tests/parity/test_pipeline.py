@@ -14,8 +14,8 @@ from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.adapters.add import add
 from deepspeed_recipes.training.model import draft
+from deepspeed_recipes.training.model.lora import add
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import pipeline_mistakes

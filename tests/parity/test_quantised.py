@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from deepspeed_recipes.recipe.recipe import Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
-from deepspeed_recipes.training.adapters import add as adapters
+from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered

@@ -26,8 +26,8 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import universal_checkpoint, upstream
-from deepspeed_recipes.training.checkpoint import digests
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.checkpoint import digests, universal
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
 from tests.tiers import tiered
@@ -117,15 +117,15 @@ def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
     """Sequence-parallel ranks are data-parallel to DeepSpeed: as many ranks can load the states."""
     run = stopped_after_three(whole(case, 2), tmp_path)
     write_recipe(run, replace(read_recipe(run), layout=Layout()))
-    assert universal_checkpoint.is_needed(Layout(), run, 2) == converted
+    assert universal.is_needed(Layout(), run, 2) == converted
     resume(ranks, run, 2, tmp_path / "log")
     agree(run, whole(case, 2))
 
 
 def resume(ranks, run, world_size, log):
     """Resume a run as the launcher does."""
-    if universal_checkpoint.is_needed(read_recipe(run).layout, run, world_size):
-        universal_checkpoint.convert(newest_checkpoint(run))
+    if universal.is_needed(read_recipe(run).layout, run, world_size):
+        universal.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
 
 
@@ -158,7 +158,7 @@ def reordered(folder):
 @pytest.mark.parametrize("mistake", [forgetful, reordered])
 def test_a_wrong_resume_is_noticed(ranks, tmp_path, whole, mistake):
     run = stopped_after_three(whole("zero3", 2), tmp_path)
-    universal_checkpoint.convert(newest_checkpoint(run))
+    universal.convert(newest_checkpoint(run))
     ranks.check(mistake, str(run.path), world_size=1, log=tmp_path / "log")
     steps = zip(read_jsonl(run.metrics), read_jsonl(whole("zero3", 2).metrics), strict=True)
     differences = [abs(got[key] / expected[key] - 1) for got, expected in steps for key in ("loss", "grad_norm")]
@@ -214,18 +214,16 @@ def test_disk_space_is_checked_before_the_conversion_and_suffices(tmp_path, whol
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
     source = checkpoint / "global_step3"
-    monkeypatch.setattr(
-        "shutil.disk_usage", lambda _: SimpleNamespace(free=universal_checkpoint.conversion_bytes(source) - 1)
-    )
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=universal.conversion_bytes(source) - 1))
     with pytest.raises(UserError, match="for another number of ranks needs about"):
-        universal_checkpoint.convert(checkpoint)
-    assert not (checkpoint / universal_checkpoint.MARKER).exists()
+        universal.convert(checkpoint)
+    assert not (checkpoint / universal.MARKER).exists()
     monkeypatch.undo()
     # What an interrupted conversion has left is in nobody's way.
     (checkpoint / "global_step3_universal").mkdir()
-    universal_checkpoint.convert(checkpoint)
+    universal.convert(checkpoint)
     written = sum(path.stat().st_size for path in (checkpoint / "global_step3_universal").rglob("*"))
-    assert universal_checkpoint.conversion_bytes(source) / 4 < written < universal_checkpoint.conversion_bytes(source)
+    assert universal.conversion_bytes(source) / 4 < written < universal.conversion_bytes(source)
 
 
 def test_split_matrices_that_cannot_be_joined_are_refused(tmp_path, whole, capsys):
@@ -270,14 +268,14 @@ def test_every_file_of_a_checkpoint_has_its_digest(whole, case):
 def test_a_damaged_conversion_is_repeated(tmp_path, whole):
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     checkpoint = newest_checkpoint(run)
-    universal_checkpoint.convert(checkpoint)
+    universal.convert(checkpoint)
     state = next((checkpoint / "global_step3_universal").rglob("exp_avg.pt"))
     written, content = state.stat().st_mtime_ns, state.read_bytes()
-    universal_checkpoint.convert(checkpoint)
+    universal.convert(checkpoint)
     assert state.stat().st_mtime_ns == written
     state.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    universal_checkpoint.convert(checkpoint)
-    assert digests.damaged(checkpoint, universal_checkpoint.CONVERTED) is None
+    universal.convert(checkpoint)
+    assert digests.damaged(checkpoint, universal.CONVERTED) is None
 
 
 @pytest.mark.every
@@ -338,7 +336,7 @@ def test_a_poisoned_checkpoint_runs_no_code_while_it_is_converted(tmp_path, whol
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     poison(newest_checkpoint(run), "global_step3/*_optim_states.pt", tmp_path / "attacked")
     with pytest.raises(UserError, match=r"one of its files contains \w+.mkdir, which is code") as refused:
-        universal_checkpoint.convert(newest_checkpoint(run))
+        universal.convert(newest_checkpoint(run))
     assert "\n" not in str(refused.value) and not (tmp_path / "attacked").exists()
 
 

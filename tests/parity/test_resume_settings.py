@@ -16,7 +16,8 @@ from deepspeed_recipes.recipe.run_folder import (
     write_recipe,
 )
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import universal_checkpoint, upstream
+from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.checkpoint import universal
 from tests.parity import gate, plain
 from tests.tiers import tiered
 
@@ -71,8 +72,8 @@ def resumed(ranks, folder, model_folder, conversations, case, main=training_run.
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=folder / "log")
     write_recipe(run, replace(recipe, max_steps=SETTINGS.steps, save_steps=0, **CHANGED))
-    if universal_checkpoint.is_needed(layout, run, resumed_by):
-        universal_checkpoint.convert(newest_checkpoint(run))
+    if universal.is_needed(layout, run, resumed_by):
+        universal.convert(newest_checkpoint(run))
     ranks.check(main, str(run.path), world_size=resumed_by, log=folder / "resumed")
     return run
 

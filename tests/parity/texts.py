@@ -11,8 +11,8 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from deepspeed_recipes.prove.plain import Settings
 from deepspeed_recipes.recipe.recipe import Lora
-from deepspeed_recipes.training.adapters import add as adapters
 from deepspeed_recipes.training.model import heads
+from deepspeed_recipes.training.model import lora as adapters
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from deepspeed_recipes.training import run
 from deepspeed_recipes.training.callbacks import layer_stats
-from deepspeed_recipes.training.parallel import fragments
+from deepspeed_recipes.training.parallel import holdings
 
 
 def main(folder: str, mistake: str) -> None:
@@ -20,8 +20,8 @@ def after_clipping() -> None:
 
 def counted_on_every_rank() -> None:
     """Add up what every tensor-parallel rank holds, as if each had its own."""
-    place = fragments.distributed.place
-    fragments.distributed.place = lambda layout: replace(place(layout), tensor=0)
+    place = holdings.distributed.place
+    holdings.distributed.place = lambda layout: replace(place(layout), tensor=0)
 
 
 def without_decay() -> None:

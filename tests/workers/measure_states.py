@@ -12,8 +12,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
-from deepspeed_recipes.training import distributed
-from deepspeed_recipes.training.optimization import create, muon
+from deepspeed_recipes.training import distributed, optimizer
 
 LAYERS, WIDTH = 96, 96
 """Many and small, so that DeepSpeed's buffers for one weight are small too."""
@@ -113,19 +112,19 @@ def initialize(model: nn.Module, case: dict[str, Any]) -> Any:
     if case.get("offload") or case.get("expert_ranks"):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
     else:
-        own = optimizer(case.get("optimizer"), model, trained)
+        own = make_optimizer(case.get("optimizer"), model, trained)
     if case.get("optimizer") == "muon" and case["stage"] == 3:
         config["zero_optimization"]["reduce_scatter"] = False
     return deepspeed.initialize(model=model, optimizer=own, model_parameters=trained, config=config)[0]
 
 
-def optimizer(name: str | None, model: nn.Module, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: str | None, model: nn.Module, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return what the run brings along."""
     if name == "adamw_8bit":
-        return create.eight_bit()(trained, lr=1e-3)
+        return optimizer.eight_bit()(trained, lr=1e-3)
     if name == "muon":
         group = {"params": trained, "lr": 1e-3, "weight_decay": 0.0}
-        return muon.optimizer(model, [group], betas=(0.9, 0.999), eps=1e-8, fused=True)
+        return optimizer._muon(model, [group], betas=(0.9, 0.999), eps=1e-8, fused=True)
     return torch.optim.AdamW(trained, lr=1e-3, fused=True)  # what the Trainer brings along
 
 

@@ -12,7 +12,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import first_line
 from deepspeed_recipes.training import distributed
 from deepspeed_recipes.training.model import draft, packing_check
-from deepspeed_recipes.training.parallel import sequence, sequence_check
+from deepspeed_recipes.training.parallel import sequence
 from tests.small import language_families
 
 
@@ -24,7 +24,7 @@ def main(answers: str) -> None:
 
     def off(config: PreTrainedConfig, attention: str) -> float | str:
         try:
-            return sequence_check.difference(sequence_check.draft_of(config, tokenizer, attention), group)
+            return sequence.difference(sequence.draft_of(config, tokenizer, attention), group)
         except Exception as error:
             return first_line(error)
 

@@ -25,9 +25,9 @@ from ..training.data.collate import Collator
 from ..training.data.load import Datasets
 from ..training.environment import describe
 from ..training.methods import sft
-from ..training.adapters import add as adapters
+from ..training.model import lora as adapters
 from ..training.model import load
-from ..training.model.flops import training_flops
+from ..training.callbacks.metrics import training_flops
 from ..training.tracking.trackers import Trackers
 from . import synthetic
 from .cases import Case, recipe_of

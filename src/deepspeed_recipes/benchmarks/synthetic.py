@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from trl import pack_dataset
 
 from ..recipe.recipe import Draft, Recipe
-from ..training.adapters import add as adapters
 from ..training.model import attention
+from ..training.model import lora as adapters
 from ..training.model.draft import TINY_MODEL, shrink
 from ..training.model.load import DTYPES
 

@@ -10,7 +10,7 @@
 Contenders train on the same sequences of random tokens, with random weights of the real dimensions, so nothing is
 downloaded. They take turns (A B B A), each run in its own process: 10 warm-up steps, 20 timed steps, and one step in
 which the host's reads from the device are counted; in `planner_error` each runs once, for 3 and 5 steps. Padding tokens
-are not counted. MFU is the FLOPs of training/model/flops.py (causal attention once, no input embedding, no
+are not counted. MFU is the FLOPs of training/callbacks/metrics.py (causal attention once, no input embedding, no
 recomputation, adapters included) divided by the manufacturer's peak; next to it is the share of the matrix-product rate
 measured on this machine. Each benchmark ends within 8 minutes on one GPU (`--quick`: 4), `all` within `--minutes`, with
 the questions first that matter most: what is not reached is left out. Results are written after every run, so an

@@ -19,7 +19,7 @@ from ..recipe.errors import UserError, lasting
 from ..recipe.run_folder import RunFolder
 from ..report import write
 from ..report.profiler import conclude
-from ..training.start import unsupervised
+from ..training import without_launcher
 from ..training.tracking import afterwards
 from .command import threads
 from .supervise import RANK_MODULE, supervise
@@ -80,7 +80,7 @@ def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
     """Prepare the folder for the first start, or for a restart after steps were lost; on the first node only."""
     if recipe and not run.recipe.exists():
         files.write_bytes(run.recipe, recipe.read_bytes())
-    unsupervised.prepare(run, world_size)
+    without_launcher.prepare(run, world_size)
 
 
 def command(run: RunFolder, options: argparse.Namespace, hostfile: Path) -> list[str]:

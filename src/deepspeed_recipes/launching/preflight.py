@@ -21,13 +21,12 @@ from ..recipe.methods import rewards
 from ..recipe.methods.traits import Method
 from ..recipe.recipe import Recipe, names
 from ..recipe.tracking import trackers
-from ..training.data import classes, text_files, updates
-from ..training.data.forms import columns, formats
+from ..training.data import classes, images, text_files, updates
+from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..training.model_folder import intact, weights
 from ..training.model_folder.base_model import config_of
-from ..training.vision import content, files
 
 UNKNOWN = "only the ranks will know"
 """Key for the number of sources that only the ranks read."""
@@ -225,7 +224,7 @@ def _check_options(recipe: Recipe) -> None:
     if recipe.traits.rollouts:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
-    columns.fields(data.columns)
+    formats.column_fields(data.columns)
     if not data.streaming:
         return
     if not recipe.traits.packs:  # TRL's trainer tokenizes before the first step
@@ -262,9 +261,9 @@ def check_file(
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
-    examples = columns.renamed(text_files.read(path), columns.fields(named))
+    examples = formats.renamed_columns(text_files.read(path), formats.column_fields(named))
     if vision:
-        converted = files.checked(content.converted(examples, method, form, path.parent))
+        converted = images.checked(images.converted(examples, method, form, path.parent))
     else:
         converted = formats.converted(examples, method, form)
     found = Counter(map(_kind, islice(converted, most)))

@@ -14,8 +14,7 @@ from ..recipe.errors import FileUnusable, UserError
 from ..recipe.project import program
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
-from ..training import universal_checkpoint
-from ..training.checkpoint import digests
+from ..training.checkpoint import digests, universal
 from ..training.tracking import afterwards
 from . import preflight
 from .supervise import Outcome
@@ -119,7 +118,7 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
     for ranks in range(most, 0, -1):
         try:
             limits.check(known, ranks, file)
-            universal_checkpoint.check(recipe, run, file, ranks)
+            universal.check(recipe, run, file, ranks)
         except FileUnusable:  # fewer ranks would not help
             raise
         except UserError as error:
@@ -136,8 +135,8 @@ def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> Non
         UserError: no disk space for the universal checkpoint, or DeepSpeed cannot convert it.
     """
     with run_folder.explained(checkpoint):
-        if universal_checkpoint.is_needed(recipe.layout, run, ranks):
+        if universal.is_needed(recipe.layout, run, ranks):
             written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
             print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks} ranks", flush=True)
-            universal_checkpoint.convert(checkpoint)
+            universal.convert(checkpoint)
     run_folder.forget_after(run, checkpoint)

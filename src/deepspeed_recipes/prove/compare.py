@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..recipe.run_folder import RunFolder, read_jsonl, write_json
 from ..training import distributed
-from ..training.adapters import add as adapters
+from ..training.model import lora as adapters
 from ..training.model_folder.base_model import ADAPTER
 from . import plain, samples
 from .techniques import LORA, SETTINGS, Kind, Technique

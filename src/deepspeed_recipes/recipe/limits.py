@@ -76,12 +76,12 @@ TENSOR_PARALLEL_TYPES = (
     "smollm3",
 )
 """Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe). For
-other types `training/parallel/tensor_check.py` determines which layers can be split, or refuses the run."""
+other types `training/parallel/tensor_plan.py` determines which layers can be split, or refuses the run."""
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Names in config.json for the number of experts per layer."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types for which DeepSpeed has a preset with which expert parallelism trains like plain PyTorch
-(`tests/parity/test_expert.py`). For other types `training/parallel/expert_check.py` makes one, or refuses the run."""
+(`tests/parity/test_expert.py`). For other types `training/parallel/expert.py` makes one, or refuses the run."""
 
 ENDS = frozenset(("embed_tokens", "wte", "embed_in", "word_embeddings", "lm_head", "embed_out", "output"))
 """Names of embeddings and heads, on which adapters do not train in a pipeline: DeepSpeed copies a

@@ -12,8 +12,9 @@ from ..recipe.errors import UserError
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
-from . import checkpointing, universal_checkpoint, upstream
-from .parallel import expert_check
+from . import activation_checkpointing, upstream
+from .checkpoint import universal
+from .parallel import expert
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -28,7 +29,7 @@ def common_arguments(
     config = deepspeed_config(recipe, file)
     return {
         "output_dir": str(run.checkpoints),
-        "deepspeed": universal_checkpoint.loading(config, recipe.layout, run, world_size),
+        "deepspeed": universal.loading(config, recipe.layout, run, world_size),
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,
@@ -46,8 +47,8 @@ def common_arguments(
         "bf16": recipe.precision == "bf16",
         "fp16": recipe.precision == "fp16",
         # Pipeline stages turn it on themselves.
-        "gradient_checkpointing": checkpointing.of_layers(recipe) and recipe.layout.pipeline == 1,
-        "gradient_checkpointing_kwargs": checkpointing.options(recipe),
+        "gradient_checkpointing": activation_checkpointing.of_layers(recipe) and recipe.layout.pipeline == 1,
+        "gradient_checkpointing_kwargs": activation_checkpointing.options(recipe),
         "torch_compile": file.deepcompile,  # otherwise accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
@@ -120,7 +121,7 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
                 f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
                 f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
             )
-        config["expert_parallel"] |= {"autoep_size": layout.expert, **expert_check.mixture(recipe).keys}
+        config["expert_parallel"] |= {"autoep_size": layout.expert, **expert.mixture(recipe).keys}
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
     if layout.pipeline > 1:
         config.pop("train_batch_size", None)  # the Trainer would count every stage as a data rank

@@ -1,17 +1,25 @@
-"""Prints on rank 0, and hides messages of libraries that users cannot act on."""
+"""Prints on rank 0, hides messages of libraries that users cannot act on, and keeps each rank's output in a log.
 
+The last lines of a rank that died show why.
+"""
+
+import contextlib
+import faulthandler
 import logging
+import os
 import re
 import sys
 import warnings
 from collections.abc import Sequence
 from itertools import chain
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.text import Text
 from tqdm import tqdm
 
-from ..recipe.errors import printable
+from ..recipe.errors import printable, redact
+from ..recipe.run_folder import RunFolder
 from . import distributed
 
 NOISE = {
@@ -81,3 +89,32 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def keep_log(run: RunFolder) -> None:
+    """Copy this rank's output from Python to its log, and its stack if it crashes.
+
+    Output of native libraries is not copied: a pipe would buffer it, and lose it when the process is killed.
+    """
+    run.ranks.mkdir(parents=True, exist_ok=True)
+    log = (run.ranks / f"rank-{os.environ['RANK']}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
+    sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
+    faulthandler.enable(log)
+
+
+class Tee:
+    """A stream that also writes to a log."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self.stream = stream
+        self.log = log
+
+    def write(self, text: str) -> int:
+        """Write `text`; a progress bar, which overwrites itself, does not go into the log."""
+        if not text.startswith("\r"):
+            with contextlib.suppress(OSError):  # a full disk must not end the run
+                self.log.write(redact(text))
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -21,11 +21,11 @@ from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, wr
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import generation, heads, remote_code
+from .model import generation_settings, heads, remote_code
 from .model import load as load_model
+from .model import processor as vision
 from .model_folder import base_model, complete, head, intact, sentence_transformers, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
-from .vision import processor as vision
 
 
 def save(trainer: Any, folder: Path) -> None:
@@ -260,7 +260,7 @@ def load_whole(
             model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
-    generation.correct(model, str(folder))
+    generation_settings.correct(model, str(folder))
     upstream.keep_4bit_layout(model)
     return model
 
@@ -274,7 +274,7 @@ def check_loadable(folder: Path) -> None:
     if folder.is_dir():
         intact.check(folder)
         weights.tensors(folder, "model")
-        generation.check(str(folder))
+        generation_settings.check(str(folder))
 
 
 def _reason(error: Exception) -> str:

@@ -32,29 +32,31 @@ from ..recipe.run_folder import (
     write_json,
 )
 from ..recipe.samples import TINY_TEACHER
-from . import distributed, export, holdings, summary, upstream
+from . import distributed, export, summary, upstream
+from .parallel import holdings
 from .arguments import DTYPE_BYTES, common_arguments, gather_layers
-from .callbacks.checkpoints import Checkpoints
+from .checkpoint.save import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard, Rewind
 from .callbacks.metrics import Metrics
 from .callbacks.profiler import Phases, Profiler
-from .callbacks.stop_signal import StopOnSignal
+from .callbacks.stopping import StopOnSignal
 from .callbacks.system_log import SystemLog
-from .callbacks.watchdog import Watchdog
+from .callbacks.stopping import Watchdog
 from .checkpoint import fingerprint, pickles
 from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, kernels, load, movement, output_head, packing_check
-from .model.flops import training_flops
-from .optimization import create
-from .parallel import implementation, sequence_check
+from .model import draft, kernels, load, output_head, packing_check
+from .callbacks.metrics import training_flops
+from . import optimizer
+from .parallel import implementation
+from .parallel import sequence
 from ..machine.capacity import gathered_bytes
-from .start import rank_log, rendezvous, unsupervised
+from . import console, rendezvous, without_launcher
 from .tracking.trackers import Trackers
 from .trainer import RunContext
 
@@ -65,8 +67,8 @@ def main(folder: str) -> None:
     trackers = Trackers(run)
     try:
         rendezvous.complete(os.environ)
-        with unsupervised.kept(run):
-            rank_log.keep(run)
+        with without_launcher.kept(run):
+            console.keep_log(run)
             leave_out_noise()
             upstream.compile_ops_once(run.ranks / f"rank-{os.environ['RANK']}.stack")
             distributed.start()
@@ -80,7 +82,7 @@ def main(folder: str) -> None:
         fail(error, REWIND, trackers)
     except Exception as error:
         refused = lasting(error, run.path)
-        if refused is None and not rendezvous.is_watched(os.environ) and (lost := unsupervised.lost_peer(error)):
+        if refused is None and not rendezvous.is_watched(os.environ) and (lost := without_launcher.lost_peer(error)):
             print(lost, file=sys.stderr, flush=True)
             trackers.failed(lost, 1)
             os._exit(1)  # the group of ranks would wait for the lost rank
@@ -172,14 +174,14 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     upstream.check_version(recipe.layout)
     kernels.check(recipe, file, distributed.on_gpu())
-    create.check(recipe)
+    optimizer.check(recipe)
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")
     recipe = replace(recipe, model=replace(recipe.model, attention=attention))
     implementation(recipe.layout).check(recipe, tokenizer)
     if recipe.layout.sequence > 1:
-        sequence_check.check(recipe, tokenizer)
+        sequence.check(recipe, tokenizer)
     if recipe.traits.teacher and not recipe.distill.served:
         teacher.check_model(recipe, tokenizer)
     return output_head.check(recipe, tokenizer, say)
@@ -311,7 +313,7 @@ def check_moved(trainer: Any) -> None:
         UserError: no sampled weight of any rank differs from its value before the first step.
     """
     recipe, steps = trainer.context.recipe, trainer.state.global_step
-    sampled, moved = distributed.total(len(trainer.start), movement.moved(trainer.start, trainer.model))
+    sampled, moved = distributed.total(len(trainer.start), holdings.moved(trainer.start, trainer.model))
     if sampled and not moved and not trainer.context.checkpoint:
         raise UserError(
             f"{steps} steps have not changed the trained weights, so there is nothing to export: "
@@ -324,7 +326,7 @@ def keep_holdings(trainer: Any) -> None:
     """Write the bytes of each layer that this rank holds into the run folder, for the report; never fails a run."""
     rank, run = dist.get_rank(), trainer.context.run
     try:
-        write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layers(trainer.deepspeed)})
+        write_json(run.ranks / f"rank-{rank}.json", {"rank": rank, "layers": holdings.layer_bytes(trainer.deepspeed)})
     except Exception as error:
         say(f"the report will lack the memory of each rank: {type(error).__name__}: {first_line(error)}")
 

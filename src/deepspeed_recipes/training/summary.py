@@ -1,12 +1,13 @@
-"""The end of a run: summary.json, report.png, and the last screen."""
+"""The end of a run: summary.json, the curves in report.png, and the last screen."""
 
 import shlex
+from pathlib import Path
 from typing import Any
 
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_jsonl, write_json
-from . import curves, distributed
+from . import distributed
 from .callbacks.evaluation import Evaluation
 from .callbacks.metrics import memory
 from .console import duration, say
@@ -62,7 +63,7 @@ def finished(
     if not_loaded := stored.NOT_LOADED.get(recipe.model.path):
         summary["not_loaded"] = not_loaded
     write_json(run.summary, summary)
-    curves.draw(run, recipe.name, recipe.traits.loss)
+    draw_curves(run, recipe.name, recipe.traits.loss)
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
     lines = [
@@ -85,3 +86,44 @@ def finished(
         else f"training loss: {last['loss']:.4f}, before the only update",
     ]
     say("\n".join(line for line in lines if line is not None))
+
+
+CURVES = {
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second, all ranks",
+}
+
+
+def draw_curves(run: RunFolder, title: str, loss: str) -> Path | None:
+    """Draw the four curves over the steps and return the file, or None if nothing was logged.
+
+    Args:
+        run: its records are drawn.
+        title: printed above the curves.
+        loss: name of the loss, with its unit.
+    """
+    records = read_jsonl(run.metrics)
+    if not records:
+        return None
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # takes most of a second, and is needed once
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
+    for axis, (key, label) in zip(axes.flat, ({"loss": loss} | CURVES).items(), strict=True):
+        points = [(record["step"], record[key]) for record in records if record[key] is not None]
+        axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
+        axis.set_ylabel(label)
+        axis.grid(alpha=0.3)
+    held_out = [(row["step"], row["loss"]) for row in read_jsonl(run.evaluations) if "loss" in row]
+    if held_out:
+        axes[0, 0].plot(*zip(*held_out, strict=True), "o--", label="held out")
+        axes[0, 0].legend()
+    for axis in axes[1]:
+        axis.set_xlabel("optimizer step")
+    figure.suptitle(title)
+    figure.savefig(run.report, dpi=120)
+    pyplot.close(figure)
+    return run.report

@@ -23,24 +23,21 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_json
-from . import distributed, upstream
-from .callbacks.checkpoints import Checkpoints
+from . import distributed, optimizer, upstream
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard
-from .callbacks.metrics import Metrics
+from .callbacks.metrics import Metrics, Progress
 from .callbacks.profiler import Phases, Profiler
-from .callbacks.progress import Progress
 from .callbacks.routing import Routing
-from .callbacks.stop_signal import StopOnSignal
+from .callbacks.stopping import StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
-from .callbacks.watchdog import Watchdog
+from .checkpoint.save import Checkpoints
 from .data import example_numbers
 from .environment import describe
-from .model import kernels, movement
-from .optimization import create
-from .optimization.noise import Noise
-from .parallel import expert, expert_check
+from .model import kernels
+from .model.noise import Noise
+from .parallel import expert, holdings
 from .tracking.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -107,7 +104,7 @@ class RunHooks(Hooked):
         """`options` are passed to the trainer's own class."""
         self.context = context
         self.micro_batches: list[dict[str, Any]] = []  # collected by a pipeline until its step is complete
-        self.start: movement.Sample = {}
+        self.start: holdings.Sample = {}
         """Some of the trained weights before the first step."""
         self.asked: list[dict[str, Any]] = []
         """The recipe's update settings of each parameter group."""
@@ -192,14 +189,13 @@ class RunHooks(Hooked):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the recipe's optimizer, with expert-parallel weights in their own parameter group."""
         recipe, trained = self.context.recipe, self.model if model is None else model
-        if self.optimizer is None and create.needed(recipe):
+        if self.optimizer is None and optimizer.needed(recipe):
             kind, options = self.get_optimizer_cls_and_kwargs(self.args, trained)
-            self.optimizer = create.make(recipe, trained, kind, self.get_decay_parameter_names(trained), options)
-        optimizer = super().create_optimizer(model)
-        size = recipe.layout.expert
-        if size > 1:
-            expert.separate_parameters(optimizer, self.model, size)
-        return optimizer
+            self.optimizer = optimizer.make(recipe, trained, kind, self.get_decay_parameter_names(trained), options)
+        created = super().create_optimizer(model)
+        if recipe.layout.expert > 1:
+            expert.separate_parameters(created, self.model, recipe.layout.expert)
+        return created
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
         """Return the Trainer's schedule without the rate of 0 with which its warm-up begins.
@@ -229,13 +225,13 @@ class RunHooks(Hooked):
             upstream.separate_step_counters(engine)
             upstream.reshard_small_parameters(engine)
         if expert.layers(self.model):
-            upstream.route_as_transformers(self.model, expert_check.mixture(context.recipe).routes_in_fp32)
+            upstream.route_as_transformers(self.model, expert.mixture(context.recipe).routes_in_fp32)
         context.guard.watch(engine)
         if context.layer_stats:
             context.layer_stats.watch(engine)
         if isinstance(context.phases, Profiler):
             upstream.mark_phases(engine, context.phases.phase)
-        self.start = movement.sample(self.model)
+        self.start = holdings.sample(self.model)
         config = resolved_config(engine)
         if distributed.is_first():
             write_json(context.run.deepspeed, config)

@@ -41,7 +41,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 from ...report import write
 from ...report.profiler import conclude, nsys, request, window
-from ...training import universal_checkpoint
+from ...training.checkpoint import universal
 from ...training.model_folder import base_model
 from ...training.tracking import afterwards
 from .. import list as list_command
@@ -127,7 +127,7 @@ def check(
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, machines.ranks)
     if folder:
-        universal_checkpoint.check(recipe, folder, file, machines.ranks)
+        universal.check(recipe, folder, file, machines.ranks)
         if changed := overrides.differences(page, recipe):
             print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
     restarts.check(recipe, options.max_restarts)

@@ -14,8 +14,8 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Layout
 from ...training import distributed, export
 from ...training.data import tokenize
+from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
-from ...training.data.questions import Question, generation_prompt, question
 from ...training.data.thinking import stripped
 from ...training.methods import classify, embed
 from ...training.model_folder import head

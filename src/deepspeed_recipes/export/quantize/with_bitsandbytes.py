@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ...training import distributed
-from ...training.model import generation, remote_code
+from ...training.model import generation_settings, remote_code
 
 
 def save(whole: Path, folder: Path, scheme: str) -> None:
@@ -25,5 +25,5 @@ def save(whole: Path, folder: Path, scheme: str) -> None:
     place = str(distributed.device())
     options |= {"quantization_config": config, "device_map": place}
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
-    generation.correct(model, str(whole))
+    generation_settings.correct(model, str(whole))
     model.save_pretrained(folder)

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ...recipe.recipe import Recipe
 from .. import distributed
 from ..console import say
-from ..parallel import fragments
+from ..parallel import holdings
 
 PIECE = 2**24
 """Elements per piece: each of about five temporary tensors takes 64 MiB, at a time when no activations are held."""
@@ -45,7 +45,7 @@ class LayerStats(TrainerCallback):
         self.recipe = recipe
         self.engine: Any = None
         self.names: list[str] = []
-        self.places: dict[int, list[fragments.Fragment]] = {}
+        self.places: dict[int, list[holdings.Fragment]] = {}
         self.looks = self.stepped = False
         self.found: list[tuple[str, torch.Tensor]] = []
         self.earlier: dict[str, deque[float]] = {}
@@ -54,7 +54,7 @@ class LayerStats(TrainerCallback):
     def watch(self, engine: Any) -> None:
         """Measure at the optimizer steps of an engine; a collective."""
         self.engine = engine
-        self.names = fragments.layers(engine)
+        self.names = holdings.layers(engine)
         others = (engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None))
         for optimizer in others:  # the second steps on the GPU the weights that are not offloaded
             if isinstance(optimizer, torch.optim.Optimizer):
@@ -73,7 +73,7 @@ class LayerStats(TrainerCallback):
         if not self.looks:
             return
         self.stepped = True
-        self.places = self.places or fragments.by_tensor(self.engine, self.recipe.layout)
+        self.places = self.places or holdings.by_tensor(self.engine, self.recipe.layout)
         for group in optimizer.param_groups:
             if group.get("use_muon"):
                 continue  # its gradients are no longer those of the loss
@@ -103,7 +103,7 @@ class LayerStats(TrainerCallback):
             table.index_add_(0, at.to(device), torch.stack([sums for _, sums in self.found]).to(device))
         self.found = []
         dist.all_reduce(table)
-        table /= fragments.copies(self.engine, self.recipe.layout)
+        table /= holdings.copies(self.engine, self.recipe.layout)
         return dict(zip(self.names, table.tolist(), strict=True))
 
     def _judge(self, measured: dict[str, dict[str, Any]]) -> None:

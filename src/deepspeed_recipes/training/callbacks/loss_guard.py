@@ -8,7 +8,7 @@ sequences that caused it.
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ from ...recipe.run_folder import RunFolder, read_jsonl
 from .. import distributed, upstream
 from ..console import say
 from ..data import example_numbers
-from . import gradient_groups
 
 WINDOW, DEVIATIONS = 128, 6
 """Settings of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
@@ -72,7 +71,7 @@ class LossGuard(TrainerCallback):
                 "on_nan=skip: without ZeRO, in fp32, DeepSpeed applies an update before it is checked; use "
                 "deepspeed=zero1.json, or on_nan=rewind."
             )
-        upstream.before_refused_updates(engine, lambda: self.groups.extend(gradient_groups.not_finite(engine)))
+        upstream.before_refused_updates(engine, lambda: self.groups.extend(not_finite(engine)))
 
     def keep(self, step: int, numbers: Sequence[int], loss: torch.Tensor) -> torch.Tensor:
         """Keep a micro-batch until the next log, and return the loss to log for it.
@@ -187,3 +186,37 @@ def listed(numbers: Sequence[int]) -> str:
     ordered = sorted(numbers)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more
+
+
+def not_finite(engine: Any) -> list[str]:
+    """Return the names of those groups among the gradients that this rank holds.
+
+    Must be called before DeepSpeed discards the gradients (`upstream.before_refused_updates`).
+    """
+    return [_group_name(engine, index) for index in sorted(set(_bad_groups(engine.optimizer)))]
+
+
+def _bad_groups(optimizer: Any) -> Iterator[int]:
+    sub_groups = getattr(optimizer, "sub_group_to_group_id", {})  # ZeRO-3 cuts groups into smaller ones
+    flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    flat = getattr(optimizer, "fp32_partitioned_groups_flat", []) if flat is None else flat
+    for index in range(len(flat)):
+        held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter under offload
+        if any(gradient is not None and not torch.isfinite(gradient).all() for gradient in held):
+            yield sub_groups.get(index, index)
+
+
+def _group_name(engine: Any, index: int) -> str:
+    """Return `group 0 (model.embed_tokens.weight and 14 more)`."""
+    groups = engine.optimizer.optimizer.param_groups
+    names = [name for name, parameter in engine.module.named_parameters() if parameter in _group_members(engine, index)]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"group {index} of {len(groups)} ({names[0]}{more})" if names else f"group {index} of {len(groups)}"
+
+
+def _group_members(engine: Any, index: int) -> set[Any]:
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "bit16_groups"):
+        return set(optimizer.bit16_groups[index])
+    ids = optimizer.sub_group_to_group_id
+    return {one for sub, group in enumerate(optimizer.fp16_groups) if ids[sub] == index for one in group}

@@ -1,22 +1,120 @@
-"""Writes the numbers of a run once per logged step: to metrics.jsonl, to the tracker, and on the screen."""
+"""Writes the numbers of a run once per logged step: to metrics.jsonl, to the tracker, and on the screen.
+
+MFU (model FLOPs utilisation) needs the operations per token; the screen has a bar on a terminal, and lines elsewhere.
+"""
 
 import contextlib
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.gpus import peak_flops
 from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
 from .. import distributed
-from ..console import say
-from ..model.flops import TrainingFlops
-from .progress import step_line
+from ..console import duration, say
+
+
+@dataclass(frozen=True)
+class TrainingFlops:
+    """Floating-point operations of forward and backward pass; recomputation is not counted, by MFU's definition."""
+
+    per_token: float
+    """Products with weights: 2 per weight forward, 2 for the gradient of the input, 2 for that of a trained weight."""
+    per_squared_length: float
+    """Causal attention, per squared length of a document: scores and values, s^2 d each forward, twice that back."""
+
+    def of(self, tokens: float, squared_lengths: float) -> float:
+        """Return the operations for documents with this number of tokens and this sum of squared lengths."""
+        return self.per_token * tokens + self.per_squared_length * squared_lengths
+
+
+def training_flops(model: torch.nn.Module) -> TrainingFlops:
+    """Return the operations per token of a causal language or reward model, with or without adapters, sharded or not.
+
+    An embedding is a look-up and costs nothing, unless it is tied and so also the last matrix product. In an MoE model
+    a token uses `num_experts_per_tok` experts. Sliding windows are counted as full attention.
+    """
+    config = model.config.get_text_config()
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()  # a reward model has none
+    tied = head is not None and head.weight is embedding
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    used = config.num_experts_per_tok / experts if experts else 1.0
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        size = getattr(parameter, "ds_shape", parameter.shape)
+        if len(size) < 2 or (parameter is embedding and not tied):
+            continue
+        share = used if ".experts." in name else 1.0
+        total += share * (6 if parameter.requires_grad else 4) * torch.Size(size).numel()
+    heads = config.num_attention_heads
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return TrainingFlops(total, 6.0 * config.num_hidden_layers * width)
+
+
+class Progress(TrainerCallback):
+    """A progress bar over the optimizer steps."""
+
+    def __init__(self) -> None:
+        self.bar: tqdm | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Open the bar."""
+        if distributed.is_first():
+            shown = sys.stdout.isatty()
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                unit="step",
+                disable=not shown,
+                dynamic_ncols=True,
+            )
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Advance the bar."""
+        if self.bar is not None:
+            self.bar.update(1)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def step_line(record: dict[str, Any], last_step: int) -> str:
+    """Return one logged step as a line; `record` is an object of metrics.jsonl."""
+    norm = record["grad_norm"]
+    speed = record["tokens_per_second"]
+    left = record["seconds"] / record["step"] * (last_step - record["step"])
+    preference = ""
+    # Over the training examples since the last log. TRL's rewards do not rank the held-out pairs: DPO's are likelihoods
+    # relative to the reference model's.
+    for key, name in (("rewards/accuracies", "reward accuracy"), ("accuracy", "accuracy")):
+        if key in record:
+            preference = f"{name} {record[key]:.0%}  "
+    if "reward" in record:
+        preference += f"reward {record['reward']:.3f}  "
+    if "rewards/margins" in record:
+        preference += f"reward margin {record['rewards/margins']:.2f}  "
+    if "kl" in record:
+        preference += f"KL {record['kl']:.2f}  "
+    return (
+        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  {preference}"
+        f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
+        f"{speed:,.0f} tokens/s  {duration(left)} left"
+    )
+
 
 GIB = 2**30
+
+
 OTHERS = (
     "reward",
     "kl",

@@ -19,9 +19,9 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
 from ..data.load import Datasets
-from ..data.stream import Stream
+from ..data.tokenize import Stream
 from ..model.load import load_config
-from ..universal_checkpoint import dimensions
+from .universal import dimensions
 
 FIRST = 64
 """Number of a stream's sequences that are compared; its end is unknown."""

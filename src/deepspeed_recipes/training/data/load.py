@@ -11,7 +11,7 @@ from ...recipe.recipe import Recipe
 from ..console import highlighted, say
 from . import sources, text_files, tokenize, updates
 from .report import Pieces, Report
-from .stream import Stream
+from .tokenize import Stream
 
 
 @dataclass(frozen=True)

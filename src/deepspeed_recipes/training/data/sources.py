@@ -33,9 +33,8 @@ from pyarrow.parquet import ParquetFile
 from ...recipe.errors import UserError, first_line
 from ...recipe.methods.traits import TRAITS, Method
 from ...recipe.recipe import Recipe, names
-from ..vision import content
-from . import text_files
-from .forms import columns, formats, keys, turns
+from . import images, text_files
+from .forms import formats, keys, turns
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
@@ -58,13 +57,13 @@ FEATURES = {
 }
 """The columns of each kind of examples; `formats.py` describes them."""
 PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}
-"""More columns of conversations with images; `vision/content.py` describes them."""
+"""More columns of conversations with images; `data/images.py` describes them."""
 UNREAD = "unread"
 """A column with the keys of an example that nothing reads; they are counted, and the column is removed."""
 NAMED = 8
 """Maximum number of keys in a line."""
 CONVERTED_BY = hashlib.blake2b(
-    b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, columns, formats, keys, turns, content)),
+    b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, formats, formats, keys, turns, images)),
     digest_size=8,
 ).hexdigest()
 """Identifies this version of the conversions; examples in the cache of another version are converted again."""
@@ -128,8 +127,8 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
 
 
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
-    fields = columns.fields(recipe.data.columns)
-    first = next(columns.renamed(_located(name, recipe.data.split, True), fields), None)
+    fields = formats.column_fields(recipe.data.columns)
+    first = next(formats.renamed_columns(_located(name, recipe.data.split, True), fields), None)
     if first is None:
         raise UserError(f"{name}: contains no examples.")
     form = formats.form_of(*first, recipe.method, recipe.data.form)
@@ -171,13 +170,13 @@ def _converted(
     unread: deque[list[str]] = deque()
 
     def located() -> Located:
-        for where, example in columns.renamed(_located(name, split, streaming=version is None), fields):
+        for where, example in formats.renamed_columns(_located(name, split, streaming=version is None), fields):
             keys = formats.unread(where, example, form, method)
-            unread.append([key for key in keys if not (vision and key in content.FIELDS)])
+            unread.append([key for key in keys if not (vision and key in images.FIELDS)])
             yield where, example
 
     if vision:
-        found = content.converted(located(), method, form, folder_of(Path(name)))
+        found = images.converted(located(), method, form, folder_of(Path(name)))
     else:
         found = formats.converted(located(), method, form)
     missing = {"options": None} if "options" in FEATURES[TRAITS[method].examples] else {}
@@ -258,8 +257,8 @@ def _check_row_groups(path: Path) -> None:
     """
     about = ParquetFile(path).metadata
     for number in range(about.num_row_groups):
-        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
-        unpacked = sum(column.total_uncompressed_size for column in columns)
+        formats = [about.row_group(number).column(index) for index in range(about.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in formats)
         if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
             raise _unpacks(path)
 
@@ -467,8 +466,8 @@ def _ranks(found: Dataset, seed: int) -> np.ndarray:
 
 
 def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
-    content = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
-    return {"rank": int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())}
+    images = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
+    return {"rank": int.from_bytes(hashlib.blake2b(images, digest_size=7).digest())}
 
 
 def _keep(source: Source, which: np.ndarray) -> Source:

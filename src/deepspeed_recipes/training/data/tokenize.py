@@ -1,6 +1,6 @@
 """Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 from jinja2 import TemplateError
+from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
@@ -18,18 +19,46 @@ from ..model import stored
 from ..model.control_tokens import Turns, conversation_tokens
 from ..model.shown import shown
 from ..model_folder import weights
-from ..vision.tokenize import conversation
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
+from .image_conversations import conversation
 from .report import NOT_IN_LOSS, Pieces, Report, histogram, pieces, too_long
-from .stream import Stream
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
 """`forgets`: the chat template removes reasoning of earlier turns; counted, then removed."""
+
+
 SEEN = Features({**TOKENS, **sources.PICTURES})
 """Columns of conversations with images, which are read again for each batch."""
+
+
 SHUFFLED = 1000
 """Examples in the shuffle buffer of a stream."""
+
+
+class Stream(TorchIterableDataset):
+    """Endless sequences, shuffled again on every pass.
+
+    Every rank reads all of them and accelerate picks its batches, so that all ranks get equally many. If accelerate got
+    a dataset of `datasets`, it would assign whole files to ranks, and some ranks would finish before others.
+    """
+
+    def __init__(self, sequences: IterableDataset, if_empty: str) -> None:
+        """`if_empty` is the error message if there are no sequences."""
+        self.sequences = sequences
+        self.if_empty = if_empty
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield sequences in the form of `tokenize.tokenized`."""
+        found, epoch = True, 0
+        while found:
+            found = False
+            self.sequences.set_epoch(epoch)
+            for sequence in self.sequences:
+                found = True
+                yield sequence
+            epoch += 1
+        raise UserError(self.if_empty)
 
 
 def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:

@@ -16,14 +16,14 @@ from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
+from ..data import answers
 from ..data.collate import Collator
+from ..data.image_conversations import PictureCollator
 from ..data.load import Datasets, tokenized_datasets
 from ..model.attention import needs_boundaries
 from ..parallel import scores
 from ..parallel.sequence import PartCollator
 from ..trainer import RunContext, RunTrainer
-from ..vision import answers
-from ..vision.collate import PictureCollator
 
 SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""

@@ -23,12 +23,10 @@ from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
-from .. import checkpointing, distributed, upstream
-from ..adapters import add as adapters
+from .. import activation_checkpointing, distributed, upstream
 from ..console import say
 from ..model_folder import intact, weights
-from ..vision import blank, processor, tower
-from . import attention, generation, heads, kernels, remote_code, stored, tiling
+from . import attention, generation_settings, heads, kernels, lora, processor, remote_code, stored, tiling, vision_tower
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -74,10 +72,10 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
     """Return a model from `fitted` with the recipe's adapters, or unchanged if the recipe has none."""
     if recipe.lora is None:
         return model
-    if checkpointing.of_layers(recipe):
+    if activation_checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
-    beside = tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
-    return adapters.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
+    beside = vision_tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
+    return lora.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
 
 
 def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
@@ -100,9 +98,9 @@ def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
         # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
         # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
         model.accepts_loss_kwargs = True
-        blank.always_see(model, processor.blank(processor.of_recipe(recipe)))
+        vision_tower.always_see(model, processor.blank(processor.of_recipe(recipe)))
         if not recipe.model.train_vision:
-            tower.freeze(model)
+            vision_tower.freeze(model)
     config = model.config.get_text_config()
     if recipe.traits.tiles:
         upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
@@ -113,7 +111,7 @@ def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
     elif recipe.gradient_checkpointing == "feed_forward":
         tiling.recompute_feed_forward(model)
     if recipe.activation_offloading:
-        checkpointing.offload_inputs(model, distributed.on_gpu())
+        activation_checkpointing.offload_inputs(model, distributed.on_gpu())
     if recipe.liger_kernel:
         kernels.fuse(model)
     if recipe.fp8:
@@ -151,7 +149,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
     weights.check(Path(recipe.model.path))
     stored.check_tied(recipe.model.path, config)
-    generation.check(recipe.model.path)
+    generation_settings.check(recipe.model.path)
     part = {} if recipe.model.vision else text_part(config)
     options = heads.options(labels) if recipe.traits.scores else {}
     quiet = errors_only("transformers") if recipe.traits.headless else nullcontext()
@@ -187,7 +185,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
         raise UserError(missing_weights(recipe, sorted(missing)))
     if kind in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
-    if line := generation.correct(model, recipe.model.path):
+    if line := generation_settings.correct(model, recipe.model.path):
         say(line)
     return model
 
@@ -227,10 +225,10 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
     transformers dequantises MXFP4 by itself only where its kernels are not installed.
     """
     if recipe.model.quantization == "nf4":
-        kept = adapters.HEAD_AND_TOWER if recipe.model.vision else None
+        kept = lora.HEAD_AND_TOWER if recipe.model.vision else None
         if config.get_text_config().model_type in MAMBA:
             kept = (*(kept or ("lm_head",)), *NOT_IN_MAMBA)
-        return adapters.nf4(DTYPES[recipe.precision], kept)
+        return lora.nf4(DTYPES[recipe.precision], kept)
     stored = getattr(config, "quantization_config", None) or {}
     return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
 

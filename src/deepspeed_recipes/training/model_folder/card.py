@@ -1,19 +1,21 @@
 """Writes README.md of an exported folder: a model card in the Hub's form, from the content of the folder."""
 
 import re
+import shlex
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from ...recipe import deepspeed_file
-from ...recipe.errors import printable, redact
+from ...recipe import deepspeed_file, overrides, pages
+from ...recipe.errors import UserError, printable, redact
 from ...recipe.methods import metrics
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import read_json
-from . import head, licences, record, reproduce
+from . import head, record
 from .base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
+from .portable import portable_path, portable_recipe
 from .record import Record
 
 FILE = "README.md"
@@ -78,14 +80,14 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         contents=contents,
         base=base_name(recipe),
         hub_base=data.base_model,
-        base_licence=licences.of_base(recipe),
+        base_licence=licence_of_base(recipe),
         sources=[redact(source) for source in names(recipe.data.path)],
         validation=redact(recipe.data.validation or ""),
         stage=deepspeed_file.read(str(file)).stage if file.exists() else None,
         score=(lambda value: score(results.get("metric"), value)),
         quantised_score=(lambda value: score(results[record.QUANTIZATION].get("metric"), value)),
         environment=environment,
-        command=redact(reproduce.command(recipe, environment.get("world_size") or 1)),
+        command=redact(command(recipe, environment.get("world_size") or 1)),
     )
 
 
@@ -116,7 +118,7 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
     return ModelCardData(
         **base,
         **relation,
-        **licences.metadata(licences.of_base(recipe)),
+        **_licence_metadata(licence_of_base(recipe)),
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
         library_name=library(contents),
         pipeline_tag=task(contents),
@@ -188,3 +190,78 @@ def score(metric: str | None, value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
     return metrics.shown(str(metric), value)
+
+
+_HUB_NAMES = {
+    "apache-2.0": "apache-2.0",
+    "mit": "mit",
+    "gemma": "gemma",
+    "llama-2": "llama2",
+    "llama-3.1": "llama3.1",
+    "llama-3.2": "llama3.2",
+    "llama-3.3": "llama3.3",
+    "bigscience-bloom-rail-1.0": "bigscience-bloom-rail-1.0",
+}
+"""A page's licence in small letters -> its identifier on the Hub (hub-docs, docs/hub/repositories-licenses.md)."""
+
+OWN = PurePath("src/deepspeed_recipes/samples")
+"""Folder of the models that the project has derived from the page's model, under its licence."""
+
+
+def licence_of_base(recipe: Recipe) -> str | None:
+    """Return the licence of the model that a recipe starts from, as stated by its page's `LICENCE`.
+
+    None if it starts from another model than its page's, from random weights, or from a page outside the project, which
+    would have to be executed.
+    """
+    if recipe.page or recipe.draft.enabled or recipe.family not in pages.families():
+        return None
+    module = pages.page(recipe.family)
+    model = module.SIZES.get(recipe.size)
+    started = portable_path(recipe.model.path)
+    if model is None or (portable_path(model.path) != started and PurePath(started).parent != OWN):
+        return None
+    return pages.licence(module, recipe.size)
+
+
+def _licence_metadata(licence: str | None) -> dict[str, str]:
+    """Return a licence in the terms of a model card: the Hub's identifier, or `other` with its name."""
+    if not licence:
+        return {}
+    known = _HUB_NAMES.get(licence.lower())
+    return {"license": known} if known else {"license": "other", "license_name": licence.lower().replace(" ", "-")}
+
+
+def command(recipe: Recipe, ranks: int) -> str:
+    """Return the command that launches a portable recipe, without the values that its page has.
+
+    A file outside the project is named without its folder, since only its author has it.
+
+    Args:
+        recipe: as `portable_recipe` returns it.
+        ranks: of the run, per machine.
+    """
+    words = ["python", "scripts/launch.py", pages.typed(recipe), recipe.variant]
+    words += ["--draft"] * recipe.draft.enabled
+    return shlex.join([*words, "--gpus", str(ranks), *changes(recipe)])
+
+
+def changes(recipe: Recipe) -> list[str]:
+    """Return the overrides that turn the page's recipe into this one, or all of its keys if there is no such page."""
+    page = of_page(recipe)
+    if page is None:
+        return overrides.as_typed(recipe, overrides.override_keys())
+    found = overrides.differences(page, recipe)
+    # `data.path` changes the held-out data, unless that is given too.
+    settled = portable_recipe(overrides.apply(page, found))
+    return [*found, *(change for change in overrides.differences(settled, recipe) if change not in found)]
+
+
+def of_page(recipe: Recipe) -> Recipe | None:
+    """Return the recipe as its page has it, with portable paths, or None if the project has no such page."""
+    if recipe.page or recipe.family not in pages.families():
+        return None
+    try:
+        return portable_recipe(pages.find(f"{recipe.family}-{recipe.size}", recipe.variant))
+    except UserError:
+        return None

@@ -1,15 +1,32 @@
-"""Expert parallelism (DeepSpeed's AutoEP): each rank holds some of the experts of an MoE layer."""
+"""Expert parallelism (DeepSpeed's AutoEP): each rank holds some of the experts of an MoE layer.
 
+AutoEP's settings for an architecture without a preset are found on a shrunken model. A layer of experts is found by its
+weights: one child holds the matrices of all experts, [experts, out, in], another the router's, [experts, hidden]. The
+router's score function is found by trying those that AutoEP offers, in one process: the first that gives the logits and
+gradients of transformers' own code is used.
+"""
+
+import copy
+import itertools
+import logging
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from deepspeed.utils import groups
-from transformers import PreTrainedModel
+from deepspeed.utils import groups, logger
+from torch import nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from .. import distributed
+from ...recipe.errors import UserError, first_line
+from ...recipe.limits import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES
+from ...recipe.recipe import Recipe
+from .. import distributed, upstream
+from ..model import draft, load, packing_check
 from ..upstream import AutoEPMoELayer
 
 
@@ -103,3 +120,187 @@ def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module
     spread = [parameter for parameter in group["params"] if parameter in routed]
     group["params"] = [parameter for parameter in group["params"] if parameter not in routed]
     optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})
+
+
+LENGTH = 48
+"""Tokens per compared sequence."""
+
+
+JITTER = ("router_jitter_noise", "input_jitter_noise")
+"""Keys of configurations for the noise that multiplies the routers' input in training."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """AutoEP's settings for a model."""
+
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    """For the DeepSpeed file's `expert_parallel` block; empty where DeepSpeed's own preset is proven."""
+    routes_in_fp32: bool = False
+    """True if transformers' router computes in fp32 whatever the weights' dtype."""
+
+
+def mixture(recipe: Recipe) -> Mixture:
+    """Return AutoEP's settings; takes a second the first time, and must run before ZeRO-3 shards new models.
+
+    Raises:
+        UserError: AutoEP's results differ from transformers', or lack the router logits that the recipe's loss needs.
+    """
+    found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
+    if found.keys and recipe.router_aux_loss_coef:
+        raise UserError(
+            f"router_aux_loss_coef={recipe.router_aux_loss_coef}: AutoEP returns router logits for "
+            f"{', '.join(EXPERT_PARALLEL_TYPES)} only; set it to 0, or use layout.expert=1."
+        )
+    return found
+
+
+@cache
+def _mixture(path: str, trust_remote_code: bool) -> Mixture:
+    config = load.language_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    for name in JITTER:
+        if value := getattr(config, name, 0):
+            raise UserError(
+                f"layout.expert: {name}={value} in {path}/config.json adds noise to the routers' inputs, and "
+                "DeepSpeed's AutoEP adds none; set it to 0 there, or use layout.expert=1."
+            )
+    return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
+
+
+def find(config: PreTrainedConfig) -> Mixture:
+    """Return AutoEP's settings for a model of this configuration.
+
+    Raises:
+        UserError: no setting computes what transformers does; the message has the smallest difference or the error.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    try:
+        whole = packing_check.draft_of(config, tokenizer, "eager", torch.float32)
+    except Exception as error:  # a model's own code may raise anything
+        raise UserError(
+            f"layout.expert: cannot be checked on a shrunken {config.model_type}: {first_line(error)}\n"
+            "Use layout.expert=1."
+        ) from error
+    found = blocks(whole)
+    if not found or config is not config.get_text_config():
+        raise UserError(
+            f"layout.expert: AutoEP finds no layers of experts in {config.model_type}; use layout.expert=1."
+        )
+    name, parts = next(iter(found.items()))
+    block = whole.get_submodule(name)
+    router = block.get_submodule(parts["router_pattern"])
+    _correct(block, router)
+    reason = ""
+    for score, norm in itertools.product(("softmax", "sigmoid"), (True, False)):
+        keys = {
+            "moe_layer_pattern": re.sub(r"\d+", r"\\d+", re.escape(name)),
+            "num_experts_attr": next(one for one in EXPERT_COUNTS if hasattr(config, one)),
+            **parts,
+            "score_func": score,
+            "route_norm": norm,
+        }
+        try:
+            off = difference(whole, keys, len(found))
+        except Exception as error:  # AutoEP refuses architectures that it does not support, or fails on them
+            reason = first_line(error).partition(". ")[0]
+            continue
+        if off < packing_check.LEAK[torch.float32]:
+            return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))
+        reason = f"a shrunken model differs by {off:.0e}"
+    raise UserError(
+        f"layout.expert: DeepSpeed's AutoEP does not compute {config.model_type}'s experts as transformers does "
+        f"({reason}); use layout.expert=1."
+    )
+
+
+def blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return AutoEP's keys for every layer of experts, with the names of its parts, by the layer's name."""
+    found = {}
+    for name, block in model.named_modules():
+        children = dict(block.named_children())
+        experts = [child for child, module in children.items() if len(_stacked(module)) == 2]
+        if len(experts) != 1:
+            continue
+        outwards, back = _stacked(children[experts[0]])
+        count = len(getattr(children[experts[0]], outwards))
+        single = {child: len(module.weight) for child, module in children.items() if _is_matrix(module)}
+        routers = [child for child, rows in single.items() if rows == count]
+        if len(routers) != 1:
+            continue
+        parts = {"router_pattern": routers[0], "expert_pattern": experts[0], "expert_w1": outwards, "expert_w2": back}
+        shared = [child for child in children if child not in (*single, *experts)]
+        gates = [child for child, rows in single.items() if rows == 1 and child not in routers]
+        if shared:
+            parts |= {"has_shared_experts": True, "shared_experts_pattern": shared[0]}
+        if gates:
+            parts["shared_experts_gate_pattern"] = gates[0]
+        found[name] = parts
+    return found
+
+
+def _stacked(module: nn.Module) -> list[str]:
+    """Return the names of the parameters that hold the matrices of all experts, [experts, out, in], in their order."""
+    return [name for name, value in module.named_parameters(recurse=False) if value.ndim == 3]
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.ndim == 2
+
+
+@torch.no_grad()
+def _correct(block: nn.Module, router: nn.Module) -> None:
+    """Give the correction biases of a router, zero in a fresh model, values that change the result.
+
+    They belong to the router, or, in MiniMax M2, to the block.
+    """
+    generator = torch.Generator().manual_seed(0)
+    own = itertools.chain(block.named_buffers(recurse=False), block.named_parameters(recurse=False))
+    for name, value in itertools.chain(router.named_parameters(), router.named_buffers(), own):
+        if name != "weight" and value.is_floating_point():
+            value.copy_(0.1 * torch.randn(value.shape, generator=generator))
+
+
+@torch.no_grad()
+def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
+    """Return whether a router in bf16 returns fp32 logits; runs its block, which passes the right arguments."""
+    copied = copy.deepcopy(block).bfloat16()
+    (name,) = (name for name, module in block.named_modules() if module is router)
+    seen: list[torch.dtype] = []
+    copied.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
+    copied(torch.ones(1, 1, width, dtype=torch.bfloat16))
+    return seen == [torch.float32]
+
+
+def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> float:
+    """Return how far a model with AutoEP's layers is from `whole`: logits and gradients, as a share of the largest.
+
+    Args:
+        whole: a draft; it is not changed.
+        keys: for the `expert_parallel` block.
+        count: number of layers of experts that AutoEP has to find.
+    """
+    replaced = copy.deepcopy(whole)
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it announces every layer
+    try:
+        settings = {**keys, "enabled": True, "autoep_size": 1, "use_grouped_mm": False}
+        auto = upstream.AutoEP(replaced, upstream.parse_autoep_config(settings))
+        layers = auto.ep_parser()
+        auto.replace_moe_layers(layers, 1, 0)
+    finally:
+        logger.setLevel(level)
+    if len(layers) != count:
+        raise ValueError(f"AutoEP finds {len(layers)} of {count} layers")
+    pairs = zip(_computed(replaced), _computed(whole), strict=True)
+    return max(((one - other).abs().max() / other.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
+
+
+def _computed(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits, and the gradient of the embeddings, to which all other layers contribute."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, model.config.vocab_size, (2, LENGTH), generator=generator)
+    model.zero_grad()
+    output = model(input_ids=tokens, labels=tokens)
+    output.loss.backward()
+    return output.logits.detach(), model.get_input_embeddings().weight.grad

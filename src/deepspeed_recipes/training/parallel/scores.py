@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Layout
 from .. import distributed
+from ..data.answers import Question, generation_prompt, question
 from ..data.collate import IGNORED
-from ..data.questions import Question, generation_prompt, question
 from ..data.tokenize import answered
 from ..model.generate import continued, ends, until
 

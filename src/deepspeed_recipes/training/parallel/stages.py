@@ -17,9 +17,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
-from .. import checkpointing
-from ..adapters import add as adapters
-from ..model import load, packing_check, remote_code, stored
+from .. import activation_checkpointing
+from ..model import load, lora, packing_check, remote_code, stored
 
 PROBE_STAGES = 3
 """A first, a middle and a last stage."""
@@ -79,7 +78,7 @@ def staged_difference(whole: PreTrainedModel) -> float:
 def meta_model(recipe: Recipe) -> PreTrainedModel:
     """Return the whole model without weights (on the meta device), adapters included."""
     whole = _without_weights(recipe)
-    return adapters.add(whole, recipe.lora) if recipe.lora else whole
+    return lora.add(whole, recipe.lora) if recipe.lora else whole
 
 
 def _without_weights(recipe: Recipe) -> PreTrainedModel:
@@ -119,8 +118,8 @@ class Stage(nn.Module):
         super().__init__()
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(load.load_config(recipe))]
         self.model = load.load_model(recipe, cut_on_init(kind, layers))
-        if checkpointing.of_layers(recipe):
-            self.model.gradient_checkpointing_enable(checkpointing.options(recipe))
+        if activation_checkpointing.of_layers(recipe):
+            self.model.gradient_checkpointing_enable(activation_checkpointing.options(recipe))
 
     @property
     def embedding(self) -> nn.Module:

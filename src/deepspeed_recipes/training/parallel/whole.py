@@ -17,14 +17,13 @@ from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json
 from .. import distributed, upstream
-from ..adapters import pissa
 from ..data.collate import Collator
-from ..model import heads
+from ..model import heads, lora
 from ..model.load import load_config, load_model
 from ..model_folder import sentence_transformers
 from ..model_folder.base_model import QUANTIZATION
 from ..model_folder.head import LABELS
-from . import expert, scores, sequence, tensor, tensor_check
+from . import expert, scores, sequence, tensor, tensor_plan
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -34,7 +33,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         UserError: none of its layers can be split.
     """
     if recipe.layout.tensor > 1:
-        tensor_check.styles(recipe)
+        tensor_plan.styles(recipe)
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
@@ -46,7 +45,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe, labels=labels)
         if recipe.layout.tensor > 1:
-            tensor.shard_model(model, recipe.layout.tensor, tensor_check.styles(recipe))
+            tensor.shard_model(model, recipe.layout.tensor, tensor_plan.styles(recipe))
     if recipe.router_aux_loss_coef:
         _balance_experts(model, recipe)
     if recipe.layout.sequence > 1:
@@ -122,9 +121,9 @@ def save(trainer: Trainer, folder: Path) -> None:
         else:
             trainer.processing_class.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
-        lora = trainer.context.recipe.lora
-        if lora is not None and lora.init == "pissa":
-            pissa.export(model, folder)
+        adapter = trainer.context.recipe.lora
+        if adapter is not None and adapter.init == "pissa":
+            lora.export_pissa(model, folder)
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
         _describe_outputs(trainer, folder)

@@ -32,7 +32,7 @@ DEQUANTIZED = 2.5
 product takes no additional time, as with any other weight."""
 FUSED_ADAPTER_BYTES = 4 / 3
 """Bytes moved per pass and output of a fused adapter, and per input without dropout: each is read and written once over
-the forward and the two backward passes (training/adapters/fused.py)."""
+the forward and the two backward passes (training/model/fused_lora.py)."""
 LOSS = 30
 """Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both passes, and 4 read back."""
 TILED_LOSS = 14
@@ -70,7 +70,7 @@ class ComputeSeconds:
 
 
 def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return the operations of an optimizer step over all ranks, counted as in `training.model.flops` for MFU.
+    """Return the operations of an optimizer step over all ranks, counted as in `training.callbacks.metrics` for MFU.
 
     They are two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
     Recomputation is not counted, since it is not progress; windows of attention are ignored.

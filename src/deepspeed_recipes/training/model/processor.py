@@ -1,15 +1,26 @@
-"""The model's processor, which converts images to placeholders in the text and to inputs of the tower."""
+"""The model's processor, which converts images to placeholders in the text and to inputs of the tower.
 
+transformers loads a processor with all its parts, and has video processors for torchvision only; it can also process
+images with Pillow. torchvision cannot be a dependency: PyPI's does not import with a CPU build of torch ("operator
+torchvision::nms does not exist"). So machines without it get processors for images only.
+"""
+
+import inspect
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
+from peft import PeftModel
 from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.image_processing_base import ImageProcessingMixin
+from transformers.models.auto.processing_auto import processor_class_from_name
+from transformers.utils import is_torchvision_available
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from ...recipe.errors import UserError, first_line
 from ...recipe.recipe import Recipe
-from . import files, without_videos
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 """A processor's outputs for the text; all others are for the tower."""
@@ -34,7 +45,7 @@ def load(path: str, trust_remote_code: bool = False) -> ProcessorMixin:
         UserError: see `of_recipe`.
     """
     try:
-        found = without_videos.load(path) or AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        found = load_without_videos(path) or AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
         hint = "; install torchvision of this torch's build" if "torchvision" in str(error).lower() else ""
         raise UserError(f"model.path={path}: cannot load the processor: {first_line(error)}{hint}") from error
@@ -76,7 +87,9 @@ def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]]) -> d
 
 def blank(processor: ProcessorMixin) -> dict[str, torch.Tensor]:
     """Return the model's inputs for one small black image."""
-    return for_tower(processor, [[files.blank()]])
+    from PIL import Image  # text needs none
+
+    return for_tower(processor, [[Image.new("RGB", (56, 56))]])
 
 
 def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -93,6 +106,61 @@ def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch
     return {name: torch.isin(ids, torch.tensor([one for one in processor.image_token_ids if one is not None])).long()}
 
 
+def accepted_by(model: Any) -> frozenset[str]:
+    """Return the names of the parameters of a model's `forward`."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    return frozenset(inspect.signature(type(inner).forward).parameters)
+
+
 def _processed(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
     text = [" ".join([processor.image_token] * len(one)) for one in pictures]
     return processor(text=text, images=[list(one) for one in pictures], **options)
+
+
+PARTS = ("self", "image_processor", "tokenizer", "video_processor", "chat_template", "kwargs")
+"""Parameters of the processors that work without videos: those of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and similar models.
+
+Others have additional options, which `_PicturesOnly` would not pass on.
+"""
+
+
+class _PicturesOnly(ProcessorMixin):
+    video_settings: dict[str, Any] | None = None
+    """The video settings in the model's files; saved with the rest, for machines with torchvision."""
+
+    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any):
+        # transformers loads and saves the parts in this signature (`ProcessorMixin.get_attributes`).
+        super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
+
+    def to_dict(self) -> dict[str, Any]:
+        videos = {"video_processor": self.video_settings} if self.video_settings else {}
+        return super().to_dict() | videos
+
+
+def pictures_only(known: type[ProcessorMixin]) -> type[_PicturesOnly]:
+    """Return a class of transformers without its video processor, under the same name, which is saved with it."""
+    return type(known.__name__, (_PicturesOnly, known), {})
+
+
+def load_without_videos(path: str) -> ProcessorMixin | None:
+    """Return the processor in a folder or of a Hub id for images only, or None if transformers can load it whole.
+
+    Raises:
+        OSError: it has none.
+    """
+    known = None if is_torchvision_available() else _class_of(path)
+    if known is None or tuple(inspect.signature(known.__init__).parameters) != PARTS:
+        return None
+    found = pictures_only(known).from_pretrained(path)
+    with suppress(OSError):  # it has no settings for videos
+        found.video_settings, _ = BaseVideoProcessor.get_video_processor_dict(path)
+    return found
+
+
+def _class_of(path: str) -> type[ProcessorMixin] | None:
+    """Return the class in a processor's files, found as in `AutoProcessor`, or None if it is not transformers' own."""
+    files = [ProcessorMixin.get_processor_dict(path)[0]]
+    with suppress(OSError):  # not a vision-language model
+        files.append(ImageProcessingMixin.get_image_processor_dict(path)[0])
+    name = next((one["processor_class"] for one in files if one.get("processor_class")), None)
+    return processor_class_from_name(name) if name else None

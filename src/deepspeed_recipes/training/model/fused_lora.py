@@ -6,9 +6,11 @@ scales and adds at once. On GPUs cuBLAS does so in the product's epilogue: a ker
 only by computing the base layer's product as well, which cuBLAS is hard to beat at.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
+from peft.tuners import lora
 from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -122,5 +124,17 @@ class FusedLinear(Fused, Linear):
     """PEFT's layer on `torch.nn.Linear`."""
 
 
-LAYERS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {torch.nn.Linear: FusedLinear}
-"""Replacements of PEFT's layers, by the layers that they adapt; PEFT takes the first match."""
+@cache
+def layers(quantised: bool = False) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
+    """Return the replacements of PEFT's layers, by the layers that they adapt; PEFT takes the first match.
+
+    bitsandbytes is imported only for `quantised` (4-bit) weights, since other runs do not need it.
+    """
+    if not quantised:
+        return {torch.nn.Linear: FusedLinear}
+    from bitsandbytes.nn import Linear4bit
+
+    class FusedLinear4bit(Fused, lora.Linear4bit):
+        """PEFT's layer on bitsandbytes' `Linear4bit`, whose output PEFT copies before it adds to it."""
+
+    return {Linear4bit: FusedLinear4bit, **layers()}  # `Linear4bit` is a linear layer too

@@ -1,5 +1,6 @@
-"""Stops a run cleanly on a signal."""
+"""Stops a run cleanly on a signal, or ends one that hangs and records the stack of each rank."""
 
+import faulthandler
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...recipe.run_folder import RunFolder
 from ..console import say
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
@@ -86,3 +88,42 @@ def _live_siblings() -> int:
         return sum(one.ppid() not in parents for one in alive)  # a rank's forks have its command too
     except psutil.NoSuchProcess:
         return 0
+
+
+class Watchdog(TrainerCallback):
+    """Writes this rank's Python stack and ends the process when no step, evaluation or save finishes in time.
+
+    The timer is a native thread that needs no GIL, so it also ends a rank that hangs inside a library. Every rank has a
+    timer, and all ranks hang together, since a step is collective.
+    """
+
+    def __init__(self, run: RunFolder, minutes: float) -> None:
+        """`minutes`: 0 turns the watchdog off."""
+        self.run = run
+        self.seconds = 60 * minutes
+        self.file: Any = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start the timer."""
+        if self.seconds:
+            self.run.ranks.mkdir(parents=True, exist_ok=True)
+            self.file = (self.run.ranks / f"rank-{os.environ['RANK']}.stack").open("w")
+            self._wait()
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        if self.file:
+            faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.file)
+
+    on_step_end = on_save = _wait
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Stop the timer."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.file:
+            self.file.close()
+            self.file = None
+
+    def write_stack(self) -> None:
+        """Write this rank's stack, since another rank has died."""
+        if self.file:
+            faulthandler.dump_traceback(self.file)

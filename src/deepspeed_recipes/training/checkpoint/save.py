@@ -22,8 +22,8 @@ from ...recipe.run_folder import (
     write_json,
 )
 from .. import distributed
-from ..checkpoint import digests
 from ..console import say
+from . import digests
 
 
 class Checkpoints(TrainerCallback):

@@ -1,16 +1,47 @@
-"""A blank image for ranks that have none: every rank's tower must run in every pass, before the text.
+"""A vision-language model's tower, which is frozen by default, and a blank image for ranks that have none.
 
-Under ZeRO-3 a module's forward pass gathers its weights from all ranks, and below it ranks reduce their gradients in
-the order in which they are ready. If one rank's batch has no image, its collectives do not match the others': over
-NCCL the run hangs, over gloo it crashes. So such a rank computes a black image, and adds 0 times the result to its
-text.
+Every rank's tower must run in every pass, before the text. Under ZeRO-3 a module's forward pass gathers its weights
+from all ranks, and below it ranks reduce their gradients in the order in which they are ready. If one rank's batch has
+no image, its collectives do not match the others': over NCCL the run hangs, over gloo it crashes. So such a rank
+computes a black image, and adds 0 times the result to its text.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+
+from ...recipe.errors import UserError
+
+NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "connector")
+"""Names of the tower, and of the module that projects its outputs, in models."""
+
+
+def of_model(model: PreTrainedModel) -> torch.nn.Module:
+    """Return the vision tower.
+
+    Raises:
+        UserError: transformers finds none in the model.
+    """
+    found = model.get_encoder(modality="image")
+    if found is model or found is model.base_model:
+        raise UserError(f"model.vision=true: transformers names no vision tower in {model.config.model_type}.")
+    return found
+
+
+def freeze(model: PreTrainedModel) -> None:
+    """Freeze the tower; the module that projects its outputs is still trained, unless it is part of the tower."""
+    for parameter in of_model(model).parameters():
+        parameter.requires_grad_(False)
+
+
+def outside_language(model: PreTrainedModel) -> str:
+    """Return a regular expression for the modules outside the language part, in the form for PEFT's exclusions."""
+    decoder: Any = model.get_decoder()
+    name = next(name for name, module in model.named_modules() if module is decoder)
+    return rf"(?!{re.escape(name)}\.).*"
 
 
 def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> None:

@@ -2,18 +2,23 @@
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import load_file, save_file
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError
 from ...recipe.recipe import Lora
-from ..vision.tower import NAMES as VISION
-from . import fused, pissa
+from ...recipe.run_folder import read_json, write_json
+from . import fused_lora
+from .vision_tower import NAMES as VISION
 
 HEAD_AND_TOWER = ("lm_head", *(rf"(.*\.)?{name}" for name in VISION))
 """Modules of a vision-language model that keep the training dtype; transformers matches the whole name."""
@@ -62,8 +67,8 @@ def add(
         given = lora_options(lora, scores, embeds, model.config.model_type)
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
-            options._register_custom_module(_fused_layers(model))
-        with pissa.drawing(seed):
+            options._register_custom_module(fused_lora.layers(getattr(model, "is_loaded_in_4bit", False)))
+        with _drawing(seed):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
@@ -74,18 +79,10 @@ def add(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     if lora.init == "pissa":
-        pissa.remember(adapted)
+        _remember_start(adapted)
     else:
         _start_by_name(adapted, seed)
     return adapted
-
-
-def _fused_layers(model: PreTrainedModel) -> dict[type[torch.nn.Module], type[torch.nn.Module]]:
-    if not getattr(model, "is_loaded_in_4bit", False):
-        return fused.LAYERS
-    from . import fused_4bit  # which imports bitsandbytes
-
-    return fused_4bit.LAYERS
 
 
 def _start_by_name(adapted: PeftModel, seed: int) -> None:
@@ -101,3 +98,51 @@ def _start_by_name(adapted: PeftModel, seed: int) -> None:
                 if drawn.numel():  # under ZeRO-3 the other ranks only take part
                     torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT does
                 parameter.data.copy_(drawn)
+
+
+SIDES = {"lora_A": 0, "lora_B": 1}
+"""The parts of an adapter, and the dimension of each that is its rank."""
+
+
+@contextmanager
+def _drawing(seed: int) -> Iterator[None]:
+    """Make PEFT's fast decomposition draw the same numbers on every rank, and again when a run is resumed."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+def _remember_start(model: PeftModel) -> None:
+    """Store the adapters' current values next to them, in buffers that no checkpoint contains."""
+    for layer in _lora_layers(model).values():
+        for side in SIDES:
+            weight = getattr(layer, side)[model.active_adapter].weight
+            layer.register_buffer(f"start_{side}", weight.detach().clone(), persistent=False)
+
+
+def export_pissa(model: PeftModel, folder: Path) -> None:
+    """Convert the adapter in `folder` into an adapter of twice the rank on the unchanged base model.
+
+    PiSSA (Meng et al. 2024, arXiv:2404.02948) starts adapters as a weight's largest singular values, and subtracts them
+    from the weights, so the frozen model differs from the model in the files. The export is therefore the trained
+    adapter minus the initial one.
+
+    W + s (B A - B0 A0) = W + s [B, -B0] [A; A0], and the scale s, alpha / rank or alpha / sqrt(rank), stays the same.
+    """
+    file = folder / "adapter_model.safetensors"
+    weights = load_file(file)
+    for name, layer in _lora_layers(model).items():
+        for side, dimension in SIDES.items():
+            start = getattr(layer, f"start_{side}").to("cpu", weights[f"{name}.{side}.weight"].dtype)
+            sign = -1 if side == "lora_B" else 1
+            joined = torch.cat([weights[f"{name}.{side}.weight"], sign * start], dim=dimension)
+            weights[f"{name}.{side}.weight"] = joined.contiguous()
+    save_file(weights, file, metadata={"format": "pt"})
+    config = read_json(folder / "adapter_config.json")
+    factor = math.sqrt(2) if config["use_rslora"] else 2
+    doubled = {"r": 2 * config["r"], "lora_alpha": factor * config["lora_alpha"], "init_lora_weights": True}
+    write_json(folder / "adapter_config.json", config | doubled)
+
+
+def _lora_layers(model: PeftModel) -> dict[str, LoraLayer]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -10,15 +10,14 @@ import re
 import socket
 from collections.abc import Iterator
 
-from ...machine import ops, run_lock
-from ...recipe import run_folder
-from ...recipe.errors import UserError
-from ...recipe.run_folder import RunFolder
-from ...report import write
-from ...report.profiler import conclude
-from .. import universal_checkpoint
-from ..checkpoint import digests
+from ..machine import ops, run_lock
+from ..recipe import run_folder
+from ..recipe.errors import UserError
+from ..recipe.run_folder import RunFolder
+from ..report import write
+from ..report.profiler import conclude
 from . import rendezvous
+from .checkpoint import digests, universal
 
 _LOST = re.compile(
     r"(?:(?:Read|Write) error|Connection closed by peer|Connection reset by peer) \[([^\]\s]+)\]:\d+"  # gloo
@@ -80,6 +79,6 @@ def prepare(run: RunFolder, world_size: int) -> None:
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)
         with run_folder.explained(checkpoint):
-            if universal_checkpoint.is_needed(run_folder.read_recipe(run).layout, run, world_size):
-                universal_checkpoint.convert(checkpoint)
+            if universal.is_needed(run_folder.read_recipe(run).layout, run, world_size):
+                universal.convert(checkpoint)
     run_folder.forget_after(run, checkpoint)

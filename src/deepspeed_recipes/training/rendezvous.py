@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
-from ...recipe.errors import UserError
+from ..recipe.errors import UserError
 
 COMPLETE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """The variables that torch needs; launchers with support for torch set all of them."""

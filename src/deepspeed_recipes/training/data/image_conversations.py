@@ -1,21 +1,27 @@
-"""Converts conversations with images to tokens with labels: rendered, then widened by the images' placeholders."""
+"""Converts conversations with images to tokens with labels, and collates them.
+
+A conversation is rendered, then widened by the images' placeholders. Its images are read and processed when a batch
+needs them; tokens are padded on the right.
+"""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
-from ..data import chat_templates, thinking
+from ..model import processor
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.shown import shown
-from . import files, processor
+from . import chat_templates, thinking
+from .collate import IGNORED
+from .images import read_all
 
-IGNORED = -100
-"""Label of a token that is excluded from the loss (PyTorch's `ignore_index`)."""
 Spans = list[tuple[int, int]]
 """The assistant's spans in a rendered conversation: first character, and the one after the last."""
 
@@ -63,15 +69,6 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
     return tokenize
 
 
-def read_all(where: str, pictures: Sequence[dict[str, Any]], max_pixels: int) -> list[Any]:
-    """Return an example's images as Pillow's images.
-
-    Raises:
-        UserError: an image cannot be read; the message has the example's place.
-    """
-    return [files.read(f"{where}: image {n}", one, max_pixels) for n, one in enumerate(pictures, start=1)]
-
-
 def widened(
     where: str, chat: str, spans: Spans, token: str, texts: Sequence[str], known: ControlTokens
 ) -> tuple[str, Spans]:
@@ -104,3 +101,52 @@ def widened(
         return place + next((more for stop, more in reversed(shifts) if stop <= place), 0)
 
     return "".join([*pieces, chat[end:]]), [(moved(first), moved(last)) for first, last in spans]
+
+
+_OF_TOKENS = ("input_ids", "labels", "attention_mask")
+
+
+@dataclass(frozen=True)
+class PictureCollator:
+    """Collates single conversations into the model's inputs.
+
+    There are no position ids: models with two-dimensional positions in images compute them from the tokens.
+    """
+
+    seen: ProcessorMixin
+    pad_token_id: int
+    max_pixels: int
+    accepted: Collection[str]
+    """Names of the parameters of the model's `forward`."""
+    multiple: int = 8
+
+    @classmethod
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: Any) -> "PictureCollator":
+        """Return the collator of a run."""
+        seen = processor.adopt(processor.of_recipe(recipe), tokenizer)
+        return cls(seen, tokenizer.pad_token_id, recipe.data.max_pixels, processor.accepted_by(model))
+
+    def alone(self, sequence: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the model's inputs for one sequence except its tokens, without padding."""
+        inputs = replace(self, multiple=1)([sequence])
+        return {name: value for name, value in inputs.items() if name not in _OF_TOKENS and torch.is_tensor(value)}
+
+    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""
+        lengths = [len(one["input_ids"]) for one in sequences]
+        width = -(-max(lengths) // self.multiple) * self.multiple
+        ids = self._padded([one["input_ids"] for one in sequences], width, self.pad_token_id)
+        pictures = [read_all(one["where"], one["images"], self.max_pixels) for one in sequences]
+        return {
+            "input_ids": ids,
+            "labels": self._padded([one["labels"] for one in sequences], width, IGNORED),
+            "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
+            **processor.token_types(self.seen, self.accepted, ids),
+            **processor.for_tower(self.seen, pictures),
+            "tokens": sum(lengths),
+            "squared_lengths": sum(length**2 for length in lengths),
+        }
+
+    @staticmethod
+    def _padded(lists: list[list[int]], width: int, value: int) -> torch.Tensor:
+        return torch.tensor([[*one, *[value] * (width - len(one))] for one in lists])

@@ -12,19 +12,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..machine import children
-from ..machine.capacity import check_disk
-from ..recipe import deepspeed_file
-from ..recipe.bounds import shown
-from ..recipe.deepspeed_file import DeepSpeedFile
-from ..recipe.errors import UserError
-from ..recipe.limits import EXPERT_COUNTS, as_overrides
-from ..recipe.project import python_path
-from ..recipe.recipe import Layout, Recipe
-from ..recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
-from .checkpoint import digests
+from ...machine import children
+from ...machine.capacity import check_disk
+from ...recipe import deepspeed_file
+from ...recipe.bounds import shown
+from ...recipe.deepspeed_file import DeepSpeedFile
+from ...recipe.errors import UserError
+from ...recipe.limits import EXPERT_COUNTS, as_overrides
+from ...recipe.project import python_path
+from ...recipe.recipe import Layout, Recipe
+from ...recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
+from . import digests
 
-CONVERTER = "deepspeed_recipes.training.checkpoint.convert"
 MARKER = "latest_universal"
 """DeepSpeed writes this file last; it names the folder of the complete universal form."""
 CONVERTED = "universal.json"
@@ -206,7 +205,7 @@ def convert(checkpoint: Path) -> None:
     target = source.with_name(source.name + "_universal")
     shutil.rmtree(target, ignore_errors=True)
     check_disk(checkpoint, conversion_bytes(source), "the conversion for another number of ranks")
-    command = [sys.executable, "-m", CONVERTER]
+    command = [sys.executable, "-m", __name__]
     command += ["--input_folder", str(source), "--output_folder", str(target)]
     # One worker each: with several workers DeepSpeed holds as many shares in memory at once.
     command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
@@ -236,3 +235,28 @@ def conversion_bytes(source: Path) -> int:
     states = [file.stat().st_size for file in source.glob("*_optim_states.pt")]
     weights = [file.stat().st_size for file in source.glob("*_model_states.pt")]
     return int(1.1 * (2 * sum(states) + max(states, default=0) + 3 * sum(weights)))
+
+
+def main() -> int:
+    """Run DeepSpeed's conversion without executing code hidden in a checkpoint's pickles; return the exit status.
+
+    python -m deepspeed_recipes.training.checkpoint.universal --input_folder CHECKPOINT/global_stepN --output_folder ...
+    """
+    # Not at the top: the launcher imports this module without torch and DeepSpeed.
+    from deepspeed.checkpoint import ds_to_universal
+
+    from . import pickles
+
+    arguments = ds_to_universal.parse_arguments()
+    pickles.load_only_data()
+    try:
+        with pickles.refusing_code(Path(arguments.input_folder).parent):
+            ds_to_universal.main(arguments)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

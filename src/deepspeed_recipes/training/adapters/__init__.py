@@ -1,1 +1,0 @@
-"""Low-rank adapters: adding them to a model, their initial values, and the computation of their layers."""

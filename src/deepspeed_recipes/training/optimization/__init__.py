@@ -1,1 +1,0 @@
-"""Optional features of the optimizer: other optimizers, learning rates per weight, and noise."""

@@ -1,0 +1,186 @@
+"""Creates the recipe's optimizer if it is not the Trainer's AdamW with one learning rate for all weights.
+
+Muon (Jordan et al. 2024) learns at AdamW's rates (Liu et al. 2025, arXiv:2502.16982). DeepSpeed's optimizer
+orthogonalises the updates where ZeRO still has whole gradients; its own `optimizer` block is not used, since it tags
+weights only by their names and has one rate for all of them.
+"""
+
+import importlib.util
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..recipe.errors import UserError
+from ..recipe.recipe import Recipe
+from . import distributed
+from .console import say
+
+
+def needed(recipe: Recipe) -> bool:
+    """Return whether the recipe needs something other than the Trainer's AdamW with one rate for all weights."""
+    return recipe.optimizer != "adamw" or has_several_rates(recipe)
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse an optimizer that is not installed, before anything is loaded.
+
+    Raises:
+        UserError: the message names the package.
+    """
+    if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
+
+
+def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[str], options: dict[str, Any]) -> Any:
+    """Return the optimizer.
+
+    Args:
+        recipe: names the optimizer, and sets the rates of the weights.
+        model: whose weights it updates.
+        kind: the class that the Trainer would use.
+        decayed: names of the weights that are decayed.
+        options: AdamW's, including `lr`.
+    """
+    named = dict(model.named_parameters())
+    shares = rate_shares(recipe, named)
+    trained = {name: weight for name, weight in named.items() if weight.requires_grad}
+    groups = [
+        {"params": [weight for name, weight in trained.items() if (name in decayed) == decays], "weight_decay": decay}
+        for decays, decay in ((True, recipe.weight_decay), (False, 0.0))
+    ]
+    parts = split_by_rate(groups, options["lr"], {weight: shares[name] for name, weight in trained.items()})
+    if recipe.optimizer == "muon":
+        return _muon(model, parts, **options)
+    if recipe.optimizer == "adamw_8bit":
+        return eight_bit()(parts, **{name: options[name] for name in ("lr", "betas", "eps")})
+    return kind(parts, **options)
+
+
+def eight_bit() -> Any:
+    """Return bitsandbytes' AdamW with moments in 8 bits.
+
+    The Trainer's own option keeps embeddings' moments in 32 bits, and finds these only without ZeRO.
+    """
+    from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, so only where it is used
+
+    return AdamW8bit
+
+
+LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+"""Matches the number of a layer in a weight's name, in transformers' decoders."""
+EMBEDDING_ADAPTER = "lora_embedding_"
+EMBEDDING_RATE = 1e-6
+"""Rate of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
+
+Group = dict[str, Any]
+"""A parameter group of an optimizer: `params`, and their options."""
+
+
+def has_several_rates(recipe: Recipe) -> bool:
+    """Return whether some weights learn at other rates than others."""
+    return recipe.layer_decay < 1 or (recipe.lora is not None and recipe.lora.plus_ratio != 1)
+
+
+def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
+    """Return the share of the learning rate of each weight.
+
+    Args:
+        recipe: sets the rates.
+        names: all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
+    """
+    known = list(names)
+    return {name: depth * _lora_plus(recipe, name) for name, depth in _by_layer(known, recipe.layer_decay).items()}
+
+
+def _by_layer(names: list[str], decay: float) -> dict[str, float]:
+    """Return `decay` to the number of steps from the head down to each weight; the last layer is one step below it."""
+    layers = {name: int(found[1]) for name in names if (found := LAYER.search(name))}
+    count = 1 + max(layers.values(), default=-1)
+    first = next((index for index, name in enumerate(names) if name in layers), 0)
+    below = {name: count - layers[name] for name in layers}
+    ends = {name: count + 1 if index < first else 0 for index, name in enumerate(names) if name not in layers}
+    return {name: decay ** (below | ends)[name] for name in names}
+
+
+def _lora_plus(recipe: Recipe, name: str) -> float:
+    """Return LoRA+'s factor, by PEFT's grouping (`create_loraplus_optimizer`).
+
+    PEFT's function takes every weight with one dimension for a B, and under ZeRO-3 every weight has one dimension.
+    """
+    lora = recipe.lora
+    if lora is None or lora.plus_ratio == 1:
+        return 1.0
+    if EMBEDDING_ADAPTER in name:
+        return EMBEDDING_RATE / recipe.learning_rate
+    fast = "lora_B" in name or "lora_magnitude" in name or name.endswith(".bias")
+    return lora.plus_ratio if fast else 1.0
+
+
+def split_by_rate(groups: Iterable[Group], rate: float, share: Mapping[torch.Tensor, float]) -> list[Group]:
+    """Return the groups, each divided by its weights' shares of `rate`; the full rate first, which is then logged."""
+    parts: list[tuple[float, Group]] = []
+    for group in groups:
+        found = sorted({share[weight] for weight in group["params"]})
+        for one in found:
+            weights = [weight for weight in group["params"] if share[weight] == one]
+            parts.append((one, {**group, "params": weights, "lr": rate * one}))
+    return [group for _, group in sorted(parts, key=lambda part: abs(part[0] - 1))]
+
+
+MOMENTUM = 0.95
+AS_ADAMW = 0.2
+"""Root mean square of AdamW's updates, also used for Muon's, so that both learn at one rate (arXiv:2502.16982)."""
+
+
+def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights that Muon trains: all matrices except embeddings and the head, also if ZeRO-3 shards them."""
+    ends = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends += [model.get_output_embeddings() or getattr(model, "score", None)]
+    excluded = {weight for end in ends if end is not None for weight in end.parameters()}
+    trained = [weight for weight in model.parameters() if weight.requires_grad and weight not in excluded]
+    return {weight for weight in trained if len(whole_shape(weight)) == 2}
+
+
+def whole_shape(weight: torch.Tensor) -> torch.Size:
+    """Return the shape of a whole weight; under ZeRO-3 the tensor itself is empty."""
+    return getattr(weight, "ds_shape", weight.shape)
+
+
+def muon_groups(given: Iterable[Group], chosen: set[nn.Parameter]) -> list[Group]:
+    """Return the groups, each divided into Adam's weights and, by their widths, Muon's matrices.
+
+    DeepSpeed scales an update by sqrt(max(1, rows / columns)), so its root mean square is 1 / sqrt(columns) of the
+    intended one. The inverse factor in the rate makes it AdamW's, and is divided out of the decay.
+    """
+    found: list[Group] = []
+    for group in given:
+        widths = {weight: whole_shape(weight)[1] for weight in group["params"] if weight in chosen}
+        rest = [weight for weight in group["params"] if weight not in chosen]
+        if rest:
+            found.append({**group, "params": rest, "use_muon": False})
+        for width in sorted(set(widths.values())):
+            factor = AS_ADAMW * math.sqrt(width)
+            own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": MOMENTUM}
+            of_width = [weight for weight, columns in widths.items() if columns == width]
+            found.append({"params": of_width, "use_muon": True, **own})
+    return found
+
+
+def _muon(model: nn.Module, given: Iterable[Group], **options: Any) -> torch.optim.Optimizer:
+    """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles its kernels when it is imported
+
+    if not distributed.on_gpu():
+        torch.compiler.set_stance("force_eager")  # compiling these kernels for a CPU takes longer than they save
+    chosen = muon_matrices(model)
+    for weight in model.parameters():
+        weight.use_muon = weight in chosen  # read by DeepSpeed's ZeRO
+    adam = {name: options[name] for name in ("betas", "eps")}
+    parts = [group if group["use_muon"] else {**group, **adam} for group in muon_groups(given, chosen)]
+    sizes = [sum(math.prod(whole_shape(weight)) for weight in some) for some in (chosen, model.parameters())]
+    say(f"optimizer=muon: {len(chosen)} matrices, {sizes[0] / sizes[1]:.0%} of the weights; AdamW has the others")
+    return MuonWithAuxAdam(parts, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": options["fused"]})
