@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from deepspeed_recipes.report import html as render
 from deepspeed_recipes.report import run_data, write
 
 PROGRAMS = ("chromium", "google-chrome", "chromium-browser")
@@ -72,7 +71,7 @@ def main(run: Path, image: Path) -> None:
     """Take the picture of a run, whose folder it shows as it is named here."""
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder, "report.html")
-        render.write(page, write.document(run_data.read(run)))
+        write.html(page, write.document(run_data.read(run)))
         picture(page, image)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
-from deepspeed_recipes.report.document import Chart
+from deepspeed_recipes.report.page import Chart
 from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import curves
 from deepspeed_recipes.training import run as training_run

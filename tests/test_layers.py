@@ -7,7 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
-from deepspeed_recipes.report import html, run_data, text, write
+from deepspeed_recipes.report import run_data, text, write
+from deepspeed_recipes.report.page import LIGHTEST
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import layer_stats
 from deepspeed_recipes.training.model.draft import TINY_MODEL
@@ -106,7 +107,7 @@ def run(tmp_path):
 
 def test_the_report_shows_layers_and_hardware(run, capsys):
     document = write.document(run_data.read(run.path))
-    page = html.render(document)
+    page = write.render(document)
     found = Page(page)
     assert re.findall(r"<h2>(Layers|Hardware in use)</h2>", page) == ["Layers", "Hardware in use"]
     numbers = {source: value for source, value, _ in found.numbers}
@@ -129,7 +130,7 @@ def test_updates_without_any_gradient_are_in_the_report(run):
         zero = {"grad_norm": 0.0, "update_ratio": 0.0, "dead": 1.0}
         layers = {name: zero if row["step"] > 1 else one for name, one in row["layers"].items()}
         append_jsonl(run.metrics, row | {"layers": layers})
-    page = html.render(write.document(run_data.read(run.path)))
+    page = write.render(write.document(run_data.read(run.path)))
     assert "The gradient of every layer is zero in 2 of 3 logs, first at step 2: these updates" in page
     assert "has vanished or exploded" not in page
 
@@ -141,8 +142,8 @@ def test_darker_is_larger_and_an_empty_cell_has_no_number(run):
         for one in section.blocks
         if type(one).__name__ == "HeatMap"
     )
-    shade = {label: [float(opacity) for _, opacity, _ in cells] for label, cells in html.shades(block)}
-    assert shade["model.layers.2"][0] == 1.0 and shade["model.layers.0"][-1] == html.LIGHTEST
+    shade = {label: [float(opacity) for _, opacity, _ in cells] for label, cells in block.shades()}
+    assert shade["model.layers.2"][0] == 1.0 and shade["model.layers.0"][-1] == LIGHTEST
     assert shade["model.layers.1"] == sorted(shade["model.layers.1"], reverse=True)
 
 
@@ -150,5 +151,5 @@ def test_damaged_numbers_of_layers_and_samples_leave_the_rest(run):
     append_jsonl(run.metrics, {"step": 4, "loss": 1.0, "layers": {"a<b": {"grad_norm": "x"}, "c": 5}})
     append_jsonl(run.system, {"time": "x", "rank": 0})
     append_jsonl(run.system, {"time": 1.8e9, "rank": 0, "gpu_utilization": "<b>"})
-    page = html.render(write.document(run_data.read(run.path)))
+    page = write.render(write.document(run_data.read(run.path)))
     assert "a&lt;b" in page and "Hardware in use" in page and "<b>" not in page

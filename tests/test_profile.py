@@ -9,7 +9,7 @@ from deepspeed_recipes.planning.cost.time import zero_traffic
 from deepspeed_recipes.recipe.layout import bubble
 from deepspeed_recipes.recipe.recipe import Layout, Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.report import html, run_data, write
+from deepspeed_recipes.report import run_data, write
 from deepspeed_recipes.report.profiler import conclude, operators, shares, trace, verdict, words
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.metrics import Metrics
@@ -169,7 +169,7 @@ def test_the_verdict_is_printed_and_kept(sharded, capsys):
 def test_the_report_shows_the_numbers_of_the_verdict(sharded):
     conclude.at_end(sharded, zero_traffic.of_run)
     found = read_json(sharded.profile / "verdict.json")
-    page = html.render(write.document(run_data.read(sharded.path)))
+    page = write.render(write.document(run_data.read(sharded.path)))
     shown = re.findall(r'<data value="([^"]+)" data-from="(profile/verdict.json:[^"]+)"', page)
     sources = {source: float(value) for value, source in shown}
     assert len(sources) > 20

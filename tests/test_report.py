@@ -13,9 +13,9 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import printable
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
-from deepspeed_recipes.report import charts, compare, html, index, run_data, text, write
-from deepspeed_recipes.report.document import Chart, Curve, duration
-from deepspeed_recipes.report.sections import curves, examples, memory, settings, verdict
+from deepspeed_recipes.report import charts, compare, run_data, text, write
+from deepspeed_recipes.report.page import Chart, Curve, duration
+from deepspeed_recipes.report.sections import curves, examples, hardware, results, settings
 
 HOSTILE = '</pre><script>alert("1")</script>\'" onload=x&amp;<img src=http://e.example/x>\x1b[31m\x00\ud800'
 VOID = {"meta", "input"}
@@ -100,7 +100,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def page(run):
-    return html.render(write.document(run_data.read(run.path)))
+    return write.render(write.document(run_data.read(run.path)))
 
 
 OVER_TIME = {"mean": fmean, "highest": max}
@@ -198,12 +198,12 @@ def test_the_sections_are_in_order_and_the_verdict_is_first(page):
 
 
 def test_restarts_are_on_the_time_axis(run):
-    chart = settings.restart_section(run_data.read(run.path)).blocks[1]
+    chart = settings.restarts(run_data.read(run.path)).blocks[1]
     assert chart.curves[0].points[-1] == (15.0, 30) and chart.marks == (10.0,), "step 20 ended after 10 seconds"
 
 
 def test_predicted_memory_is_beside_the_measured(run):
-    on_gpu, on_host = memory.section(run_data.read(run.path)).blocks
+    on_gpu, on_host = hardware.memory(run_data.read(run.path)).blocks
     bars = {label: [(part, size.value) for part, size in parts] for label, parts in on_gpu.rows}
     assert bars == {
         "predicted, by purpose": [("parameters", 1.25), ("activations", 2.25)],
@@ -215,7 +215,7 @@ def test_predicted_memory_is_beside_the_measured(run):
 
 def test_hostile_text_stays_text(tmp_path):
     run = a_run(tmp_path / "<b>&run", changes=["data.path=x"])
-    clean = Page(html.render(write.document(run_data.read(run.path))))
+    clean = Page(write.render(write.document(run_data.read(run.path))))
     recipe = read_json(run.recipe)
     shown = HOSTILE.partition("\x1b")[0]  # a recipe refuses control characters
     recipe["data"]["path"] = recipe["model"]["path"] = recipe["deepspeed"] = shown
@@ -229,7 +229,7 @@ def test_hostile_text_stays_text(tmp_path):
     append_jsonl(run.restarts, {"time": HOSTILE, "cause": HOSTILE, "from_step": HOSTILE, "ranks": HOSTILE})
     append_jsonl(run.metrics, {"step": 31, "loss": HOSTILE, HOSTILE: HOSTILE, f"rewards/{HOSTILE}": 1.0})
     run.command.write_text(HOSTILE, encoding="utf-8", errors="replace")
-    document = html.render(write.document(run_data.read(run.path)))
+    document = write.render(write.document(run_data.read(run.path)))
     document.encode("utf-8")
     found = Page(document)
     assert "\x1b" not in document and "\x00" not in document
@@ -311,30 +311,30 @@ def test_unfinished_stopped_and_numberless_runs_are_shown(tmp_path):
     run = a_run(tmp_path / "run", steps=1)
     run.summary.unlink()
     append_jsonl(run.metrics, {"step": 2, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": None})
-    page = html.render(write.document(run_data.read(run.path)))
+    page = write.render(write.document(run_data.read(run.path)))
     assert "Not finished: 2 steps" in page and Page(page).numbers
     write_json(run.summary, {"stopped": True, "steps": 2})
-    assert verdict.sentence(run_data.read(run.path)).startswith("Stopped after 2 steps")
+    assert results.sentence(run_data.read(run.path)).startswith("Stopped after 2 steps")
 
 
 def test_a_run_of_one_update_shows_its_loss_once_and_its_warning(tmp_path):
     run = a_run(tmp_path / "run", steps=1)
     summary = read_json(run.summary) | {"before": None, "after": None, "warning": "warning: 1 update in all."}
     write_json(run.summary, summary)
-    sentence = verdict.sentence(run_data.read(run.path))
+    sentence = results.sentence(run_data.read(run.path))
     assert re.fullmatch(r"Training loss \d+\.\d{4} before the only update, in 1 step, .* of training\.", sentence)
-    assert "warning: 1 update in all." in html.render(write.document(run_data.read(run.path)))
+    assert "warning: 1 update in all." in write.render(write.document(run_data.read(run.path)))
 
 
 def test_the_index_lists_all_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(index, "runs", lambda: tmp_path)
+    monkeypatch.setattr(write, "runs", lambda: tmp_path)
     first = a_run(tmp_path / "tiny-3m-full" / "20260101-000000")
     second = a_run(tmp_path / "tiny-3m-full" / "20260102 & <b>", changes=["learning_rate=5e-4"])
     damaged = RunFolder(tmp_path / "tiny-3m-full" / "20250101-000000")
     write_recipe(damaged, pages.find("tiny", "full"))
     for run in (first, second):
         run.report_page.touch()
-    index.update(second)
+    write.page(second)
     found = Page((tmp_path / "index.html").read_text())
     assert found.links == [
         "#s1",
@@ -345,7 +345,7 @@ def test_the_index_lists_all_runs(tmp_path, monkeypatch, capsys):
     assert "learning_rate=0.0005" in words and "3 runs" in words and "has not logged a step" in words
     outside = a_run(tmp_path.parent / f"{tmp_path.name}-outside")
     before = (tmp_path / "index.html").stat().st_mtime_ns
-    index.update(outside)
+    write.page(outside)
     assert (tmp_path / "index.html").stat().st_mtime_ns == before
     monkeypatch.setattr(command, "runs", lambda: tmp_path)
     assert command.main(["--index"]) == 0 and "index.html" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.report.run_data import read
-from deepspeed_recipes.report.sections import rollouts as section
+from deepspeed_recipes.report.sections import examples
 from deepspeed_recipes.samples import rewards as sample_rewards
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods.rollouts import loss, sampling, scoring
@@ -240,7 +240,7 @@ def test_it_resumes_exactly_with_its_rollouts_and_shows_the_best_and_the_worst(
     assert read_jsonl(run.rollouts) == answers and {row["which"] for row in answers} == {"best", "worst"}
     assert all(best["reward"] >= worst["reward"] for best, worst in zip(answers[::2], answers[1::2], strict=True))
     assert "reward" in read_jsonl(run.evaluations)[-1]
-    assert "Best and worst" in next(section.sections(read(run.path))).title
+    assert "Best and worst" in next(examples.rollouts(read(run.path))).title
 
 
 def test_a_run_survives_answers_without_a_reward(ranks, tmp_path, model_folder, conversations):

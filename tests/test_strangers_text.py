@@ -13,8 +13,8 @@ from deepspeed_recipes.export.gguf import modelfile
 from deepspeed_recipes.export.serve import served
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError, printable
-from deepspeed_recipes.report.document import Code, Document, Note, Section
-from deepspeed_recipes.report.html import render
+from deepspeed_recipes.report.page import Code, Document, Note, Section
+from deepspeed_recipes.report.write import render
 from deepspeed_recipes.training.model_folder import card
 from deepspeed_recipes.training.model_folder.record import Record
 

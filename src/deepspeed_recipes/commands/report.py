@@ -15,7 +15,7 @@ from pathlib import Path
 from ..recipe import files
 from ..recipe.errors import UserError
 from ..recipe.project import display, runs
-from ..report import compare, html, index, run_data, text, write
+from ..report import compare, run_data, text, write
 from .main import Parser
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.index:
         if not runs().is_dir():
             raise UserError(f"{runs()}: no such folder, so there are no runs to list.")
-        print(display(index.write(runs())))
+        print(display(write.index(runs())))
     elif not options.runs:
         raise UserError(f"name a run folder; they are in {runs()}.")
     for_runs(options.runs, options.output)
@@ -57,7 +57,7 @@ def for_runs(paths: Sequence[Path], output: Path | None) -> None:
     text.show(document)
     if output:
         try:
-            html.write(output, document)
+            write.html(output, document)
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror}; choose another.") from error
         print(f"\nHTML report: {output}")

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..recipe.errors import UserError, redact
-from .document import Cell, Chart, Curve, Document, Note, Number, Section, Table
+from .page import Block, Cell, Chart, Curve, Document, Note, Number, Section, Table
 from .run_data import RunData
-from .sections import curves, settings, verdict
+from .sections import curves, results, settings
 
 
 def document(found: Sequence[RunData]) -> Document:
@@ -18,12 +17,13 @@ def document(found: Sequence[RunData]) -> Document:
     """
     check(found)
     labels = names(found)
+    folders = ((label, str(run.folder.path)) for label, run in zip(labels, found, strict=True))
     sections = (
         Section("Results", (Table(("", *labels), tuple(_results(found))),)),
-        Section("Differences of the recipes", tuple(_differences(found, labels))),
+        Section("Differences of the recipes", (_differences(found, labels),)),
         Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
         Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
-        Section("The runs", (Table(("", "run folder"), tuple(zip(labels, _paths(found), strict=True))),)),
+        Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
     )
     return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
 
@@ -40,15 +40,12 @@ def check(found: Sequence[RunData]) -> None:
             raise UserError(f"{found[at].folder.path}: named twice; a comparison needs different runs.")
     first = found[0]
     for run in found[1:]:
-        if _loss(run) != _loss(first):
+        losses = [one.recipe.traits.loss for one in (first, run)]
+        if losses[0] != losses[1]:
             raise UserError(
-                f"{first.folder.path} and {run.folder.path} cannot be compared: the first shows {_loss(first)}, "
-                f"the other's {_loss(run)}."
+                f"{first.folder.path} and {run.folder.path} cannot be compared: the first shows {losses[0]}, "
+                f"the other's {losses[1]}."
             )
-
-
-def _loss(run: RunData) -> str:
-    return run.recipe.traits.loss
 
 
 def names(found: Sequence[RunData]) -> list[str]:
@@ -61,24 +58,22 @@ def names(found: Sequence[RunData]) -> list[str]:
     return list(map(str, paths))
 
 
-def _paths(found: Sequence[RunData]) -> list[str]:
-    return [str(run.folder.path) for run in found]
-
-
 def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each number in the verdict of any run."""
-    tables = [{label: measured for label, measured, _ in verdict.rows(run)} for run in found]
-    yield "State", *("finished" if run.finished else "stopped" if run.summary else "not finished" for run in found)
+    """Yield a row for each number in the verdict of any run, with the run folder added to its source."""
+    yield "State", *(run.state for run in found)
+    tables = [{str(label): measured for label, measured, _ in results.rows(run)} for run in found]
     for label in dict.fromkeys(label for table in tables for label in table):
-        yield label, *(_named(run, table.get(label)) for run, table in zip(found, tables, strict=True))
+        cells = ((run, table.get(label)) for run, table in zip(found, tables, strict=True))
+        yield (
+            label,
+            *(
+                Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}") if isinstance(cell, Number) else cell
+                for run, cell in cells
+            ),
+        )
 
 
-def _named(run: RunData, cell: Cell) -> Cell:
-    """Return a number with its run folder added to the source."""
-    return Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}") if isinstance(cell, Number) else cell
-
-
-def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Any]:
+def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:
     held = [settings.values(run.recipe) | {"recipe": run.recipe.name} for run in found]
     rows = [
         (key, *(redact(settings.shown(values[key])) for values in held))
@@ -89,26 +84,23 @@ def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[An
         shown = [settings.shown(run.environment.get(key)) for run in found]
         if len(set(shown)) > 1:
             rows.append((key.replace("_", " "), *shown))
-    yield Table(("key", *labels), tuple(rows)) if rows else Note("Recipe, commit and number of ranks are the same.")
+    return Table(("key", *labels), tuple(rows)) if rows else Note("Recipe, commit and number of ranks are the same.")
 
 
 def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Chart]:
     """Yield the charts over one horizontal axis. Evaluations only record steps, so they have no chart over tokens."""
-    of_pairs = not found[0].recipe.traits.packs
+    packs = found[0].recipe.traits.packs
     titles = {"loss": "Training loss", "grad_norm": "Gradient norm, before clipping"}
     titles |= {key: curves.TITLES[key] for key in ("learning_rate", "tokens_per_second")}
     for key, title in titles.items():
-        lines = tuple(Curve(label, _line(run, key, x)) for run, label in zip(found, labels, strict=True))
-        if any(line.points for line in lines):
-            yield Chart(title, x_label, lines, log=key == "loss" and not of_pairs)
-    held_out = tuple(
-        Curve(label, curves.points(run.evaluations, "loss", x), dotted=True)
-        for run, label in zip(found, labels, strict=True)
-    )
-    if any(line.points for line in held_out):
-        yield Chart("Held-out loss", x_label, held_out, log=not of_pairs)
-
-
-def _line(run: RunData, key: str, x: str) -> curves.Points:
-    line = curves.points(run.metrics, key, x)
-    return tuple(curves.smoothed(line)) if len(line) >= curves.SMOOTHED_FROM and key != "learning_rate" else line
+        lines = [curves.points(run.metrics, key, x) for run in found]
+        smooth = (
+            tuple(curves.smoothed(line)) if len(line) >= curves.SMOOTHED_FROM and key != "learning_rate" else line
+            for line in lines
+        )
+        if any(lines):
+            yield Chart(title, x_label, tuple(map(Curve, labels, smooth)), log=key == "loss" and packs)
+    held_out = [curves.points(run.evaluations, "loss", x) for run in found]
+    if any(held_out):
+        drawn = tuple(Curve(label, line, dotted=True) for label, line in zip(labels, held_out, strict=True))
+        yield Chart("Held-out loss", x_label, drawn, log=packs)

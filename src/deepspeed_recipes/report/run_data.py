@@ -9,8 +9,10 @@ from typing import Any
 from ..recipe.errors import UserError
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe
+from .page import Number, number
 
 Row = Mapping[str, Any]
+PROFILE = "profile/verdict.json"
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,22 @@ class RunData:
     system: tuple[Row, ...] = ()
     """Utilisation of GPUs and nodes, in chronological order; each sample has a `time`, a `node` and a `rank`."""
 
+    def number(self, source: str, form: str, unit: str = "") -> Number | None:
+        """Return the number at a place in a JSON file, such as `summary.json:predicted.gpu_peak_gib`, as a cell."""
+        file, _, keys = source.partition(":")
+        found: Any = self.profile if file == PROFILE else getattr(self, file.removesuffix(".json"))
+        for key in keys.split("."):
+            found = found[int(key)] if isinstance(found, list) else (found or {}).get(key)
+        return number(found, form, source, unit)
+
+    def last(self, key: str, form: str, unit: str = "") -> Number | None:
+        """Return a number of the last logged step, as a cell."""
+        return number(self.metrics[-1].get(key), form, f"metrics.jsonl:{len(self.metrics)}:{key}", unit)
+
     @property
-    def finished(self) -> bool:
-        """True if the run has ended and was not stopped early."""
-        return bool(self.summary) and not self.summary.get("stopped")
+    def state(self) -> str:
+        """Whether the run has `finished`, was `stopped` early, or has `not finished`."""
+        return "stopped" if self.summary.get("stopped") else "finished" if self.summary else "not finished"
 
 
 def read(path: Path) -> RunData:
@@ -78,7 +92,7 @@ def read(path: Path) -> RunData:
         evaluation=_object(run.evaluation),
         ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
-        profile=_object(run.profile / "verdict.json"),
+        profile=_object(run.path / PROFILE),
         system=samples(run),
     )
 

@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..recipe.errors import printable
-from .document import Bars, Block, Cell, Chart, Curve, Document, HeatMap, Link, Marked, Note, Number, Table
+from .page import Bars, Block, Chart, Document, HeatMap, Link, Marked, Note, Number, Table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -26,84 +26,58 @@ def show(document: Document) -> None:
     console.print(_plain(document.title), style="bold")
     console.print(_plain(document.subtitle))
     for section in document.sections:
-        shown = [one for block in section.blocks for one in lines(block, _coloured(console))]
-        if shown:
+        lines = [
+            _plain(line) if isinstance(line, str) else line
+            for block in section.blocks
+            for line in _lines(block, console.is_terminal and not console.no_color)
+        ]
+        if lines:
             console.print()
             console.print(_plain(section.title.upper()), style="bold")
-        for one in shown:
-            console.print(one)
+        for line in lines:
+            console.print(line)
 
 
-def _coloured(console: Console) -> bool:
-    return console.is_terminal and not console.no_color
-
-
-def lines(block: Block, coloured: bool) -> Sequence[RenderableType]:
-    """Return a block as rich renderables; none for blocks that only the page contains."""
-    if isinstance(block, Note):
-        return [_plain(block.text)]
-    if isinstance(block, Table):
-        return [] if block.folded else [_table(block)]
-    if isinstance(block, Marked):
-        return [_marked(block, coloured)]
-    if isinstance(block, Bars):
-        return [_plain(block.title), *map(_plain, _bars(block))]
-    if isinstance(block, HeatMap):
-        return [_plain(f"{block.title}, each line on its own scale"), *map(_plain, _heat(block))]
-    if isinstance(block, Chart):
-        return [_plain(block.title), *(_plain(_curve(curve, block.x_label)) for curve in block.curves if curve.points)]
-    return []
-
-
-def _table(block: Table) -> RichTable:
-    table = RichTable(box=SIMPLE_HEAD, show_header=any(block.head), pad_edge=False, show_edge=False)
-    for name in block.head:
-        table.add_column(_plain(name), overflow="fold")
-    for row in block.rows:
-        table.add_row(*(_plain(_cell(value)) for value in row))
-    return table
-
-
-def _cell(value: Cell) -> str:
-    if isinstance(value, Number | Link):
-        return value.text
-    return "-" if value is None else value
-
-
-def _marked(block: Marked, coloured: bool) -> Text:
-    found = Text(f"  {printable(block.label)}: ")
-    for text, mark in block.pieces:
-        around = "" if coloured else BRACKETS.get(mark, "")
-        found.append(f"{around[:1]}{printable(text)}{around[-1:]}", STYLES[mark] if coloured else "")
-    return found
-
-
-def _bars(block: Bars) -> Sequence[str]:
-    longest = max((sum(size.value for _, size in parts) for _, parts in block.rows), default=0) or 1
-    wide = max((len(label) for label, _ in block.rows), default=0)
-    return [
-        f"  {label:<{wide}}  {'#' * round(WIDTH * sum(size.value for _, size in parts) / longest):<{WIDTH}}  "
-        + ", ".join(f"{name} {size.text}" if len(parts) > 1 else size.text for name, size in parts)
-        for label, parts in block.rows
-    ]
-
-
-def _heat(block: HeatMap) -> Iterator[str]:
-    """Yield each line as a logarithmic sparkline with its first and last number."""
-    wide = max(len(label) for label, _ in block.rows)
-    for label, values in block.rows:
-        kept = [value for value in values if value and value > 0]
-        if kept:
-            course = sparkline([math.log(value) for value in kept])
-            yield f"  {label:<{wide}}  {course:<{WIDTH}}  {kept[0]:.3g} -> {kept[-1]:.3g}"
-
-
-def _curve(curve: Curve, x_label: str) -> str:
-    values = [value for _, value in curve.points]
-    (first, _), (last, _) = curve.points[0], curve.points[-1]
-    return (
-        f"  {sparkline(values)}  {curve.label}: {values[0]:.4g} at {x_label} {first:,g}, {values[-1]:.4g} at {last:,g}"
-    )
+def _lines(block: Block, coloured: bool) -> Iterator[RenderableType]:
+    """Yield a block's lines; none for blocks that only the page contains."""
+    match block:
+        case Note(text):
+            yield text
+        case Table(head, rows, folded=""):
+            table = RichTable(box=SIMPLE_HEAD, show_header=any(head), pad_edge=False, show_edge=False)
+            for name in head:
+                table.add_column(_plain(name), overflow="fold")
+            for row in rows:
+                shown = (cell.text if isinstance(cell, Number | Link) else cell for cell in row)
+                table.add_row(*(_plain("-" if one is None else one) for one in shown))
+            yield table
+        case Marked(label, pieces):
+            marked = Text(f"  {printable(label)}: ")
+            for text, mark in pieces:
+                around = "" if coloured else BRACKETS.get(mark, "")
+                marked.append(f"{around[:1]}{printable(text)}{around[-1:]}", STYLES[mark] if coloured else "")
+            yield marked
+        case Bars(title, bars):
+            yield title
+            wide = max((len(label) for label, _ in bars), default=0)
+            for label, parts in bars:
+                bar = "#" * round(WIDTH * sum(size.value for _, size in parts) / block.longest)
+                sizes = (f"{name} {size.text}" if len(parts) > 1 else size.text for name, size in parts)
+                yield f"  {label:<{wide}}  {bar:<{WIDTH}}  {', '.join(sizes)}"
+        case HeatMap(title, _, _, lines):
+            yield f"{title}, each line on its own scale"
+            wide = max(len(label) for label, _ in lines)
+            for label, values in lines:
+                if kept := [value for value in values if value and value > 0]:
+                    course = sparkline([math.log(value) for value in kept])
+                    yield f"  {label:<{wide}}  {course:<{WIDTH}}  {kept[0]:.3g} -> {kept[-1]:.3g}"
+        case Chart(title, x_label, curves):
+            yield title
+            for curve in curves:
+                if curve.points:
+                    (first, start), (last, end) = curve.points[0], curve.points[-1]
+                    course = sparkline([value for _, value in curve.points])
+                    yield f"  {course}  {curve.label}: {start:.4g} at {x_label} {first:,g}, {end:.4g} at {last:,g}"
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -1,41 +1,87 @@
-"""Assembles the report of a run from its sections, and writes it into the run folder when the run ends."""
+"""Assembles the report of a run from its sections, and writes it and the index of all runs when the run ends."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from ..recipe.errors import first_line
+from ..recipe import files
+from ..recipe.errors import UserError, first_line, printable
+from ..recipe.project import runs
 from ..recipe.run_folder import RunFolder
-from . import html, index, run_data
-from .document import Document
+from . import run_data
+from .page import Cell, Chart, Document, Link, Note, Section, Table, number
 from .run_data import RunData
-from .sections import curves, evaluation, layers, memory, profile, rollouts, settings, system, verdict
-from .sections import examples as answers
+from .sections import curves, examples, hardware, layers, profile, results, settings
+
+FOLDER = Path(__file__).parent
+INDEX = ("run", "state", "steps", "metric", "before", "after", "training loss", "tokens/s", "changed")
 
 
-def document(run: RunData, examples: bool = True) -> Document:
+def document(run: RunData, texts: bool = True) -> Document:
     """Return the report of a run, starting with the verdict.
 
     Args:
         run: the content of its folder.
-        examples: whether to include texts of the data and answers to them.
+        texts: whether to include texts of the data and answers to them.
     """
-    texts = (*rollouts.sections(run), answers.answer_section(run), answers.data_section(run)) if examples else ()
     sections = (
-        verdict.section(run),
+        results.verdict(run),
         curves.section(run),
         *((profile.section(run),) if run.profile else ()),
         *layers.sections(run),
-        memory.section(run),
-        memory.rank_section(run),
-        *system.sections(run),
-        *evaluation.sections(run),
-        *texts,
-        settings.recipe_section(run),
-        settings.deepspeed_section(run),
-        settings.version_section(run),
-        settings.restart_section(run),
+        hardware.memory(run),
+        hardware.tensors(run),
+        *hardware.in_use(run),
+        *results.evaluation(run),
+        *((*examples.rollouts(run), examples.answers(run), examples.data(run)) if texts else ()),
+        settings.recipe(run),
+        settings.deepspeed(run),
+        settings.versions(run),
+        settings.restarts(run),
     )
     return Document(run.recipe.name, str(run.folder.path), sections)
+
+
+def render(document: Document) -> str:
+    """Return the report as one HTML file, which needs neither network nor scripts.
+
+    All content of a run folder is treated as text: the template escapes every value, and control characters are
+    spelled out.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+    )
+    environment.globals |= {"kind": lambda block: type(block).__name__.lower(), "svgs": svgs}
+    template = environment.get_template("page.html.jinja")
+    return template.render(document=document, style=(FOLDER / "style.css").read_text(encoding="utf-8")).lstrip()
+
+
+def svgs(chart: Chart, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (name of the axis, SVG) for a chart: linear, and logarithmic if the chart offers it."""
+    from markupsafe import Markup
+
+    from . import charts
+
+    for axis in ("linear", "log") if chart.log else ("linear",):
+        yield axis, Markup(charts.svg(chart, f"{name}-{axis}", axis == "log"))
+
+
+def html(path: Path, document: Document) -> None:
+    """Write a report as HTML atomically, so that it is never incomplete, even if several runs end together.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    files.write_text(path, render(document))
 
 
 def page(run: RunFolder) -> Path:
@@ -45,8 +91,9 @@ def page(run: RunFolder) -> Path:
         UserError: the folder is not a run folder, or has nothing to report.
         OSError: the folder cannot be written to.
     """
-    html.write(run.report_page, document(run_data.read(run.path)))
-    index.update(run)
+    html(run.report_page, document(run_data.read(run.path)))
+    if run.path.resolve().is_relative_to(runs().resolve()):
+        index(runs())
     return run.report_page
 
 
@@ -58,3 +105,41 @@ def at_end(run: RunFolder) -> None:
         page(run)
     except Exception as error:
         print(f"{run.report_page} could not be written: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+
+
+def index(folder: Path) -> Path:
+    """Write the index of the runs `NAME/DATE/` in a folder, the newest first, and return its path.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = folder / "index.html"
+    html(path, listing(folder))
+    return path
+
+
+def listing(folder: Path) -> Document:
+    """Return a table of all runs with a recipe.json."""
+    found = sorted(folder.glob("*/*/recipe.json"), key=lambda file: (file.parent.name, file.parent.parent.name))
+    rows = tuple(tuple(_row(folder, file.parent)) for file in reversed(found))
+    count = Note(f"{len(rows)} run{'' if len(rows) == 1 else 's'}, the newest first.")
+    return Document("Runs", str(folder), (Section("All runs", (count, Table(INDEX, rows))),))
+
+
+def _row(folder: Path, path: Path) -> Iterator[Cell]:
+    name = str(path.relative_to(folder))
+    report = RunFolder(path).report_page
+    yield Link(name, quote(str(report.relative_to(folder)))) if report.exists() else name
+    try:
+        run = run_data.read(path)
+    except (UserError, OSError) as error:
+        yield str(error).removeprefix(f"{path}: ")
+        yield from (None for _ in INDEX[2:])
+        return
+    last, at = run.metrics[-1], f"{name}/metrics.jsonl:{len(run.metrics)}"
+    yield run.state
+    yield number(last["step"], ",d", f"{at}:step")
+    yield from results.score(run)
+    yield number(last.get("loss"), ".4f", f"{at}:loss")
+    yield number(run.summary.get("tokens_per_second"), ",.0f", f"{name}/summary.json:tokens_per_second")
+    yield settings.change_line(run.recipe)

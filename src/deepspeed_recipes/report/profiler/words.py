@@ -19,16 +19,20 @@ NAMES = {
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """Return the lines to print for `verdict.json`."""
-    steps = found["steps"]
-    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     return [
-        f"profile      {span}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}",
+        f"profile      {span(found)}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}",
         *_bars(found),
         *_operators(found),
         *_traffic(found),
-        *_pipeline(found),
+        *([f"  {pipeline(found)}"] if found["pipeline"] else []),
         f"change       {found['change']}",
     ]
+
+
+def span(found: Mapping[str, Any]) -> str:
+    """Return the recorded steps."""
+    steps = found["steps"]
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def slower(found: Mapping[str, Any]) -> str:
@@ -79,10 +83,10 @@ def _traffic(found: Mapping[str, Any]) -> Iterator[str]:
         ).rstrip()
 
 
-def _pipeline(found: Mapping[str, Any]) -> Iterator[str]:
+def pipeline(found: Mapping[str, Any]) -> str:
+    """Return how long a pipeline's stages wait, and how much of it is unavoidable."""
     one = found["pipeline"]
-    if one:
-        yield (
-            f"  pipeline: stages wait {one['waited']:.0%} of the time; {one['bubble']:.0%} is unavoidable with "
-            f"{one['stages']} stages and {one['micro_batches']} micro-batches"
-        )
+    return (
+        f"pipeline: stages wait {one['waited']:.0%} of the time; {one['bubble']:.0%} is unavoidable with "
+        f"{one['stages']} stages and {one['micro_batches']} micro-batches"
+    )

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import Any, TypeGuard
 
 from ...recipe.methods import metrics
-from ..document import Block, Cell, Chart, Curve, Note, Section, Table, number
+from ..page import Chart, Curve, Note, Section, Table, number
 from ..run_data import Row, RunData
 
 SMOOTHING = 0.9
@@ -16,41 +16,6 @@ MOST_ROWS = 400
 """Maximum number of logged steps shown as numbers; longer runs show every n-th step, and the last."""
 FORMS = {"step": ",d", "tokens": ",d", "loss": ".4f", "learning_rate": ".3g", "seconds": ",.1f", "mfu": ".1%"}
 """Formats of the columns of metrics.jsonl; all others have four digits."""
-
-Points = tuple[tuple[float, float], ...]
-
-
-def section(run: RunData) -> Section:
-    """Return the charts and, folded, the numbers behind them."""
-    charts = tuple(chart for chart in _charts(run) if any(curve.points for curve in chart.curves))
-    note = () if charts else (Note("No logged values to draw."),)
-    return Section("Curves", (*note, *charts, *_tables(run)))
-
-
-def _charts(run: RunData) -> Iterator[Chart]:
-    restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
-    of_pairs = not run.recipe.traits.packs
-    loss = points(run.metrics, "loss")
-    held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
-    yield Chart(run.recipe.traits.loss, STEP, (*with_smoothed(loss), held_out), log=not of_pairs, marks=restarts)
-    for key in (*metrics.SHARES, "reward"):
-        measured = (points(run.evaluations, key), points(run.evaluations, f"sampled_{key}"))
-        if len(measured[0]) + len(measured[1]) > 2:
-            drawn = [
-                Curve(name, line, dotted=True)
-                for name, line in zip((key, "of a sample"), measured, strict=True)
-                if line
-            ]
-            yield Chart(f"{metrics.title(key).capitalize()}, held out", STEP, tuple(drawn))
-    for key, title in TITLES.items():
-        yield Chart(title, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
-    yield Chart(WAITED, STEP, (Curve("waiting for data", tuple(waits(run.metrics))),), marks=restarts)
-    for key in sorted({key for row in run.metrics for key in row if key.startswith(MORE)})[:8]:
-        yield Chart(key, STEP, with_smoothed(points(run.metrics, key)), marks=restarts)
-
-
-STEP = "step"
-WAITED = "Share of the time spent waiting for data"
 TITLES = {
     "learning_rate": "Learning rate",
     "grad_norm": "Gradient norm, before clipping",
@@ -64,6 +29,33 @@ MORE = (
 )
 """Prefixes of the keys that some methods and models add."""
 
+Points = tuple[tuple[float, float], ...]
+
+
+def section(run: RunData) -> Section:
+    """Return the charts and, folded, the numbers behind them."""
+    charts = tuple(chart for chart in _charts(run) if any(curve.points for curve in chart.curves))
+    note = () if charts else (Note("No logged values to draw."),)
+    return Section("Curves", (*note, *charts, *_tables(run)))
+
+
+def _charts(run: RunData) -> Iterator[Chart]:
+    restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
+    held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
+    loss = (*with_smoothed(points(run.metrics, "loss")), held_out)
+    yield Chart(run.recipe.traits.loss, "step", loss, log=run.recipe.traits.packs, marks=restarts)
+    for key in (*metrics.SHARES, "reward"):
+        measured = {key: points(run.evaluations, key), "of a sample": points(run.evaluations, f"sampled_{key}")}
+        if sum(map(len, measured.values())) > 2:
+            drawn = tuple(Curve(name, line, dotted=True) for name, line in measured.items() if line)
+            yield Chart(f"{metrics.title(key).capitalize()}, held out", "step", drawn)
+    for key, title in TITLES.items():
+        yield Chart(title, "step", with_smoothed(points(run.metrics, key)), marks=restarts)
+    waiting = Curve("waiting for data", tuple(waits(run.metrics)))
+    yield Chart("Share of the time spent waiting for data", "step", (waiting,), marks=restarts)
+    for key in sorted({key for row in run.metrics for key in row if key.startswith(MORE)})[:8]:
+        yield Chart(key, "step", with_smoothed(points(run.metrics, key)), marks=restarts)
+
 
 def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:
     """Return (x, value) for the rows that have a finite number under `key`."""
@@ -76,11 +68,11 @@ def finite(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def with_smoothed(line: Points, label: str = "training") -> tuple[Curve, ...]:
+def with_smoothed(line: Points) -> tuple[Curve, ...]:
     """Return a curve, and in front of a long curve its moving average."""
     if len(line) < SMOOTHED_FROM:
-        return (Curve(label, line),)
-    return Curve(f"{label}, each logged step", line, faint=True), Curve(f"{label}, smoothed", tuple(smoothed(line)))
+        return (Curve("training", line),)
+    return Curve("training, each logged step", line, faint=True), Curve("training, smoothed", tuple(smoothed(line)))
 
 
 def smoothed(line: Points) -> Iterator[tuple[float, float]]:
@@ -102,21 +94,20 @@ def waits(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
             before = seconds
 
 
-def _tables(run: RunData) -> Iterator[Block]:
+def _tables(run: RunData) -> Iterator[Table]:
     for name, rows in (("metrics.jsonl", run.metrics), ("evaluations.jsonl", run.evaluations)):
-        if rows:
-            every = -(-len(rows) // MOST_ROWS)
-            kept = [index for index in range(len(rows)) if index % every == 0 or index == len(rows) - 1]
-            which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
-            # Values by layer have their own section.
-            columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
-            yield Table(
-                columns,
-                tuple(tuple(_cell(rows[at], key, f"{name}:{at + 1}:{key}") for key in columns) for at in kept),
-                folded=f"The numbers: {name}{which}",
+        if not rows:
+            continue
+        every = -(-len(rows) // MOST_ROWS)
+        # Values by layer have their own section.
+        columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
+        cells = tuple(
+            tuple(
+                number(value, FORMS.get(key, ".4g"), f"{name}:{at}:{key}") or (None if value is None else str(value))
+                for key, value in ((key, row.get(key)) for key in columns)
             )
-
-
-def _cell(row: Row, key: str, source: str) -> Cell:
-    value = row.get(key)
-    return number(value, FORMS.get(key, ".4g"), source) or (None if value is None else str(value))
+            for at, row in enumerate(rows, 1)
+            if (at - 1) % every == 0 or at == len(rows)
+        )
+        which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
+        yield Table(columns, cells, folded=f"The numbers: {name}{which}")

@@ -1,12 +1,12 @@
-"""The sections with the training data, and with sample answers before and after training."""
+"""The sections with the training data, with sample answers, and with the best and worst answers in training."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import Any
 
 from ...recipe.errors import redact
-from ..document import Bars, Block, Marked, Note, Number, Section, Table, number
+from ..page import Bars, Block, Marked, Note, Section, Table, number
 from ..run_data import Row, RunData
 
 WORDS = re.compile(r"\w+|\s+|[^\w\s]")
@@ -15,29 +15,21 @@ WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 Pieces = tuple[tuple[str, str], ...]
 
 
-def answer_section(run: RunData) -> Section:
+def answers(run: RunData) -> Section:
     """Return the sample answers: questions, expected answers, and the model's answers with the differences marked."""
-    blocks = [block for at, rows in enumerate(_by_example(run.answers), 1) for block in _answers(at, rows)]
+    by_question: dict[Any, dict[int, Row]] = {}
+    for row in run.answers:
+        by_question.setdefault(row.get("prompt"), {})[row["step"]] = row
+    blocks: list[Block] = []
+    for at, (question, by_step) in enumerate(by_question.items(), 1):
+        expected = str(by_step[min(by_step)].get("expected"))
+        blocks += [Marked(f"{at}. Question", ((str(question), ""),)), Marked("expected", ((expected, ""),))]
+        for step in dict.fromkeys((min(by_step), max(by_step))):
+            answer = str(by_step[step].get("answer"))
+            right = ", right" if answer == expected else ""
+            blocks.append(Marked(f"step {step}{right}", differences(expected, answer)))
     why = Note("This run stored none: answers are generated with data.metric=exact_match.")
     return Section("Sample answers", tuple(blocks) or (why,))
-
-
-def _by_example(answers: Sequence[Row]) -> list[list[Row]]:
-    """Return each example's answers, in the order of the steps."""
-    found: dict[Any, dict[int, Row]] = {}
-    for row in answers:
-        found.setdefault(row.get("prompt"), {})[row["step"]] = row
-    return [[rows[step] for step in sorted(rows)] for rows in found.values()]
-
-
-def _answers(at: int, rows: Sequence[Row]) -> Iterator[Block]:
-    expected = str(rows[0].get("expected"))
-    yield Marked(f"{at}. Question", ((str(rows[0].get("prompt")), ""),))
-    yield Marked("expected", ((expected, ""),))
-    for row in dict.fromkeys((0, len(rows) - 1)):
-        answer = str(rows[row].get("answer"))
-        right = ", right" if answer == expected else ""
-        yield Marked(f"step {rows[row]['step']}{right}", differences(expected, answer))
 
 
 def differences(expected: str, answer: str) -> Pieces:
@@ -60,21 +52,29 @@ COUNTS = {
     "loss_tokens": "tokens in the loss",
 }
 """Keys of data.json with their descriptions."""
+ALWAYS = ("examples", "sequences", "tokens", "loss_tokens")
+"""Counts that are shown even if they are 0."""
 
 
-def data_section(run: RunData) -> Section:
+def data(run: RunData) -> Section:
     """Return the training data: sources, counts, lengths, and examples with the tokens in the loss marked."""
-    training = run.data.get("training") or {}
-    data = run.recipe.data
-    sources = [("training data", data.path), ("held-out data", data.validation)]
-    rows: list[tuple[Any, ...]] = [(what, redact(path)) for what, path in sources if path]
-    rows += [(label, _count(training, key)) for key, label in COUNTS.items() if _shown(training, key)]
-    if filled := number(_filled(run, training), ".1%", "data.json:filled"):
+    training, settings = run.data.get("training") or {}, run.recipe.data
+    sources = {"training data": settings.path, "held-out data": settings.validation}
+    rows: list[tuple[Any, ...]] = [(what, redact(path)) for what, path in sources.items() if path]
+    for key, label in COUNTS.items():
+        if training.get(key) or (key in training and key in ALWAYS):
+            rows.append((label, run.number(f"data.json:training.{key}", ",d")))
+    if room := training.get("sequences", 0) * run.recipe.sequence_length:
+        filled = number(training.get("tokens", 0) / room, ".1%", "data.json:filled")
         rows.append((f"of {run.recipe.sequence_length:,} tokens per sequence filled", filled))
     blocks: list[Block] = [Table(("", ""), tuple(rows))]
     if not training:
         blocks.append(Note("Counts and lengths were not recorded: a stream, preferences, or an older run."))
-    if bars := tuple(_lengths(training)):
+    lengths = (
+        (f"{low}-{high}", run.number(f"data.json:training.lengths.{at}.2", ",d"))
+        for at, (low, high, _) in enumerate(training.get("lengths") or ())
+    )
+    if bars := tuple((label, (("documents", one),)) for label, one in lengths if one):
         blocks.append(Bars("Documents by their length in tokens", bars))
     for at, pieces in enumerate(run.data.get("shown") or ()):
         marked = tuple((str(text), "loss" if learned else "") for text, learned in pieces)
@@ -82,21 +82,32 @@ def data_section(run: RunData) -> Section:
     return Section("Data", tuple(blocks))
 
 
-def _shown(training: Row, key: str) -> bool:
-    return key in training and (bool(training[key]) or key in ("examples", "sequences", "tokens", "loss_tokens"))
+SHOWN = 3
+"""Number of logged steps whose best and worst answers are shown: the first, one in the middle, and the last."""
 
 
-def _count(training: Row, key: str) -> Number | None:
-    return number(training[key], ",d", f"data.json:training.{key}")
-
-
-def _filled(run: RunData, training: Row) -> float | None:
-    room = training.get("sequences", 0) * run.recipe.sequence_length
-    return training.get("tokens", 0) / room if room else None
-
-
-def _lengths(training: Row) -> Iterator[tuple[str, tuple[tuple[str, Number], ...]]]:
-    for at, (low, high, count) in enumerate(training.get("lengths") or ()):
-        one = number(count, ",d", f"data.json:training.lengths.{at}.2")
-        if one:
-            yield f"{low}-{high}", (("documents", one),)
+def rollouts(run: RunData) -> Iterator[Section]:
+    """Yield the section with the best and worst training answers, if the run learns from its own answers."""
+    if not run.rollouts:
+        return
+    steps = sorted({row["step"] for row in run.rollouts})
+    chosen = {steps[round(part * (len(steps) - 1) / (SHOWN - 1))] for part in range(SHOWN)}
+    blocks: list[Block] = []
+    for row in run.rollouts:
+        if row["step"] in chosen:
+            each = ", ".join(f"{name} {value:.3g}" for name, value in row["rewards"].items())
+            reward = f"reward {row['reward']:.3g}" + (f" ({each})" if len(row["rewards"]) > 1 else "")
+            prompt = f"Step {row['step']}, {row['which']}: {reward}. Prompt"
+            blocks += [Marked(prompt, ((str(row["prompt"]), ""),)), Marked("answer", ((str(row["answer"]), ""),))]
+    cells = tuple(
+        (
+            number(row["step"], ",d", f"rollouts.jsonl:{at}:step"),
+            row["which"],
+            number(row["reward"], ".3f", f"rollouts.jsonl:{at}:reward"),
+        )
+        for at, row in enumerate(run.rollouts, 1)
+    )
+    blocks.append(
+        Table(("step", "which", "reward"), cells, folded="Rewards of the best and worst answers: rollouts.jsonl")
+    )
+    yield Section("Best and worst answers in training", tuple(blocks))

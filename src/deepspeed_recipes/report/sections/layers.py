@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..document import Block, Cell, HeatMap, Note, Section, Table, number
+from ..page import Block, HeatMap, Note, Section, Table, number
 from ..run_data import Row, RunData
+from .curves import finite
 
 MOST_CELLS = 3000
 """Maximum number of cells in a heat map, of 130 bytes each; longer runs show every n-th log, and the last."""
@@ -32,12 +33,21 @@ def _blocks(logged: list[tuple[int, Row]]) -> Iterator[Block]:
     every = -(-len(logged) * len(names) // MOST_CELLS)
     kept = [row for at, (_, row) in enumerate(logged) if at % every == 0 or at == len(logged) - 1]
     for key, title in MAPS.items():
-        rows = tuple((name, tuple(_above_zero(_layers(row).get(name, {}).get(key)) for row in kept)) for name in names)
+        values = ((name, (_layers(row).get(name, {}).get(key) for row in kept)) for name in names)
+        rows = tuple((name, tuple(one if finite(one) and one > 0 else None for one in line)) for name, line in values)
         if any(value for _, values in rows for value in values):
             yield HeatMap(title, "step", tuple(row["step"] for row in kept), rows)
     at, last = logged[-1]
     head = ("layer", "gradient norm", "update / weights", "dead", "")
-    yield Table(head, tuple(_row(name, one, at) for name, one in _layers(last).items()))
+    numbers = tuple(
+        (
+            name,
+            *(number(one.get(key), form, f"metrics.jsonl:{at}:layers:{name}:{key}") for key, form in FORMS.items()),
+            str(one.get("verdict") or ""),
+        )
+        for name, one in _layers(last).items()
+    )
+    yield Table(head, numbers)
     yield Note(f"The table is of step {last['step']:,}. {MEANING}")
 
 
@@ -58,15 +68,6 @@ def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:
         yield f"{verdict.capitalize()} gradient in {name}: in {len(steps)} of {len(logged)} logs, first at {steps[0]}."
 
 
-def _row(name: str, one: Mapping[str, Any], at: int) -> tuple[Cell, ...]:
-    cells = (number(one.get(key), form, f"metrics.jsonl:{at}:layers:{name}:{key}") for key, form in FORMS.items())
-    return name, *cells, str(one.get("verdict") or "")
-
-
 def _layers(row: Row) -> Mapping[str, Any]:
     found = row.get("layers")
     return {name: one for name, one in found.items() if isinstance(one, dict)} if isinstance(found, dict) else {}
-
-
-def _above_zero(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and 0 < value < float("inf") else None

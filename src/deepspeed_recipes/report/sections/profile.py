@@ -1,85 +1,57 @@
 """The section with the time of the steps recorded by `--profile`, from `profile/verdict.json`."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from ..page import Bars, Note, Section, Table
+from ..profiler.words import NAMES, SUMMED, pipeline, span
+from ..run_data import PROFILE, RunData
 
-from ..document import Bars, Block, Cell, Note, Section, Table, number
-from ..run_data import RunData
-
-NAMES = {
-    "compute": "compute",
-    "communication_waited": "communication waited for",
-    "data": "data",
-    "host": "host",
-    "idle": "idle",
+OPERATORS = {"calls": (",.0f", "calls per step"), "seconds": (".3g", "seconds per step")}
+TRAFFIC = {
+    "count": (",.0f", "per step"),
+    "bytes": (",.0f", "bytes per step"),
+    "predicted_bytes": (",.0f", "by the planner"),
+    "seconds": (".3g", "seconds"),
+    "waited": (".3g", "waited for"),
+    "bytes_per_second": (",.0f", "bytes per second"),
 }
-"""The parts that add up to a step, with their labels."""
-FILE = "profile/verdict.json"
+"""Numbers of an operator and of a collective, with their formats and their columns."""
 
 
 def section(run: RunData) -> Section:
     """Return the verdict in words, a bar per rank, the most expensive operators, and the communication."""
-    return Section("Profile", tuple(_blocks(run.profile)))
-
-
-def _blocks(found: Mapping[str, Any]) -> Iterator[Block]:
-    steps = found["steps"]
-    more = found.get("slower")
-    recorded = "" if more is None else f" Recording made a step {more:+.0%} longer."
-    yield Note(
-        f"Steps {steps[0]} to {steps[-1]}, {found['step_seconds']:.3g} s each: {found['words']}.{recorded} "
+    found = run.profile
+    more = "" if found.get("slower") is None else f" Recording made a step {found['slower']:+.0%} longer."
+    verdict = (
+        f"{span(found).capitalize()}, {found['step_seconds']:.3g} s each: {found['words']}.{more} "
         f"What to change: {found['change']}."
     )
-    rows = []
+    bars, hidden = [], []
     for at, rank in enumerate(found["ranks"]):
-        shares = ((name, _share(rank, at, kind)) for kind, name in NAMES.items())
-        rows.append((f"rank {rank['rank']}", tuple((name, one) for name, one in shares if one)))
-    yield Bars("Shares of a step", tuple(rows))
-    hidden = (
-        (f"rank {rank['rank']}", _share(rank, at, "communication_hidden")) for at, rank in enumerate(found["ranks"])
-    )
-    yield Table(("", "communication hidden by computation"), tuple(hidden))
-    yield Table(("operator", "module", "calls per step", "seconds per step"), tuple(_operators(found)))
-    head = (
-        "communication",
-        "ranks",
-        "per step",
-        "bytes per step",
-        "by the planner",
-        "seconds",
-        "waited for",
-        "bytes per second",
-    )
-    yield Table(head, tuple(_traffic(found)))
-    pipeline = found.get("pipeline")
-    if pipeline:
-        yield Note(
-            f"Stages wait {pipeline['waited']:.0%} of the time; {pipeline['bubble']:.0%} is unavoidable with "
-            f"{pipeline['stages']} stages and {pipeline['micro_batches']} micro-batches."
+        shares = {kind: run.number(f"{PROFILE}:ranks.{at}.shares.{kind}", ".1%") for kind in NAMES}
+        name = f"rank {rank['rank']}"
+        bars.append((name, tuple((NAMES[kind], one) for kind in SUMMED if (one := shares[kind]))))
+        hidden.append((name, shares["communication_hidden"]))
+    operators = tuple(
+        (
+            one["name"],
+            one["module"] or None,
+            *(run.number(f"{PROFILE}:ranks.0.operators.{at}.{key}", form) for key, (form, _) in OPERATORS.items()),
         )
-
-
-def _share(rank: Mapping[str, Any], at: int, kind: str) -> Any:
-    return number(rank["shares"].get(kind), ".1%", f"{FILE}:ranks.{at}.shares.{kind}")
-
-
-def _operators(found: Mapping[str, Any]) -> Iterator[tuple[Cell, ...]]:
-    for at, one in enumerate(found["ranks"][0]["operators"]):
-        source = f"{FILE}:ranks.0.operators.{at}"
-        calls = number(one["calls"], ",.0f", f"{source}.calls")
-        yield one["name"], one["module"] or None, calls, number(one["seconds"], ".3g", f"{source}.seconds")
-
-
-def _traffic(found: Mapping[str, Any]) -> Iterator[tuple[Cell, ...]]:
-    for at, one in enumerate(found["traffic"]):
-        source = f"{FILE}:traffic.{at}"
-        yield (
+        for at, one in enumerate(found["ranks"][0]["operators"])
+    )
+    traffic = tuple(
+        (
             one["kind"],
             ", ".join(map(str, one["ranks"])) or None,
-            number(one["count"], ",.0f", f"{source}.count"),
-            number(one["bytes"], ",.0f", f"{source}.bytes"),
-            number(one["predicted_bytes"], ",.0f", f"{source}.predicted_bytes"),
-            number(one["seconds"], ".3g", f"{source}.seconds"),
-            number(one["waited"], ".3g", f"{source}.waited"),
-            number(one["bytes_per_second"], ",.0f", f"{source}.bytes_per_second"),
+            *(run.number(f"{PROFILE}:traffic.{at}.{key}", form) for key, (form, _) in TRAFFIC.items()),
         )
+        for at, one in enumerate(found["traffic"])
+    )
+    blocks = (
+        Note(verdict),
+        Bars("Shares of a step", tuple(bars)),
+        Table(("", "communication hidden by computation"), tuple(hidden)),
+        Table(("operator", "module", *(title for _, title in OPERATORS.values())), operators),
+        Table(("communication", "ranks", *(title for _, title in TRAFFIC.values())), traffic),
+        *((Note(f"{pipeline(found).capitalize()}."),) if found.get("pipeline") else ()),
+    )
+    return Section("Profile", blocks)

@@ -11,26 +11,26 @@ from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, redact
 from ...recipe.overrides import override_keys
 from ...recipe.recipe import Recipe, names
-from ..document import Chart, Code, Curve, Note, Section, Table, number
+from ..page import Chart, Code, Curve, Note, Section, Table, number
 from ..run_data import RunData
 from .curves import finite, points
 
 
-def recipe_section(run: RunData) -> Section:
+def recipe(run: RunData) -> Section:
     """Return the keys whose values differ from those on the recipe's page, and the whole recipe."""
-    whole = Code("recipe.json", redact(json.dumps(to_dict(run.recipe), indent=2)))
-    command = (Code("command.txt", run.command),) if run.command else ()
-    name, page = pages.typed(run.recipe), of_page(run.recipe)
+    page = of_page(run.recipe)
+    changed = tuple(differences(page, run.recipe)) if page else ()
     if page is None:
-        return Section("Recipe", (Note(f"{name} {run.recipe.variant}: {WITHOUT_PAGE}"), *command, whole))
-    changed = tuple(differences(page, run.recipe))
-    if not changed:
-        return Section("Recipe", (Note(f"{name} {run.recipe.variant}, unchanged from its page."), *command, whole))
-    table = Table(("key", "page", "this run"), changed)
-    return Section("Recipe", (Note(f"{name} {run.recipe.variant}, with these changes:"), table, *command, whole))
-
-
-WITHOUT_PAGE = "not compared with its page, which is outside the project or no longer has this recipe."
+        compared = ": not compared with its page, which is outside the project or no longer has this recipe."
+    else:
+        compared = ", with these changes:" if changed else ", unchanged from its page."
+    blocks = (
+        Note(f"{pages.typed(run.recipe)} {run.recipe.variant}{compared}"),
+        *((Table(("key", "page", "this run"), changed),) if changed else ()),
+        *((Code("command.txt", run.command),) if run.command else ()),
+        Code("recipe.json", redact(json.dumps(to_dict(run.recipe), indent=2))),
+    )
+    return Section("Recipe", blocks)
 
 
 def of_page(recipe: Recipe) -> Recipe | None:
@@ -84,7 +84,7 @@ def _same_path(page: Any, absolute: Any) -> bool:
     )
 
 
-def deepspeed_section(run: RunData) -> Section:
+def deepspeed(run: RunData) -> Section:
     """Return the DeepSpeed configuration that was passed to the engine."""
     if not run.deepspeed:
         return Section("DeepSpeed", (Note("No deepspeed.json: the run ended before it created the engine."),))
@@ -92,7 +92,7 @@ def deepspeed_section(run: RunData) -> Section:
     return Section("DeepSpeed", (about, Code("deepspeed.json", redact(json.dumps(run.deepspeed, indent=2)))))
 
 
-def version_section(run: RunData) -> Section:
+def versions(run: RunData) -> Section:
     """Return the versions of packages, and the hardware."""
     packages = run.environment.get("packages") or {}
     rows = [(name, shown(version)) for name, version in packages.items()]
@@ -104,7 +104,7 @@ def version_section(run: RunData) -> Section:
     return Section("Versions and hardware", (Table(("", ""), tuple(rows)),))
 
 
-def restart_section(run: RunData) -> Section:
+def restarts(run: RunData) -> Section:
     """Return the times and causes of restarts, with the steps over the training time."""
     if not run.restarts:
         return Section("Restarts and failures", (Note("No automatic restarts."),))
@@ -112,16 +112,12 @@ def restart_section(run: RunData) -> Section:
     for index, row in enumerate(run.restarts, 1):
         step, ranks = (number(row.get(key), "d", f"restarts.jsonl:{index}:{key}") for key in ("from_step", "ranks"))
         rows.append((moment(row.get("time")), step, ranks, str(row.get("cause") or "rewound")))
-    head = ("time (UTC)", "resumed after step", "ranks", "cause")
-    return Section("Restarts and failures", (Table(head, tuple(rows)), _over_time(run)))
-
-
-def _over_time(run: RunData) -> Chart:
-    """Return a chart of the steps over the seconds of training, with a line at each restart."""
+    table = Table(("time (UTC)", "resumed after step", "ranks", "cause"), tuple(rows))
     steps = points(run.metrics, "step", "seconds")
     resumed = (row.get("from_step") for row in run.restarts)
-    marks = (max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
-    return Chart("Steps over training time", "second", (Curve("steps", steps),), marks=tuple(marks))
+    marks = tuple(max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
+    chart = Chart("Steps over training time", "second", (Curve("steps", steps),), marks=marks)
+    return Section("Restarts and failures", (table, chart))
 
 
 def moment(seconds: Any) -> str | None:

@@ -12,7 +12,7 @@ from ...machine import children
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
-from ...report import html, run_data, write
+from ...report import run_data, write
 from . import offline_records
 from .writer import ANSWERS, over_tokens, run_id, settings, tags
 
@@ -83,7 +83,7 @@ class Run:
             page = run.report_page
             if page.exists() and not self.examples:
                 page = place / page.name
-                html.write(page, write.document(run_data.read(run.path), examples=False))
+                write.html(page, write.document(run_data.read(run.path), texts=False))
             for kind, path in (("model", run.export), (REPORT, page)):
                 if path.exists():
                     artifact = wandb.Artifact(f"run-{self.id}-{kind}", type=kind)

@@ -1,8 +1,12 @@
-"""A report's content, independent of HTML and text: frozen blocks in sections, every number with its source."""
+"""A report: sections of blocks, in which every number has its source; `page.html.jinja` and `text.py` show them."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
+
+LIGHTEST = 0.08
+"""Opacity of the smallest number of a heat map; the largest has 1."""
 
 
 @dataclass(frozen=True)
@@ -18,36 +22,33 @@ class Number:
 
 @dataclass(frozen=True)
 class Link:
-    """Text that links to a file near the page."""
+    """Text that links to a file near the page, whose relative path is quoted as a URL."""
 
     text: str
     target: str
-    """Relative, and quoted as a URL."""
 
 
 Cell: TypeAlias = str | Number | Link | None
+Parts: TypeAlias = tuple[tuple[str, Number], ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under a head."""
+    """Rows under a head. A `folded` title folds the table in HTML and omits it from text."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     folded: str = ""
-    """If set, the table is folded under this title in HTML, and omitted from text."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart."""
+    """A line of a chart: faint behind its smoothed form, dotted with a marker at each of its few measurements."""
 
     label: str
     points: tuple[tuple[float, float], ...]
     faint: bool = False
-    """Drawn faintly, behind its smoothed form."""
     dotted: bool = False
-    """Drawn with a marker at each of its few measurements."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,15 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars:
-    """One bar per row, with one or several parts."""
+    """One bar per row, with its label and one or several named parts."""
 
     title: str
-    rows: tuple[tuple[str, tuple[tuple[str, Number], ...]], ...]
-    """Each bar's label, and the names and sizes of its parts."""
+    rows: tuple[tuple[str, Parts], ...]
+
+    @property
+    def longest(self) -> float:
+        """The size of the longest bar, or 1 if all are empty."""
+        return max((sum(part.value for _, part in parts) for _, parts in self.rows), default=0) or 1
 
 
 @dataclass(frozen=True)
@@ -82,14 +87,26 @@ class HeatMap:
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
     """Each line's label and its numbers, one per column; a number that is not positive is an empty cell."""
 
+    def shades(self) -> Iterator[tuple[str, list[tuple[int, str, str]]]]:
+        """Yield each line's label and its cells: (number of the column, opacity, tooltip)."""
+        known = [math.log(value) for _, values in self.rows for value in values if value and value > 0]
+        low, high = min(known, default=0.0), max(known, default=0.0)
+        for label, values in self.rows:
+            cells = []
+            for at, (column, value) in enumerate(zip(self.columns, values, strict=True)):
+                if value and value > 0:
+                    shade = (math.log(value) - low) / (high - low) if high > low else 1.0
+                    shown = f"{label}, {self.x_label} {column:,g}: {value:.3g}"
+                    cells.append((at, f"{LIGHTEST + (1 - LIGHTEST) * shade:.2f}", shown))
+            yield label, cells
+
 
 @dataclass(frozen=True)
 class Marked:
-    """Text with marked parts."""
+    """Text in pieces, each with its mark: `""`, `loss`, `removed` or `added`."""
 
     label: str
     pieces: tuple[tuple[str, str], ...]
-    """Pieces of text, each with its mark: `""`, `loss`, `removed` or `added`."""
 
 
 @dataclass(frozen=True)
