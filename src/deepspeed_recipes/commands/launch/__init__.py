@@ -5,6 +5,7 @@
     ds-recipes launch tiny lora learning_rate=2e-3 lora.rank=8
     ds-recipes launch tiny full --resume
     ds-recipes launch auto MODEL          # a folder or Hub id without a recipe borrows the nearest recipe
+    ds-recipes launch --from FILE.yaml    # what a file of LLaMA-Factory, Axolotl or TRL becomes here; starts nothing
 
 The launcher checks everything that can be checked before the run, writes the run folder, prints the `deepspeed`
 command, starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume`
@@ -46,7 +47,7 @@ from ...training.model_folder import base_model
 from ...training.tracking import afterwards
 from .. import list as list_command
 from ..plan import workload
-from . import auto, borrowed
+from . import auto, borrowed, translate
 from .machines import Machines, machines_of, pool_of
 from .options import check_options, parse
 
@@ -61,6 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print(list_command.listing(options.json, options.recipe))
         return 0
+    words = [word for word in (options.recipe, options.variant, *options.overrides) if word]
+    if options.source:
+        return translate.main(options.source, options.gpus, options.nodes, words)
+    if Path(words[0] if words else "").suffix in translate.SUFFIXES:
+        raise UserError(
+            f"{words[0]}: no recipe, but perhaps a file of another tool: ds-recipes launch --from {words[0]}"
+        )
     if not options.recipe:
         raise UserError(
             "name a recipe and a variant, e.g. `ds-recipes launch tiny full`; `ds-recipes launch --list` lists all."

@@ -53,6 +53,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
     )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FILE",
+        help="print the command that does what a training file of LLaMA-Factory, Axolotl or TRL asks for",
+    )
     parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants, or RECIPE's only")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument(

@@ -1,0 +1,199 @@
+"""`ds-recipes launch --from FILE`: what a training file of another tool becomes here, and what it does not."""
+
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....recipe import files, overrides, pages
+from ....recipe.errors import UserError, first_line, redact
+from ....recipe.project import command
+from . import axolotl, llama_factory, trl
+from .translation import Translation
+
+VARIANTS = {
+    ("sft", ""): "full",
+    ("sft", "lora"): "lora",
+    ("sft", "qlora"): "qlora",
+    ("sft", "dora"): "dora",
+    ("dpo", ""): "dpo_full",
+    **{(method, "lora"): f"{method}_lora" for method in ("dpo", "kto", "orpo", "simpo")},
+    **{(method, adapter): method for method in ("pretrain", "reward", "grpo") for adapter in ("", "lora")},
+}
+"""The variant of a method and of its adapters. 4-bit weights and DoRA of the other methods are keys beside `lora`."""
+SUFFIXES = (".yaml", ".yml", ".json")
+WIDTH = 116
+
+
+def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str]) -> int:
+    """Print the command that does what a file asks for; return 1 if the run would train differently.
+
+    Args:
+        file: the YAML or JSON file of another tool.
+        gpus: GPUs per machine, as the user gave them; None: 1.
+        nodes: number of machines, in the same way.
+        changes: the overrides that the user gave, which win.
+
+    Raises:
+        UserError: the file cannot be read, or is of no tool that is known here.
+    """
+    if words := [change for change in changes if "=" not in change]:
+        raise UserError(f"--from {file}: {words[0]}: the file names model and method; only key=value can be added.")
+    found = translate(file, (gpus or 1) * (nodes or 1))
+    found.overrides |= dict(change.partition("=")[::2] for change in changes)
+    for option, given in (("--gpus", gpus), ("--nodes", nodes)):
+        found.options += [option, str(given)] if given else []
+    print("\n".join(report(found, file)))
+    return 1 if found.missing else 0
+
+
+def translate(file: Path, gpus: int) -> Translation:
+    """Return the translation of a training file.
+
+    Raises:
+        UserError: the file cannot be read, is of no known tool, or has a value of the wrong kind.
+    """
+    values = read(file)
+    if "train_dataset" in values:
+        raise UserError(f"{file}: a file of LLaMA-Factory's v1 (train_dataset); only its files with `stage` are read.")
+    known = next((tool for tool in (llama_factory, axolotl, trl) if tool.is_one(values)), None)
+    if known is None:
+        raise UserError(f"{file}: {_unknown(values)}")
+    try:
+        return known.translate(values, gpus, file.parent)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the settings in a YAML or JSON file.
+
+    Raises:
+        UserError: the file cannot be read, is not a mapping, has a key twice, or has text that another tool replaces.
+    """
+    import yaml  # not in the standard library, and only this command needs it
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice: YAML takes the last one."""
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            names = [
+                self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"
+            ]
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise UserError(f"{file}:{node.start_mark.line + 1}: the key {twice} is there twice.")
+            return super().construct_mapping(node, deep)
+
+    files.check_ends(file)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read: {first_line(error)}.") from None
+    what = "JSON" if file.suffix == ".json" else "YAML"
+    try:
+        values = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
+    except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{file}: not valid {what}: {first_line(error)}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")
+    for key, value in values.items():
+        if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(value)):
+            raise UserError(
+                f"{file}: {key}: {hole[0]} is filled in by another program; write the value, and try again."
+            )
+    return values
+
+
+def _unknown(values: Mapping[str, Any]) -> str:
+    if "recipes" in values or "policy" in values or "trainer" in values:
+        return "a configuration in sections, of a tool that is not known here; LLaMA-Factory's and Axolotl's are read."
+    return "not a training file of LLaMA-Factory, Axolotl or TRL (none of base_model, model_name_or_path, output_dir)."
+
+
+def variant(found: Translation) -> str:
+    """Return the variant of a translation; without one that fits, the nearest, and the difference is recorded."""
+    adapter = found.adapter
+    if found.method != "sft" and adapter in ("qlora", "dora"):
+        adapter = "lora"
+        if found.adapter == "dora":
+            found.overrides["lora.dora"] = "true"
+    if (named := VARIANTS.get((found.method, adapter))) is None:
+        found.missing["method"] = f"{found.method} with all weights: only adapters are trained"
+        return f"{found.method}_lora"
+    return named
+
+
+def recipe_of(model: str) -> str | None:
+    """Return `FAMILY-SIZE` of the page with a model, or None: then `auto MODEL` borrows one."""
+    sizes = ((family, size, one) for family in pages.families() for size, one in pages.page(family).SIZES.items())
+    return next((f"{family}-{size}" for family, size, one in sizes if one.path == model), None)
+
+
+def command_of(found: Translation) -> list[str]:
+    """Return the words of the command, without the settings that the recipe has already.
+
+    Raises:
+        UserError: the recipe lacks the variant, or the settings contradict each other.
+    """
+    name, chosen = recipe_of(found.model), variant(found)
+    changes = [f"{key}={value}" for key, value in found.overrides.items()]
+    if name is None:
+        return ["auto", found.model, chosen, *changes, *found.options]
+    if chosen in ("qlora", "dora") and (why := pages.without(pages.page(pages.split(name)[0])).get(chosen)):
+        found.missing[chosen] = " ".join(why.split())
+        found.overrides.pop("model.quantization", None)
+        found.overrides.pop("lora.dora", None)
+        found.adapter = "lora"
+        return command_of(found)
+    start = pages.find(name, chosen)
+    return [name, chosen, *overrides.differences(start, overrides.apply(start, changes)), *found.options]
+
+
+def report(found: Translation, file: Path) -> list[str]:
+    """Return the lines that show a translation: the command, then what has become of every key."""
+    words = command_of(found)
+    data = [] if "data.path" in found.overrides else ["data.path=FILE"]
+    lines = [f"{found.tool}: {file}", "", *_wrapped([*command("launch").split(), *words, *data])]
+    usual = [f"{key}={found.overrides[key]}" for key in sorted(found.by_default) if key in found.overrides]
+    same = [name for name, ours in found.translated.items() if ours == f"{name}={_short(found.values.get(name))}"]
+    changed = {name: ours for name, ours in found.translated.items() if name not in same}
+    sections = {
+        "translated": _each(found, changed, " -> ") + _filled("the same here:", same),
+        f"{found.tool}'s defaults for what the file does not set": _filled("", usual),
+        "to know": list(dict.fromkeys(found.remarks)),
+        "not needed": [f"{name}: {why}" for name, why in found.unneeded.items()],
+        "for you to set, if you want it": _each(found, found.yours, ": "),
+        "NO EQUIVALENT, so the run trains differently": _each(found, found.missing, ": "),
+    }
+    for title, entries in sections.items():
+        if entries:
+            lines += ["", f"{title}:", *(f"  {entry}" for entry in entries)]
+    return lines
+
+
+def _each(found: Translation, entries: Mapping[str, str], between: str) -> list[str]:
+    """Return a line for each key: its value in the file, and what is said of it."""
+    given = {name: f": {_short(found.values[name])}" if name in found.values else "" for name in entries}
+    return [f"{name}{given[name]}{between}{said}" for name, said in entries.items()]
+
+
+def _filled(first: str, words: list[str]) -> list[str]:
+    return textwrap.wrap(" ".join([first, *words]), WIDTH) if words else []
+
+
+def _short(value: Any) -> str:
+    text = redact(str(value if not isinstance(value, bool) else str(value).lower()))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _wrapped(words: list[str]) -> list[str]:
+    """Return a command over several lines, each ended by a backslash except the last."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if len(lines[-1]) + len(word) > WIDTH:
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

@@ -1,0 +1,307 @@
+"""LLaMA-Factory's training files (`llamafactory-cli train FILE.yaml`).
+
+Names and defaults: its src/llamafactory/hparams and data/README.md, in the version of October 2026.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ....recipe.errors import UserError
+from ....recipe.run_folder import read_json
+from . import trainer
+from .translation import Translation, choose
+
+DEFAULTS = trainer.DEFAULTS | {
+    "stage": "sft",
+    "finetuning_type": "lora",
+    "dataset_dir": "data",
+    "cutoff_len": 2048,
+    "val_size": 0.0,
+    "lora_rank": 8,
+    "lora_target": "all",
+    "pref_loss": "sigmoid",
+    "pref_beta": 0.1,
+    "simpo_gamma": 0.5,
+}
+METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
+LORA = {
+    "rank": "lora_rank",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "dora": "use_dora",
+    "rslora": "use_rslora",
+}
+PACKED = "documents never attend to each other here, as with neat_packing"
+UNNEEDED = trainer.UNNEEDED | {
+    "plot_loss": "the report has the curves",
+    "neat_packing": PACKED,
+    "tokenized_path": "tokens are kept in the cache and found again",
+    "media_dir": "paths of images are read from the folder of the data",
+    "preprocessing_batch_size": "chosen here",
+    "use_unsloth_gc": "gradient_checkpointing is set",
+    "use_reentrant_gc": "chosen as DeepSpeed needs it",
+    "use_fast_tokenizer": "always on",
+    "low_cpu_mem_usage": "always on: no rank holds a second copy",
+    "double_quantization": "always on with 4 bits",
+    "quantization_method": "bitsandbytes quantises",
+    "quantization_type": "nf4 is the type",
+    "upcast_*": "the optimizer keeps fp32 weights",
+    "video_*": "the data has no videos",
+}
+YOURS = trainer.YOURS | {
+    "use_swanlab": "there are wandb, tensorboard, mlflow and trackio",
+    "swanlab_*": "there are wandb, tensorboard, mlflow and trackio",
+    "predict_with_generate": "data.metric=exact_match writes answers",
+    "compute_accuracy": "data.metric=exact_match compares answers",
+    "ray_*": "give --ray --nodes N",
+    "placement_strategy": "give --ray --nodes N",
+    "resources_per_worker": "give --ray --nodes N",
+    "cp_size": "give layout.sequence=N",
+    "use_kt": "experts are not offloaded to KTransformers; `ds-recipes plan` prints what fits",
+    "kt_*": "belongs to use_kt",
+}
+MISSING = trainer.MISSING | {
+    "train_on_prompt": "only answers are learned; data of plain text trains on everything (pretrain)",
+    "mask_history": "every answer of a conversation is learned; `train: false` on a turn leaves it out",
+    "default_system": "write the system prompt into the data",
+    "tool_format": "the model's own template renders tools",
+    "interleave_probs": "data.weights mixes without repeating a source",
+    "mix_strategy": "data.weights mixes without repeating a source",
+    "freeze_*": "layers cannot be frozen; lora.target_modules chooses what adapters change",
+    "additional_target": "embeddings and head are not trained beside adapters",
+    "create_new_adapter": "an adapter is always new; merge the old one first (`ds-recipes export --merge`)",
+    "adapter_name_or_path": "merge it first (`ds-recipes export --merge`), and train on the result",
+    "pref_ftx": "orpo_lora adds the loss of the better answers",
+    "pref_bco_weight": "there is no BCO loss",
+    "ld_alpha": "there is no length-desensitised DPO",
+    "ref_model": "the reference is the model as it was before the run",
+    "ppo_*": "PPO is not available; grpo is",
+    "reward_model*": "grpo takes a function: reward=FILE.py:FUNCTION",
+    **{f"use_{name}": "ZeRO updates flat pieces of all weights together" for name in ("galore", "apollo", "adam_mini")},
+    **{f"{name}_*": f"belongs to use_{name}" for name in ("galore", "apollo", "badam", "asft", "dft", "eaft")},
+    "use_badam": "it updates one block of layers at a time, and ZeRO updates all weights at once",
+    **{f"use_{name}_loss": "the loss is plain cross-entropy" for name in ("dft", "asft", "eaft")},
+    "use_llama_pro": "no layers are added",
+    "mixture_of_depths": "layers are not skipped",
+    "shift_attn": "attention is exact",
+    "rope_scaling": "the model's own config.json decides",
+    "oft_*": "adapters are LoRA or DoRA",
+    "enable_thinking": "data.thinking decides about reasoning",
+    "resize_vocab": "no tokens are added",
+    "add_tokens": "no tokens are added",
+    "add_special_tokens": "no tokens are added",
+    "new_special_tokens_config": "no tokens are added",
+    "init_special_tokens": "no tokens are added",
+    "freeze_language_model": "the language model is always trained, or its adapters",
+    "image_min_pixels": "small images keep their size",
+}
+
+
+def is_one(values: Mapping[str, Any]) -> bool:
+    """Return True if a file is LLaMA-Factory's."""
+    return "model_name_or_path" in values and bool(
+        {"stage", "finetuning_type", "template", "dataset_dir"} & set(values)
+    )
+
+
+def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
+    """Translate the settings of a file.
+
+    Args:
+        values: the file's settings.
+        gpus: number of GPUs of the whole run.
+        place: the file's folder, from which `dataset_dir` is tried after the current folder.
+
+    Raises:
+        UserError: a stage that trains nothing, or a value of the wrong kind.
+    """
+    found = Translation("LLaMA-Factory", values, DEFAULTS)
+    if "do_train" in values and not values["do_train"]:
+        raise UserError("do_train: false: this file does not train; use ds-recipes evaluate or generate.")
+    found.model = str(found.take("model_name_or_path"))
+    found.note("model_name_or_path", "the model")
+    trainer.settings(found, gpus)
+    if found.given("use_muon"):
+        found.take("use_muon")
+        found.set("optimizer", "muon", "use_muon")
+        found.overrides["max_grad_norm"] = "0"
+    _method(found)
+    _model(found)
+    _data(found, place)
+    found.set("packing", bool(found.take("packing")) or found.method == "pretrain", "packing")
+    if found.given("packing") and not found.given("neat_packing"):
+        found.remarks.append(f"packing: {PACKED}")
+    off = found.take("disable_gradient_checkpointing") or values.get("gradient_checkpointing") is False
+    found.set("gradient_checkpointing", not off, "disable_gradient_checkpointing", "gradient_checkpointing")
+    found.finish(UNNEEDED, YOURS, MISSING)
+    return found
+
+
+def _method(found: Translation) -> None:
+    stage, loss = str(found.take("stage")), str(found.take("pref_loss"))
+    if stage == "dpo":
+        found.method = loss if loss in ("orpo", "simpo") else "dpo"
+        if loss not in ("orpo", "simpo", "sigmoid"):
+            if loss in ("hinge", "ipo"):
+                found.set("dpo.loss", loss, "pref_loss")
+            else:
+                found.lack("pref_loss", f"{loss}: there are sigmoid, hinge, ipo, orpo and simpo")
+        elif found.given("pref_loss"):
+            found.note("pref_loss", found.method)
+    elif stage in METHODS:
+        found.method = METHODS[stage]
+    else:
+        raise UserError(f"stage: {stage}: not available; there are pt, sft, rm, dpo and kto, and grpo in place of ppo.")
+    found.note("stage", found.method)
+    if found.method in ("dpo", "kto", "orpo", "simpo"):
+        found.rename("pref_beta", f"{found.method}.beta")
+    if found.method == "simpo":
+        found.rename("simpo_gamma", "simpo.gamma")
+    if found.given("dpo_label_smoothing"):
+        found.rename("dpo_label_smoothing", "dpo.label_smoothing")
+    for name, key in (("kto_chosen_weight", "kto.good_weight"), ("kto_rejected_weight", "kto.bad_weight")):
+        if found.given(name):
+            found.rename(name, key)
+    kind = str(found.take("finetuning_type"))
+    if kind == "lora":
+        bits = found.take("quantization_bit")
+        found.adapter = choose([(bool(found.given("use_dora")), "dora"), (bits == 4, "qlora")], "lora")
+        if bits == 4:
+            found.set("model.quantization", "nf4", "quantization_bit")
+        elif bits:
+            found.lack("quantization_bit", f"{bits}: base weights are in 4 bits (nf4) or whole")
+        trainer.adapters(found, LORA, default_alpha=2)
+        target = str(found.take("lora_target"))
+        found.set("lora.target_modules", "all-linear" if target == "all" else target, "lora_target")
+        if found.given("pissa_init"):
+            found.take("pissa_init")
+            found.set("lora.init", "pissa", "pissa_init")
+        found.note("finetuning_type", found.adapter)
+    elif kind == "full":
+        found.note("finetuning_type", "all weights")
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
+            if name in found.values:
+                found.unneeded[name] = "all weights are trained"
+                found.take(name)
+    else:
+        found.lack("finetuning_type", f"{kind}: all weights are trained, or adapters (lora)")
+
+
+def _model(found: Translation) -> None:
+    if found.given("trust_remote_code"):
+        found.take("trust_remote_code")
+        found.unneeded["trust_remote_code"] = (
+            "transformers has the usual architectures itself; add model.trust_remote_code=true if yours needs it"
+        )
+    template = found.take("template")
+    if template == "chatml":
+        found.set("model.chat_template", "chatml", "template")
+    elif template in ("default", "empty", "fewshot", "alpaca", "vicuna"):
+        found.lack("template", f"{template}: save it as a Jinja file, and give model.chat_template=FILE")
+    elif template:
+        found.note("template", "the tokenizer's own chat template (model.chat_template=FILE sets another)")
+    attention = str(found.take("flash_attn") or "auto")
+    kinds = {
+        "fa2": "flash_attention_2",
+        "fa3": "flash_attention_3",
+        "sdpa": "sdpa",
+        "disabled": "eager",
+        "auto": "auto",
+    }
+    found.set("model.attention", kinds.get(attention, "auto"), "flash_attn")
+    if found.given("enable_liger_kernel"):
+        found.rename("enable_liger_kernel", "liger_kernel")
+    vision = found.take("freeze_vision_tower")
+    if vision is False:
+        found.set("model.train_vision", True, "freeze_vision_tower")
+    elif vision:
+        found.note("freeze_vision_tower", "as always, unless model.train_vision=true")
+    if found.given("freeze_multi_modal_projector"):
+        found.take("freeze_multi_modal_projector")
+        found.note("freeze_multi_modal_projector", "as always, unless model.train_vision=true")
+    if found.given("image_max_pixels"):
+        found.rename("image_max_pixels", "data.max_pixels")
+
+
+def _data(found: Translation, place: Path) -> None:
+    found.rename("cutoff_len", "sequence_length")
+    found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")
+    folder = Path(str(found.take("dataset_dir")))
+    if "dataset_dir" in found.values:
+        found.unneeded["dataset_dir"] = "data.path names the files"
+    known = next((base for base in (folder, place / folder) if (base / "dataset_info.json").is_file()), None)
+    for name, key in (("dataset", "data.path"), ("eval_dataset", "data.validation")):
+        named = found.take(name)
+        if not named:
+            continue
+        words = [word.strip() for word in (named.split(",") if isinstance(named, str) else named)]
+        if known is None:
+            found.lack(name, f"{','.join(words)}: {folder}/dataset_info.json is not here; give {key}=FILE")
+        else:
+            _sources(found, name, key, known, words)
+    share = trainer._number(found.take("val_size"), "val_size")
+    if share >= 1:
+        found.lack("val_size", f"{share:g} examples: give a share, data.validation_share=0.05")
+    elif "data.validation" not in found.overrides:
+        found.set("data.validation_share", share, "val_size")
+    if found.given("max_samples"):
+        found.rename("max_samples", "data.max_examples")
+        if "," in str(found.values.get("dataset", "")):
+            found.remarks.append("max_samples: the number is of all data sets together, not of each")
+    if found.given("streaming"):
+        found.rename("streaming", "data.streaming")
+
+
+def _sources(found: Translation, name: str, key: str, folder: Path, words: list[str]) -> None:
+    """Find the files and columns of the data sets named in dataset_info.json."""
+    listed = read_json(folder / "dataset_info.json")
+    paths, renamed = [], {}
+    for word in words:
+        if word not in listed:
+            found.lack(f"{name}: {word}", f"not in {folder / 'dataset_info.json'}; give {key}=FILE")
+            continue
+        entry = listed[word]
+        paths.append(str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", word)))
+        for problem in _problems(entry):
+            found.lack(f"{name}: {word}", problem)
+        columns = entry.get("columns", {})
+        usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+        if entry.get("formatting") == "sharegpt" and entry.get("tags", {}).get("role_tag") == "role":
+            usual["messages"] = "messages"
+        for theirs, column in columns.items():
+            field = usual.get(theirs, {"kto_tag": "label"}.get(theirs, theirs))
+            if column != field and field in (
+                *usual.values(),
+                "label",
+                "history",
+                "system",
+                "tools",
+                "chosen",
+                "rejected",
+            ):
+                renamed[column] = field
+    if "dataset_dir" in found.values:
+        found.unneeded.pop("dataset_dir", None)
+        found.note("dataset_dir", key)
+    if paths:
+        found.set(key, ",".join(paths), name)
+    if renamed and key == "data.path":
+        found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
+        if len(words) > 1:
+            found.remarks.append(f"{name}: data.columns renames the columns of every source")
+
+
+def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("subset", "num_samples", "folder", "script_url"):
+        if entry.get(name):
+            yield f"{name}: {entry[name]} cannot be asked for; give a file or folder"
+    if not entry.keys() & {"file_name", "hf_hub_url"}:
+        yield "neither a file nor a data set on the Hub"
+    for kind in ("videos", "audios"):
+        if entry.get("columns", {}).get(kind):
+            yield f"{kind} are not read"
+    tags = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
+    for tag, usual in tags.items():
+        if (word := entry.get("tags", {}).get(tag)) and word not in usual:
+            yield f"{tag}: {word}: turns are named {' or '.join(usual)}"

@@ -1,0 +1,306 @@
+"""Settings under the names of transformers' TrainingArguments, which LLaMA-Factory, TRL and many scripts share.
+
+Sources: transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig and peft.LoraConfig of the pinned versions.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ....recipe.errors import UserError
+from ....recipe.optimization.optimizers import impossible
+from ....recipe.project import CONFIGS
+from .translation import Translation
+
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 5e-5,
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "linear",
+    "weight_decay": 0.0,
+    "adam_beta2": 0.999,
+    "adam_epsilon": 1e-8,
+    "max_grad_norm": 1.0,
+    "optim": "adamw_torch",
+    "seed": 42,
+}
+ADAMW = (
+    "adamw",
+    "adamw_torch",
+    "adamw_torch_fused",
+    "adamw_hf",
+    "adamw_apex_fused",
+    "fused_adamw",
+    "paged_adamw_32bit",
+)
+ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+DEEPSPEED = {
+    "z0": "zero0.json",
+    "z1": "zero1.json",
+    "z2_offload": "zero2_offload.json",
+    "z2": "zero2.json",
+    "z3_offload": "zero3_offload_params.json",
+    "z3": "zero3.json",
+    "zero1": "zero1.json",
+    "zero2": "zero2.json",
+    "zero3_bf16_cpuoffload_all": "zero3_offload_params.json",
+    "zero3_bf16_cpuoffload_params": "zero3_offload_params.json",
+    "zero3": "zero3.json",
+}
+"""Parts of the names of DeepSpeed files in LLaMA-Factory's and Axolotl's repositories -> ours; the first match wins."""
+UNNEEDED = {
+    "do_train": "a run always trains",
+    "do_eval": "a run evaluates where it has held-out examples",
+    "overwrite_output_dir": "a run never overwrites another one's folder",
+    "overwrite_cache": "tokens are computed again when the data or the tokenizer has changed",
+    "remove_unused_columns": "only the columns of the method are read",
+    "ddp_*": "DeepSpeed replaces DDP",
+    "dataloader_pin_memory": "always on with a GPU",
+    "dataloader_prefetch_factor": "the loader keeps two batches ready",
+    "preprocessing_num_workers": "chosen from the machine's cores",
+    "dataset_num_proc": "chosen from the machine's cores",
+    "logging_first_step": "the first step is always logged",
+    "logging_strategy": "the log is by steps: logging_steps",
+    "include_num_input_tokens_seen": "every logged step has its tokens",
+    "include_tokens_per_second": "every logged step has its tokens per second",
+    "save_safetensors": "an export is always in safetensors",
+    "gradient_checkpointing_kwargs": "use_reentrant is set as DeepSpeed needs it",
+    "tf32": "a precision of fp32 sets it where the GPU has it",
+    "per_device_eval_batch_size": "micro_batch_size is used",
+    "eval_batch_size": "micro_batch_size is used",
+    "bf16_full_eval": "the evaluation computes in the run's precision",
+    "disable_tqdm": "the progress is shown",
+    "log_level": "the log is in the run folder",
+    "hub_model_id": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
+    "push_to_hub": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
+    "hub_*": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
+}
+YOURS = {
+    "save_only_model": "a checkpoint always holds the optimizer, so that a run can resume",
+    "auto_find_batch_size": "`ds-recipes plan` prints which micro_batch_size fits",
+    "torch_empty_cache_steps": "the cache is not emptied",
+    "save_on_each_node": "the checkpoints are in one shared folder",
+}
+"""Keys that change no update -> how to set the same here."""
+MISSING = {
+    "load_best_model_at_end": "the last checkpoint is exported",
+    "metric_for_best_model": "the last checkpoint is exported",
+    "early_stopping*": "a run ends after epochs or max_steps",
+    "group_by_length": "use packing=true, which leaves no padding",
+    "label_smoothing_factor": "the loss is plain cross-entropy",
+    "lr_scheduler_kwargs": "cosine and linear fall to zero",
+    "adam_beta1": "it is 0.9",
+    "optim_args": "only adam_beta2, adam_epsilon and weight_decay can be set",
+    "resume_from_checkpoint": "checkpoints of other tools cannot be resumed; export the model and set model.path",
+}
+
+
+def settings(found: Translation, gpus: int) -> None:
+    """Translate batch, optimizer, schedule, precision, logging, checkpoints, trackers and sharding."""
+    micro = found.take("per_device_train_batch_size", "micro_batch_size")
+    accumulated = found.take("gradient_accumulation_steps")
+    sources = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
+    found.set("micro_batch_size", micro, *sources[:2])
+    found.set("global_batch_size", _whole(micro, sources[0]) * _whole(accumulated, sources[2]) * gpus, *sources)
+    found.remarks.append(
+        f"global_batch_size counts all GPUs: {micro} x {accumulated} x {gpus} GPU{'s'[: gpus != 1]}; "
+        "with another number give --gpus N together with --from"
+    )
+    if found.given("max_steps") and _number(found.take("max_steps"), "max_steps") > 0:
+        found.set("max_steps", found.values["max_steps"], "max_steps")
+        found.take("num_train_epochs", "num_epochs")
+        if "num_train_epochs" in found.values:
+            found.unneeded["num_train_epochs"] = "max_steps is set"
+        if "num_epochs" in found.values:
+            found.unneeded["num_epochs"] = "max_steps is set"
+    else:
+        found.take("max_steps")
+        found.set("epochs", found.take("num_train_epochs", "num_epochs"), "num_train_epochs", "num_epochs")
+    found.rename("learning_rate", "learning_rate")
+    for key in ("weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm"):
+        found.rename(key, key)
+    if found.given("adam_beta1") and found.values["adam_beta1"] == 0.9:
+        found.note("adam_beta1", "0.9, as always")
+    _seed(found)
+    _schedule(found)
+    _optimizer(found)
+    _precision(found)
+    _saving(found)
+    _trackers(found)
+    _sharding(found)
+
+    if found.given("torch_compile"):
+        found.take("torch_compile")
+        found.set("compile", "regional", "torch_compile")
+
+
+def _seed(found: Translation) -> None:
+    found.rename("seed", "seed")
+    if found.given("data_seed"):
+        found.lack("data_seed", "one seed is for the order of the data, too")
+
+
+def _schedule(found: Translation) -> None:
+    name = "lr_scheduler" if "lr_scheduler" in found.values else "lr_scheduler_type"
+    kind = str(found.take("lr_scheduler_type", "lr_scheduler"))
+    if kind in SCHEDULES:
+        found.set("schedule.kind", kind, name)
+    else:
+        found.lack(name, f"{kind}: there are {', '.join(SCHEDULES)}; schedule.kind is the recipe's")
+    steps, ratio = found.take("warmup_steps"), found.take("warmup_ratio")
+    if kind == "constant":
+        for key in ("warmup_steps", "warmup_ratio"):
+            if found.given(key):
+                found.unneeded[key] = "a constant rate has no warm-up"
+        return
+    found.set("schedule.warmup", steps or ratio or 0.0, *(("warmup_steps",) if steps else ("warmup_ratio",)))
+
+
+def _optimizer(found: Translation) -> None:
+    name = "optimizer" if "optimizer" in found.values else "optim"
+    kind = str(found.take("optim", "optimizer"))
+    if kind in ADAMW:
+        found.set("optimizer", "adamw", name)
+    elif kind in ADAMW_8BIT:
+        found.set("optimizer", "adamw_8bit", name)
+        if kind == "adamw_torch_8bit":
+            found.remarks.append(f"{name}: {kind}: the moments are in bitsandbytes' 8 bits, not torchao's")
+    elif kind == "muon":  # its updates have fixed norms, so clipping is off
+        found.set("optimizer", "muon", name)
+        found.overrides["max_grad_norm"] = "0"
+        found.by_default.discard("max_grad_norm")
+    else:
+        found.lack(name, f"{kind}: {impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
+
+    if kind.startswith("paged"):
+        found.remarks.append(f"{name}: {kind}: the moments stay on the GPU")
+
+
+def _precision(found: Translation) -> None:
+    bf16, fp16 = found.take("bf16", "pure_bf16"), found.take("fp16")
+    if bf16:
+        found.set("precision", "bf16", "bf16", "pure_bf16")
+    elif fp16 and fp16 != "auto":
+        found.set("precision", "fp16", "fp16")
+        found.set("deepspeed", "fp16.json", "fp16")
+    else:
+        found.set("precision", "fp32")
+
+
+def _saving(found: Translation) -> None:
+    for name, steps, key in (
+        ("save_strategy", "save_steps", "save_steps"),
+        ("eval_strategy", "eval_steps", "eval_steps"),
+        ("evaluation_strategy", "eval_steps", "eval_steps"),
+    ):
+        kind = found.take(name)
+        if kind == "epoch":
+            found.leave(name, f"give {key}=N, the steps of an epoch")
+        elif kind in ("no", False) and name == "save_strategy":
+            found.set("save_steps", 0, name)
+        elif kind:
+            found.note(name, f"{key}=N")
+        value = found.take(steps)
+        if value is None or kind in ("no", False, "epoch") or name == "evaluation_strategy":
+            continue
+        if _number(value, steps) >= 1:
+            found.set(key, value, steps)
+        else:
+            found.leave(steps, f"a share of the run; give {key}=N")
+    found.rename("logging_steps", "logging_steps")
+    if found.given("save_total_limit"):
+        found.set("keep_checkpoints", max(2, int(found.take("save_total_limit"))), "save_total_limit")
+    folder = found.take("output_dir")
+    if folder:
+        found.options += ["--output-dir", str(folder)]
+        found.note("output_dir", f"--output-dir {folder}")
+
+
+def _trackers(found: Translation) -> None:
+    named = found.take("report_to")
+    names = [named] if isinstance(named, str) else list(named or ())
+    known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
+    for name in set(names) - set(known) - {"none", "all"}:
+        found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
+    if "report_to" in found.values and "all" not in names:
+        found.set("tracking", ",".join(known) or "none", "report_to")
+    if found.given("run_name"):
+        found.take("run_name")
+        found.unneeded["run_name"] = "a run is named after its recipe; wandb.group and wandb.tags can be set"
+
+
+def _sharding(found: Translation) -> None:
+    """Keep the file of DeepSpeed that is given, find ours for a well-known name, or take FSDP for ZeRO-3."""
+    file = found.take("deepspeed")
+    if isinstance(file, dict):
+        found.lack("deepspeed", "settings inside the file: write them to a JSON file and give deepspeed=FILE")
+    elif file:
+        found.set("deepspeed", sharding_file(str(file)) or file, "deepspeed")
+    shards, settings = found.take("fsdp"), found.take("fsdp_config")
+    found.take("fsdp_version")
+    if (shards or settings) and not file:
+        options = settings if isinstance(settings, dict) else {}
+        offloads = "offload" in str(shards) or bool(options.get("fsdp_offload_params") or options.get("offload_params"))
+        ours = "zero3_offload_params.json" if offloads else "zero3.json"
+        for name in ("fsdp", "fsdp_config", "fsdp_version"):
+            if name in found.values:
+                found.note(name, f"deepspeed={ours}, which shards the same")
+        found.overrides["deepspeed"] = ours
+        if options.get("fsdp_activation_checkpointing") or options.get("activation_checkpointing"):
+            found.set("gradient_checkpointing", True, "fsdp_config")
+
+
+def sharding_file(path: str) -> str | None:
+    """Return our file for one that another tool ships under a well-known name, or None if it is on this machine."""
+    if Path(path).is_file():
+        return None
+    name = Path(path).stem.lower()
+    if (CONFIGS / f"{name}.json").is_file():
+        return f"{name}.json"
+    return next((ours for part, ours in DEEPSPEED.items() if part in name), None)
+
+
+def adapters(found: Translation, names: Mapping[str, str], default_alpha: float | None = None) -> None:
+    """Translate LoRA's settings.
+
+    Args:
+        found: the translation.
+        names: our key without `lora.` -> the other tool's key.
+        default_alpha: alpha by the rank's multiple, where the other tool derives it.
+    """
+    rank = found.take(names["rank"])
+    found.set("lora.rank", rank, names["rank"])
+    alpha = found.take(names["alpha"])
+    if alpha is None and default_alpha:
+        alpha = int(default_alpha * _number(rank, names["rank"]))
+    if alpha is not None:
+        found.set("lora.alpha", alpha, names["alpha"])
+    dropout = found.take(names["dropout"])
+    found.set("lora.dropout", dropout or 0.0, names["dropout"])
+    for key in ("dora", "rslora"):
+        if found.given(names[key]):
+            found.take(names[key])
+            found.set(f"lora.{key}", True, names[key])
+    if found.given("loraplus_lr_ratio"):
+        found.set("lora.plus_ratio", found.take("loraplus_lr_ratio"), "loraplus_lr_ratio")
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a number that YAML may have read as text (`1e-4`).
+
+    Raises:
+        UserError: it is no number.
+    """
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{name}: {value}: must be a number.") from None
+
+
+def _whole(value: Any, name: str) -> int:
+    number = _number(value, name)
+    if number < 1 or number != int(number):
+        raise UserError(f"{name}: {value}: must be a whole number from 1.")
+    return int(number)

@@ -1,0 +1,133 @@
+"""A training file of another tool and the command that it becomes, filled in key by key."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "null")
+"""Values with which a key asks for nothing."""
+SAME = {
+    "neftune_noise_alpha": "neftune_alpha",
+    "noisy_embedding_alpha": "neftune_alpha",
+    "dataloader_num_workers": "data.workers",
+    "moe_aux_loss_coef": "router_aux_loss_coef",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+    "wandb_group": "wandb.group",
+    "tiled_mlp": "tiled_mlp",
+    "fp8": "fp8",
+    "use_liger_kernel": "liger_kernel",
+}
+"""Keys of other tools, with our key of the same meaning and values."""
+
+
+class Translation:
+    """The settings of a file, and what has become of each.
+
+    A setting is used by `take`. `finish` sorts the rest: those that mean the same under another name, those that a run
+    does by itself, and those without an equivalent. So every key of the file is in exactly one list.
+    """
+
+    def __init__(self, tool: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.tool = tool
+        self.method, self.adapter = "sft", ""
+        self.model = ""
+        self.overrides: dict[str, str] = {}
+        self.by_default: set[str] = set()
+        """Keys of `overrides` that the file does not set: the other tool's default differs from a recipe's."""
+        self.options: list[str] = []
+        self.translated: dict[str, str] = {}
+        self.remarks: list[str] = []
+        self.unneeded: dict[str, str] = {}
+        self.yours: dict[str, str] = {}
+        """Keys that change no update, such as how often a run saves, and that the user has to set."""
+        self.missing: dict[str, str] = {}
+        self.values = values
+        self._defaults = defaults
+        self._left = {key for key, value in values.items() if not _is_off(value)}
+
+    def given(self, key: str) -> bool:
+        """Return True if the file sets `key` to something other than nothing."""
+        return not _is_off(self.values.get(key))
+
+    def take(self, *names: str) -> Any:
+        """Return the value of the first of `names` that the file sets, or its default in the other tool, or None."""
+        self._left -= set(names)
+        found = next((self.values[name] for name in names if self.values.get(name) is not None), None)
+        return (
+            next((self._defaults[name] for name in names if name in self._defaults), None) if found is None else found
+        )
+
+    def set(self, key: str, value: object, *sources: str) -> None:
+        """Set one of our keys to a value that comes from the file's keys `sources`, or from their defaults."""
+        self.overrides[key] = as_text(value)
+        used = [name for name in sources if name in self.values]
+        for name in used:
+            self.note(name, f"{key}={as_text(value)}")
+        if not used:
+            self.by_default.add(key)
+
+    def rename(self, name: str, key: str) -> None:
+        """Give the value of the file's key `name`, or its default, to our `key` if there is one."""
+        value = self.take(name)
+        if value is not None:
+            self.set(key, value, name)
+
+    def note(self, name: str, became: str) -> None:
+        """Record what the file's key `name` has become; twice if it has become two things."""
+        before = self.translated.get(name)
+        self.translated[name] = became if before in (None, became) else f"{before} {became}"
+        self._left.discard(name)
+
+    def leave(self, name: str, how: str) -> None:
+        """Record that the file's key `name` changes no update, and how the user sets the same here."""
+        self.yours[name] = how
+        self._left.discard(name)
+
+    def lack(self, name: str, why: str) -> None:
+        """Record that the file's key `name` has no equivalent."""
+        self.missing[name] = why
+        self._left.discard(name)
+
+    def finish(self, unneeded: Mapping[str, str], yours: Mapping[str, str], missing: Mapping[str, str]) -> None:
+        """Sort the keys that nothing has taken.
+
+        Args:
+            unneeded: the other tool's keys without effect on a run here -> why; a name that ends with `*` is a prefix.
+            yours: the keys that change no update -> how to set the same here, in the same form.
+            missing: the keys without an equivalent -> why, in the same form.
+        """
+        for name in sorted(self._left):
+            value = self.values[name]
+            if why := _listed(name, unneeded):
+                self.unneeded[name] = why
+            elif why := _listed(name, yours):
+                self.yours[name] = why
+            elif why := _listed(name, missing):
+                self.missing[name] = why
+            elif name in SAME:
+                self.set(SAME[name], value, name)
+            else:
+                self.missing[name] = "not known here"
+
+
+def _is_off(value: Any) -> bool:
+    return any(value is off or (type(value) is type(off) and value == off) for off in OFF)
+
+
+def _listed(name: str, table: Mapping[str, str]) -> str | None:
+    return next(
+        (why for key, why in table.items() if name == key or (key[-1] == "*" and name.startswith(key[:-1]))), None
+    )
+
+
+def as_text(value: object) -> str:
+    """Return a value as an override: `none`, `true`, or items separated by commas."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return str(value)
+
+
+def choose(options: Iterable[tuple[bool, str]], otherwise: str) -> str:
+    """Return the word of the first condition that holds."""
+    return next((word for holds, word in options if holds), otherwise)

@@ -1,0 +1,257 @@
+"""`ds-recipes launch --from FILE`: files of other tools become commands, and every key of theirs is named."""
+
+import json
+import random
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from deepspeed_recipes.commands.launch import options, translate
+from deepspeed_recipes.commands.launch.translate import axolotl, llama_factory
+from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+
+FACTORY = {
+    "model_name_or_path": TINY_MODEL,
+    "stage": "sft",
+    "do_train": True,
+    "finetuning_type": "lora",
+    "lora_rank": 8,
+    "lora_target": "q_proj,v_proj",
+    "dataset": "ours",
+    "template": "qwen3",
+    "cutoff_len": 512,
+    "output_dir": "saves/ours",
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 4,
+    "learning_rate": "1.0e-4",
+    "num_train_epochs": 3.0,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.1,
+    "bf16": True,
+    "resume_from_checkpoint": None,
+}
+AXOLOTL = {
+    "base_model": TINY_MODEL,
+    "datasets": [{"path": "ours.jsonl", "type": "chat_template", "field_messages": "chat"}],
+    "val_set_size": 0.1,
+    "adapter": "lora",
+    "lora_r": 4,
+    "lora_alpha": 8,
+    "lora_target_linear": True,
+    "sequence_len": 256,
+    "sample_packing": True,
+    "micro_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "num_epochs": 2,
+    "optimizer": "adamw_bnb_8bit",
+    "learning_rate": 2e-4,
+    "bf16": "auto",
+    "gradient_checkpointing": True,
+    "evals_per_epoch": 4,
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """Go to a folder with data and LLaMA-Factory's list of it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    entry = {"file_name": "ours.jsonl", "columns": {"prompt": "question", "response": "answer"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    (tmp_path / "data" / "ours.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 40)
+    return tmp_path
+
+
+def written(place, values, name="theirs.yaml"):
+    (place / name).write_text(values if isinstance(values, str) else yaml.safe_dump(values, sort_keys=False))
+    return place / name
+
+
+def recipe_of(words):
+    """Return the recipe of a printed command, whose words `ds-recipes launch` would read."""
+    read = options.parse(words, "")
+    return overrides.apply(pages.find(read.recipe, read.variant), read.overrides)
+
+
+def command_of(values, place, gpus=1):
+    found = translate.translate(written(place, values), gpus)
+    return found, recipe_of(translate.command_of(found))
+
+
+def test_a_file_of_llama_factory_becomes_its_recipe(place):
+    found, recipe = command_of(FACTORY, place, gpus=3)
+    assert not found.missing
+    assert (recipe.global_batch_size, recipe.micro_batch_size, recipe.sequence_length) == (24, 2, 512)
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.target_modules) == (8, 16, "q_proj,v_proj")
+    assert (recipe.learning_rate, recipe.epochs, recipe.max_grad_norm) == (1e-4, 3, 1.0)
+    assert (recipe.schedule.kind, recipe.schedule.warmup, recipe.precision) == ("cosine", 0.1, "bf16")
+    assert (recipe.data.path, recipe.data.columns) == ("data/ours.jsonl", "question:instruction,answer:output")
+    assert recipe.packing is False and recipe.gradient_checkpointing is True  # its defaults, not the page's
+    assert recipe.data.validation is None and recipe.data.validation_share == 0  # it holds nothing out by itself
+
+
+def test_a_file_of_axolotl_becomes_its_recipe(place):
+    found, recipe = command_of(AXOLOTL, place, gpus=2)
+    assert not found.missing and list(found.yours) == ["evals_per_epoch"]
+    assert (recipe.global_batch_size, recipe.epochs, recipe.optimizer) == (12, 2, "adamw_8bit")
+    assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.target_modules) == (4, 8, "all-linear")
+    assert (recipe.schedule.kind, recipe.schedule.warmup) == ("cosine", 0.03)  # its defaults
+    assert recipe.packing and recipe.data.columns == "chat:messages" and recipe.data.validation_share == 0.1
+
+
+def test_saved_training_arguments_become_what_the_user_set(place):
+    import transformers
+
+    arguments = transformers.TrainingArguments("out", learning_rate=3e-4, warmup_steps=7, use_cpu=True)
+    file = written(place, json.dumps(arguments.to_dict()), "arguments.json")
+    found = translate.translate(file, 1)
+    assert found.overrides["learning_rate"] == "0.0003" and found.overrides["schedule.warmup"] == "7"
+    assert {"model", "dataset"} <= set(found.missing) and "hub_model_id" not in found.unneeded
+
+
+@pytest.mark.parametrize(
+    ("change", "variant", "expected"),
+    [
+        ({"finetuning_type": "full"}, "full", {}),
+        ({"stage": "dpo", "pref_beta": 0.3}, "dpo_lora", {"dpo.beta": "0.3"}),
+        ({"stage": "dpo", "pref_loss": "orpo"}, "orpo_lora", {"orpo.beta": "0.1"}),
+        ({"stage": "dpo", "pref_loss": "simpo"}, "simpo_lora", {"simpo.gamma": "0.5"}),
+        ({"stage": "kto"}, "kto_lora", {"kto.beta": "0.1"}),
+        ({"stage": "pt"}, "pretrain", {"packing": "true", "lora.rank": "8"}),
+        ({"stage": "rm", "finetuning_type": "full"}, "reward", {}),
+        ({"use_dora": True}, "lora", {}),
+        ({"max_steps": 9}, "lora", {"max_steps": "9"}),
+        (
+            {"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"},
+            "lora",
+            {"deepspeed": "zero3_offload_params.json"},
+        ),
+        ({"fp16": True, "bf16": False}, "lora", {"precision": "fp16", "deepspeed": "fp16.json"}),
+        ({"bf16": None}, "lora", {"precision": "fp32"}),
+        ({"flash_attn": "fa2"}, "lora", {"model.attention": "flash_attention_2"}),
+        ({"val_size": 0.1}, "lora", {"data.validation_share": "0.1"}),
+    ],
+)
+def test_methods_and_settings_of_llama_factory(place, change, variant, expected):
+    values = FACTORY | change
+    found = translate.translate(written(place, values), 1)
+    assert translate.command_of(found)[1] == variant
+    assert found.overrides | expected == found.overrides
+
+
+@pytest.mark.parametrize(
+    ("tool", "change", "key"),
+    [
+        (FACTORY, {"use_galore": True}, "use_galore"),
+        (FACTORY, {"finetuning_type": "freeze"}, "finetuning_type"),
+        (FACTORY, {"train_on_prompt": True}, "train_on_prompt"),
+        (FACTORY, {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
+        (FACTORY, {"quantization_bit": 8}, "quantization_bit"),
+        (FACTORY, {"dataset": "ours,theirs"}, "dataset: theirs"),
+        (FACTORY, {"a_key_of_tomorrow": 1}, "a_key_of_tomorrow"),
+        (FACTORY, {"use_dora": True}, "dora"),  # tiny leaves it out
+        (AXOLOTL, {"load_in_8bit": True}, "load_in_8bit"),
+        (AXOLOTL, {"lora_modules_to_save": ["embed_tokens"]}, "lora_modules_to_save"),
+        (AXOLOTL, {"optimizer": "came_pytorch"}, "optimizer"),
+        (AXOLOTL, {"rl": "gdpo"}, "rl"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": {"format": "x"}}]}, "datasets[0]"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": "alpaca", "split": "train[:20%]"}]}, "datasets: split"),
+    ],
+)
+def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, key, capsys):
+    file = written(place, tool | change)
+    assert translate.main(file, None, None, []) == 1
+    shown = capsys.readouterr().out.partition("NO EQUIVALENT")[2]
+    assert f"\n  {key}: " in shown
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_key_is_in_exactly_one_list(place, seed):
+    draw = random.Random(seed)
+    tables = (llama_factory.UNNEEDED, llama_factory.MISSING, llama_factory.YOURS, axolotl.UNNEEDED, axolotl.MISSING)
+    names = sorted({name.replace("*", "x") for table in tables for name in table if name != "ddp_*"} | {"odd", "odder"})
+    base = draw.choice([FACTORY, AXOLOTL])
+    extra = {
+        name: draw.choice([1, 0.5, True, "word", {"a": 1}, [1]]) for name in draw.sample(names, 12) if name not in base
+    }
+    for name in ("do_train", "fsdp_config", "rl", "datasets", "trl"):
+        extra.pop(name, None)
+    values = base | extra
+    try:
+        found = translate.translate(written(place, values), 1)
+    except UserError as error:  # a number in words, for instance
+        assert str(error).startswith(f"{place}/theirs.yaml: ")
+        return
+    lacking = {name.partition(":")[0].partition("[")[0].partition(".")[0] for name in found.missing}
+    lists = [set(found.translated), set(found.unneeded), set(found.yours), lacking]
+    given = {name for name in values if found.given(name)}
+    assert given <= set().union(*lists)
+    for name in extra:
+        assert sum(name in one for one in lists) <= 1, name
+
+
+def launch(*words):
+    """Run `ds-recipes launch` in the current folder, and return its exit status and its output."""
+    command = [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_command_that_is_printed_runs(place):
+    status, printed = launch("--from", str(written(place, FACTORY)), "--gpus", "2", "max_steps=3")
+    assert status == 0, printed
+    words = shlex.split(printed.partition("\n\n")[2].partition("\n\n")[0].replace("\\\n", " "))
+    assert words[-2:] == ["--gpus", "2"]
+    assert "max_steps=3" in words
+    status, shown = launch(*words[words.index("tiny-3m") :], "--dry-run")
+    assert status == 0 and '"rank": 8' in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model_name_or_path: a\nstage: sft\nstage: dpo\n", "the key stage is there twice"),
+        ("base_model: ${MODEL}\n", "${MODEL} is filled in by another program"),
+        ("base_model: '{{ model }}'\n", "is filled in by another program"),
+        ("trainer:\n  epochs: 1\n", "a configuration in sections"),
+        ("greeting: hello\n", "not a training file of LLaMA-Factory, Axolotl or TRL"),
+        ("model: a\ntrain_dataset: b\n", "LLaMA-Factory's v1"),
+        ("- a\n- b\n", "its top level must be settings"),
+        ("a: [1\n", "not valid YAML"),
+        ("base_model: a\nmicro_batch_size: many\n", "micro_batch_size: many: must be a number"),
+        ("model_name_or_path: a\nstage: ppo\n", "stage: ppo: not available"),
+        ("model_name_or_path: a\nstage: sft\ndo_train: false\n", "this file does not train"),
+    ],
+)
+def test_a_file_that_is_no_training_file_is_a_line(place, text, message):
+    file = written(place, text)
+    with pytest.raises(UserError) as caught:
+        translate.main(file, None, None, [])
+    assert str(caught.value).startswith(str(file)) and message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_anchors_are_read(place):
+    text = (
+        "base: &base\n  path: ours.jsonl\n  type: alpaca\nbase_model: x\ndatasets:\n  - <<: *base\n    split: train\n"
+    )
+    assert translate.translate(written(place, text), 1).overrides["data.path"] == "ours.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lora_sft.yaml", "lora"], "ds-recipes launch --from lora_sft.yaml"),
+        (["--from", "lora_sft.yaml", "lora"], "only key=value can be added"),
+        (["--from", "absent.yaml"], "absent.yaml"),
+    ],
+)
+def test_words_around_a_file_that_are_wrong(place, words, message):
+    written(place, FACTORY, "lora_sft.yaml")
+    status, shown = launch(*words)
+    assert status == 2 and message in shown and "Traceback" not in shown
