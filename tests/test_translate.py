@@ -249,9 +249,12 @@ def test_anchors_are_read(place):
         (["lora_sft.yaml", "lora"], "ds-recipes launch --from lora_sft.yaml"),
         (["--from", "lora_sft.yaml", "lora"], "only key=value can be added"),
         (["--from", "absent.yaml"], "absent.yaml"),
+        (["--from", "lora_sft.yaml", "lr=1"], "use 'learning_rate'"),
+        (["--from", "elsewhere.yaml"], "learning_rate=fast: must be a number"),
     ],
 )
 def test_words_around_a_file_that_are_wrong(place, words, message):
     written(place, FACTORY, "lora_sft.yaml")
+    written(place, FACTORY | {"model_name_or_path": "us/ours", "learning_rate": "fast"}, "elsewhere.yaml")
     status, shown = launch(*words)
     assert status == 2 and message in shown and "Traceback" not in shown

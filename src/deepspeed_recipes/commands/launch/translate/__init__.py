@@ -43,6 +43,10 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str]) ->
     if words := [change for change in changes if "=" not in change]:
         raise UserError(f"--from {file}: {words[0]}: the file names model and method; only key=value can be added.")
     found = translate(file, (gpus or 1) * (nodes or 1))
+    keys = overrides.override_keys()
+    for key in overrides.keys_of(changes):
+        if key not in keys:
+            raise UserError(overrides.unknown(key, list(keys)))
     found.overrides |= dict(change.partition("=")[::2] for change in changes)
     for option, given in (("--gpus", gpus), ("--nodes", nodes)):
         found.options += [option, str(given)] if given else []
@@ -141,6 +145,9 @@ def command_of(found: Translation) -> list[str]:
     name, chosen = recipe_of(found.model), variant(found)
     changes = [f"{key}={value}" for key, value in found.overrides.items()]
     if name is None:
+        keys = overrides.override_keys()
+        for key, value in found.overrides.items():
+            overrides.parse(key, value, keys[key])
         return ["auto", found.model, chosen, *changes, *found.options]
     if chosen in ("qlora", "dora") and (why := pages.without(pages.page(pages.split(name)[0])).get(chosen)):
         found.missing[chosen] = " ".join(why.split())

@@ -103,7 +103,11 @@ def settings(found: Translation, gpus: int) -> None:
     accumulated = found.take("gradient_accumulation_steps")
     sources = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
     found.set("micro_batch_size", micro, *sources[:2])
-    found.set("global_batch_size", _whole(micro, sources[0]) * _whole(accumulated, sources[2]) * gpus, *sources)
+    found.set(
+        "global_batch_size",
+        _whole(micro, _typed(found, *sources[:2])) * _whole(accumulated, sources[2]) * gpus,
+        *sources,
+    )
     found.remarks.append(
         f"global_batch_size counts all GPUs: {micro} x {accumulated} x {gpus} GPU{'s'[: gpus != 1]}; "
         "with another number give --gpus N together with --from"
@@ -143,7 +147,7 @@ def _seed(found: Translation) -> None:
 
 
 def _schedule(found: Translation) -> None:
-    name = "lr_scheduler" if "lr_scheduler" in found.values else "lr_scheduler_type"
+    name = _typed(found, "lr_scheduler_type", "lr_scheduler")
     kind = str(found.take("lr_scheduler_type", "lr_scheduler"))
     if kind in SCHEDULES:
         found.set("schedule.kind", kind, name)
@@ -159,7 +163,7 @@ def _schedule(found: Translation) -> None:
 
 
 def _optimizer(found: Translation) -> None:
-    name = "optimizer" if "optimizer" in found.values else "optim"
+    name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
     if kind in ADAMW:
         found.set("optimizer", "adamw", name)
@@ -297,6 +301,11 @@ def _number(value: Any, name: str) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise UserError(f"{name}: {value}: must be a number.") from None
+
+
+def _typed(found: Translation, *names: str) -> str:
+    """Return the name, of one setting's names, that the file uses."""
+    return next((name for name in names if name in found.values), names[0])
 
 
 def _whole(value: Any, name: str) -> int:
