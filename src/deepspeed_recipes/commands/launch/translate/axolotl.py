@@ -76,6 +76,7 @@ UNNEEDED = trainer.UNNEEDED | {
     "roles": "roles are recognised in every form",
 }
 YOURS = trainer.YOURS | {
+    "batch_size": "global_batch_size is micro_batch_size x gradient_accumulation_steps x GPUs",
     "evals_per_epoch": "give eval_steps=N",
     "saves_per_epoch": "give save_steps=N",
     "swanlab_*": "there are wandb, tensorboard, mlflow and trackio",
@@ -102,6 +103,14 @@ MISSING = trainer.MISSING | {
     "plugins": "no code of another tool is run",
     "cosine_min_lr_ratio": "cosine falls to zero",
     "cosine_constant_lr_ratio": "cosine falls to zero",
+    "eta_min": "cosine falls to zero",
+    "adam_eps": "give adam_epsilon",
+    "model_config": "the model's own config.json decides",
+    "tokenizer_use_mistral_common": "the tokenizer is transformers'",
+    "min_sample_len": "short examples are kept",
+    "dataset_exact_deduplication": "copies are counted and kept",
+    "revision_of_model": "download that revision, and give its folder",
+    "reinit_weights": "a run starts from the model's weights",
     "lr_quadratic_warmup": "the warm-up is linear",
     "qat": "export --quantize quantises the finished model",
     "quantize_moe_experts": "experts are whole",
@@ -250,8 +259,13 @@ def _adapter(found: Translation) -> None:
         if found.values.get("peft_init_lora_weights") == "pissa":
             found.take("peft_init_lora_weights")
             found.set("lora.init", "pissa", "peft_init_lora_weights")
-    elif kind:
+        return
+    if kind:
         found.lack("adapter", f"{kind}: adapters are LoRA or DoRA")
+    for name in (*LORA.values(), "lora_target_modules", "lora_target_linear", "lora_target_parameters"):
+        if found.given(name):
+            found.take(name)
+            found.unneeded[name] = "no adapter is set: all weights are trained"
 
 
 def _model(found: Translation) -> None:
@@ -414,5 +428,6 @@ def _checkpointing(found: Translation) -> None:
         found.set("activation_offloading", True, "gradient_checkpointing")
     else:
         found.set("gradient_checkpointing", bool(value), "gradient_checkpointing")
-    if found.given("activation_offloading"):
-        found.rename("activation_offloading", "activation_offloading")
+    if found.given("activation_offloading"):  # true, legacy or disk
+        found.take("activation_offloading")
+        found.set("activation_offloading", True, "activation_offloading")

@@ -80,6 +80,9 @@ MISSING = trainer.MISSING | {
     "reward_model*": "grpo takes a function: reward=FILE.py:FUNCTION",
     **{f"use_{name}": "ZeRO updates flat pieces of all weights together" for name in ("galore", "apollo", "adam_mini")},
     **{f"{name}_*": f"belongs to use_{name}" for name in ("galore", "apollo", "badam", "asft", "dft", "eaft")},
+    "fp8_*": "fp8=true takes torchao's defaults",
+    "pissa_*": "PiSSA's adapters are exported as ordinary ones of twice the rank",
+    "do_predict": "a run trains; `ds-recipes evaluate` reads held-out examples",
     "use_badam": "it updates one block of layers at a time, and ZeRO updates all weights at once",
     **{f"use_{name}_loss": "the loss is plain cross-entropy" for name in ("dft", "asft", "eaft")},
     "use_llama_pro": "no layers are added",
@@ -180,6 +183,8 @@ def _method(found: Translation) -> None:
         found.note("finetuning_type", found.adapter)
     elif kind == "full":
         found.note("finetuning_type", "all weights")
+        if found.given("quantization_bit"):
+            found.lack("quantization_bit", "4-bit weights are frozen: train adapters (finetuning_type: lora)")
         for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
             if name in found.values:
                 found.unneeded[name] = "all weights are trained"
