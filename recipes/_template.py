@@ -37,7 +37,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights: TODO when to choose it."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json",  # zero3.json where 2 bytes per parameter do not fit on a GPU

@@ -52,7 +52,6 @@ WITHOUT = variants.BASE_MODEL
 def full(size: str) -> Recipe:
     """All weights: teaches a base model to answer, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",

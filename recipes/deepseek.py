@@ -55,7 +55,6 @@ MLA = "q_proj,q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: v2-lite on one node of 8 GPUs; v3 has 10.7 TB of states, 42 GB on each of 256 GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

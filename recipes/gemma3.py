@@ -66,7 +66,6 @@ RATE = {"1b": 5e-5, "4b": 2e-5, "12b": 2e-5, "27b": 1e-5}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 up to 4b, ZeRO-3 above: the most that can be learned, given enough GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",

@@ -44,7 +44,6 @@ LORA_RATE = {"9b": 2e-4, "32b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3.json",

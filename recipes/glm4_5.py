@@ -46,7 +46,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 1.7 TB (355b: 5.6 TB)."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

@@ -71,7 +71,6 @@ WITHOUT = variants.BASE_MODEL | {
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer. The place to start."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json",

@@ -37,7 +37,6 @@ WITHOUT = variants.BASE_MODEL
 def full(size: str) -> Recipe:
     """All weights: teaches the base model to answer, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3.json",

@@ -48,7 +48,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: for much data; 16 bytes per parameter are 335 GB for 20b and 1.9 TB for 120b."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

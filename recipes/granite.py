@@ -56,7 +56,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size == "3b" else "zero3.json",

@@ -47,7 +47,6 @@ WHOLE = ("1.8b", "4b")
 def full(size: str) -> Recipe:
     """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size in WHOLE else "zero3.json",

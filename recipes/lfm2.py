@@ -52,7 +52,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json",

@@ -63,7 +63,6 @@ LARGE = ("70b", "405b")
 def full(size: str) -> Recipe:
     """All weights: for large data sets and new behaviour, with enough GPUs to hold 16 bytes per parameter."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size in SMALL else "zero3.json",

@@ -44,7 +44,6 @@ LORA_RATE = {"8x7b": 2e-4, "8x22b": 1e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: the most that fine-tuning can change; for many examples and several nodes."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

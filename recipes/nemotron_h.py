@@ -41,7 +41,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 505 GB."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

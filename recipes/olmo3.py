@@ -49,7 +49,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3.json",

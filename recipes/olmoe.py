@@ -36,7 +36,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data, or a task unlike those that the model was trained on."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

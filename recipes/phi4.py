@@ -56,7 +56,6 @@ LORA_RATE = {"14b": 1e-4, "mini": 2e-4}
 def full(size: str) -> Recipe:
     """All weights, ZeRO-2 or ZeRO-3: the most that fine-tuning can change; for many examples and several GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json" if size == "mini" else "zero3.json",

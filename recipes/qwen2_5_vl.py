@@ -73,7 +73,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights of the language part, ZeRO-3: the most that can be learned, given enough GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=replace(SIGHT, max_pixels=576 * PIXELS_PER_TOKEN),
         deepspeed="zero3.json",

@@ -57,7 +57,6 @@ WITHOUT = variants.NO_HEADS
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 555 GB (397b-a17b: 6.3 TB)."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

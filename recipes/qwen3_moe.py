@@ -44,7 +44,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights, routers included: for plenty of data; the model states are 489 GB (235b-a22b: 3.8 TB)."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero3_moe.json",

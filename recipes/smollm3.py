@@ -33,7 +33,6 @@ SIZES = {
 def full(size: str) -> Recipe:
     """All weights: for new behaviour and large data sets; 16 bytes per parameter over the GPUs."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=CHAT,
         deepspeed="zero2.json",

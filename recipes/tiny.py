@@ -38,7 +38,6 @@ WITHOUT = dict.fromkeys(
 def full(size: str) -> Recipe:
     """All weights, ZeRO-3: learns to turn free text into JSON. The place to start."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=replace(CHAT, metric="exact_match"),
         deepspeed="zero3.json",
@@ -111,7 +110,7 @@ def grpo(size: str) -> Recipe:
     """
     return variants.grpo(
         replace(full(size), model=replace(SIZES[size], path=HALF_TRAINED)),
-        grpo=Grpo(group_size=8, max_new_tokens=64),
+        method=Grpo(group_size=8, max_new_tokens=64),
         deepspeed="zero2.json",
         learning_rate=1e-4,
         max_steps=60,

@@ -41,7 +41,6 @@ WITHOUT = {"qlora": "a model of 0.5M parameters leaves no memory to save; take l
 def full(size: str) -> Recipe:
     """All weights of the language part, ZeRO-3: answers about images of dials, bars and receipts. Start here."""
     return Recipe(
-        method="sft",
         model=SIZES[size],
         data=replace(SIGHT, metric="exact_match", max_new_tokens=8),
         deepspeed="zero3.json",

@@ -71,26 +71,26 @@ def test_the_matrix_is_complete():
 
 def short_run(recipe: Recipe, folder: Path) -> Recipe:
     """Return the recipe as a draft that sees the same batch three times."""
-    row, at_once = ROWS[recipe.traits.examples], recipe.traits.least_micro_batch
+    row, at_once = ROWS[recipe.method.examples], recipe.method.least_micro_batch
     others = {
         "judged answers": {"completion": WRONG, "label": False},
         "labelled texts": {"text": WRONG, "label": "mistake"},
         "matching texts": {"anchor": QUESTION, "positive": ANSWER},
     }
-    differing = others.get(recipe.traits.examples)
+    differing = others.get(recipe.method.examples)
     rows = [row, row | differing] * max(2, at_once) if differing else [row] * 2 * at_once
     path = folder / "batch.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    if recipe.traits.rollouts:  # of random answers none is right, but some are shorter
-        grpo = replace(recipe.grpo, group_size=2, max_new_tokens=16, temperature=2.0)
-        recipe = replace(recipe, grpo=grpo, reward=f"{REWARDS}:short")
+    if recipe.method.rollouts:  # of random answers none is right, but some are shorter
+        grpo = replace(recipe.method, group_size=2, max_new_tokens=16, temperature=2.0)
+        recipe = replace(recipe, method=grpo, reward=f"{REWARDS}:short")
     return replace(
         recipe,
         data=Data(path=str(path), validation=str(path)),
         draft=Draft(enabled=True),
         layout=Layout(**{kind: min(2, size) for kind, size in asdict(recipe.layout).items()}),
         # With more, the head of a reward model overshoots, and adapters on a model that sees.
-        learning_rate=1e-3 if recipe.traits.headless or recipe.model.vision else 1e-2,
+        learning_rate=1e-3 if recipe.method.headless or recipe.model.vision else 1e-2,
         schedule=Schedule("constant", warmup=0),
         max_steps=3,
         global_batch_size=len(rows),

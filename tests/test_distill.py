@@ -19,7 +19,7 @@ from deepspeed_recipes.planning.cost.training_setup import training_setup
 from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.methods import Distill
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
@@ -41,7 +41,7 @@ VOCABULARY = 50
 
 
 def of(**settings):
-    return replace(pages.find("tiny", "distill"), distill=Distill(teacher="teacher", **settings))
+    return replace(pages.find("tiny", "distill"), method=Distill(teacher="teacher", **settings))
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
     run, kept = RunFolder(tmp_path / "run"), tmp_path / "kept"
     settings = Distill(teacher=str(teacher_folder), top_k=16, cache=str(kept), temperature=2.0, alpha=0.2)
     recipe = small(
-        model_folder, conversations, "zero2.json", method="distill", distill=settings, lora=Lora(rank=4), save_steps=3,
+        model_folder, conversations, "zero2.json", method=settings, lora=Lora(rank=4), save_steps=3,
         packing=True, global_batch_size=2, micro_batch_size=1, learning_rate=3e-3, schedule=Schedule("cosine", 0.1),
     )  # fmt: skip
     write_recipe(run, recipe)
@@ -199,7 +199,7 @@ def test_it_resumes_exactly_with_its_own_answers(ranks, tmp_path, model_folder, 
     run = RunFolder(tmp_path / "run")
     settings = Distill(teacher=str(teacher_folder), loss="reverse_kl", on_policy=0.6, max_new_tokens=12)
     recipe = small(
-        model_folder, conversations, "zero3.json", method="distill", distill=settings, save_steps=3,
+        model_folder, conversations, "zero3.json", method=settings, save_steps=3,
         max_steps=6, global_batch_size=4, micro_batch_size=1, learning_rate=3e-3,
     )  # fmt: skip
     assert {on_policy.writes(recipe, step) for step in (3, 4, 5)} == {True, False}
@@ -216,7 +216,7 @@ def test_it_resumes_exactly_with_its_own_answers(ranks, tmp_path, model_folder, 
 
 def writing(share, max_new_tokens):
     settings = Distill(teacher="teacher", on_policy=share, max_new_tokens=max_new_tokens)
-    return replace(pages.find("tiny", "distill"), packing=False, distill=settings)
+    return replace(pages.find("tiny", "distill"), packing=False, method=settings)
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_left_out(alone, capsys):
@@ -294,10 +294,10 @@ def test_the_planner_counts_the_teacher():
     recipe = pages.find("tiny", "distill")
     assert planned(2, recipe) == (4 * 3_049_984, 3_049_984)
     assert planned(3, recipe) == (2 * 3_049_984, 3_049_984)
-    in_4_bits = replace(recipe, distill=replace(recipe.distill, teacher_quantization="nf4"))
+    in_4_bits = replace(recipe, method=replace(recipe.method, teacher_quantization="nf4"))
     assert planned(3, in_4_bits)[0] == pytest.approx(0.516 * 3_049_984, rel=1e-3)
-    assert planned(2, replace(recipe, distill=replace(recipe.distill, top_k=8))) == (0, 0)
-    assert planned(2, replace(recipe, distill=Distill(teacher="meta-llama/Llama-3.1-8B-Instruct")))[1] == 8_030_261_248
+    assert planned(2, replace(recipe, method=replace(recipe.method, top_k=8))) == (0, 0)
+    assert planned(2, replace(recipe, method=Distill(teacher="meta-llama/Llama-3.1-8B-Instruct")))[1] == 8_030_261_248
     assert planned(2, pages.find("tiny", "full")) == (0, 0)
 
 
@@ -333,10 +333,10 @@ def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):
 
     recipe, tokenizer = pages.find("tiny", "distill"), AutoTokenizer.from_pretrained(TINY_MODEL)
     assert teacher.check(recipe, tokenizer) == 1152
-    wrong = replace(recipe, distill=Distill(teacher=str(renumbered)))
+    wrong = replace(recipe, method=Distill(teacher=str(renumbered)))
     with pytest.raises(UserError, match="another vocabulary: 2 tokens differ"):
         teacher.check(wrong, tokenizer)
-    assert recipe.distill.teacher == TINY_TEACHER
+    assert recipe.method.teacher == TINY_TEACHER
 
 
 def test_both_distributions_are_softened_by_the_temperature_and_the_answers_are_not(distributions):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.methods import Distill
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
 from deepspeed_recipes.training import run as training_run
@@ -93,7 +93,7 @@ def url():
 
 
 def of(address, **settings):
-    return replace(pages.find("tiny", "distill"), distill=Distill(teacher=address, top_k=KEPT, **settings))
+    return replace(pages.find("tiny", "distill"), method=Distill(teacher=address, top_k=KEPT, **settings))
 
 
 def batch():

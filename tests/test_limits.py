@@ -13,8 +13,7 @@ from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import bubble, data_parallel_size, rank_position
-from deepspeed_recipes.recipe.methods.settings import Distill, Grpo
-from deepspeed_recipes.recipe.methods.traits import TRAITS
+from deepspeed_recipes.recipe.methods import METHODS, Distill, Grpo
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.recipe import changed as changed_recipe
 from tests import ROOT
@@ -49,12 +48,12 @@ def recipe_of(layout=None, config=None, **changes):
 
 @st.composite
 def runs(draw):
-    method = draw(st.sampled_from(list(TRAITS)))
+    own = {"distill": TAUGHT, "grpo": Grpo(group_size=2, max_new_tokens=64)}
+    method = draw(st.sampled_from([own.get(name, kind()) for name, kind in METHODS.items()]))
     lora = draw(st.sampled_from([None, Lora()]))
     micro = draw(st.sampled_from([1, 2]))
-    own = {"distill": TAUGHT, "reward": "rewards.py:right", "grpo": Grpo(group_size=2, max_new_tokens=64)}
-    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora, **own)
-    least = 2 * micro if recipe.traits.rollouts else micro  # of which a group has two answers
+    recipe = recipe_of(draw(LAYOUTS), draw(MODELS), method=method, lora=lora, reward="rewards.py:right")
+    least = 2 * micro if method.rollouts else micro  # of which a group has two answers
     recipe = replace(recipe, micro_batch_size=micro, global_batch_size=least * draw(st.integers(1, 64)))
     return recipe, draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24])), draw(FILES)
 
@@ -194,7 +193,7 @@ REFUSED = {
     "tensor and distillation": (
         Layout(tensor=2),
         QWEN3,
-        {"method": "distill", "distill": TAUGHT},
+        {"method": TAUGHT},
         2,
         zero(1),
         "and distillation has two; use layout.tensor=1",
@@ -202,7 +201,7 @@ REFUSED = {
     "distillation by parts": (
         Layout(sequence=2),
         QWEN3,
-        {"method": "distill", "distill": TAUGHT},
+        {"method": TAUGHT},
         2,
         zero(3),
         "distillation does not spread .*; use layout.sequence=1",
@@ -210,7 +209,7 @@ REFUSED = {
     "distillation by stages": (
         Layout(pipeline=2),
         QWEN3,
-        {"method": "distill", "distill": TAUGHT},
+        {"method": TAUGHT},
         2,
         zero(1),
         "distillation needs the outputs of two models .*; use layout.pipeline=1",

@@ -120,7 +120,7 @@ def test_every_odd_value_goes_through_the_launcher(key):
 
 def check_meaning(recipe: Recipe, key: str, text: str) -> None:
     """Check that a value that is taken is what the text says."""
-    value = overrides._get(recipe, key)
+    value = overrides.value_of(recipe, key)
     if isinstance(value, bool):
         assert text.lower() in ("true", "false", "0", "1", "yes", "no", "on", "off"), (key, text, value)
     elif isinstance(value, int | float):

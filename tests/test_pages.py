@@ -363,7 +363,7 @@ def test_every_inherited_variant_of_the_template_builds():
     assert recipes["full_offload"].deepspeed == "zero2_offload.json"
     methods = {"qlora": "sft", "dora": "sft", "full_offload": "sft"}
     for name, recipe in recipes.items():
-        assert recipe.method == methods.get(name, name.removesuffix("_lora").removesuffix("_full"))
+        assert recipe.method.name == methods.get(name, name.removesuffix("_lora").removesuffix("_full"))
 
 
 LEFT_OUT = [

@@ -4,7 +4,7 @@
 """
 
 import json
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed_recipes.recipe.recipe import Data, Layout, Lora, Model, Recipe
 RECIPES = Path(__file__).with_name("pinned") / "recipes.txt"
 KEYS = Path(__file__).with_name("pinned") / "override_keys.txt"
 PLAIN = Recipe(
-    method="sft", model=Model(path=""), data=Data(path=""), deepspeed="", learning_rate=1.0,
+    model=Model(path=""), data=Data(path=""), deepspeed="", learning_rate=1.0,
     global_batch_size=1, sequence_length=8,
 )  # fmt: skip
 """Every field of a recipe at its default; those without one differ in every recipe, and are always written."""
@@ -37,7 +37,11 @@ def line(recipe: Recipe) -> str:
     """Return a recipe's name and what it sets, without its model, which all variants of its size share."""
     name = f"{recipe.family}-{recipe.size}"
     model = pages.page(recipe.family).SIZES[recipe.size]
-    sets = changed(recipe, PLAIN) | {"model": changed(recipe.model, model)}
+    method = recipe.method
+    sets = changed(replace(recipe, method=PLAIN.method), PLAIN) | {"model": changed(recipe.model, model)}
+    if method != PLAIN.method:
+        settings = changed(method, type(method)())
+        sets |= {"method": method.name, **({method.name: settings} if settings else {})}
     if recipe.lora:
         sets["lora"] = changed(recipe.lora, Lora(rank=1))
     left_out = ("family", "size", "variant")

@@ -62,7 +62,7 @@ def tiny():
 
 
 def scorer_of(tiny, reward, **changes):
-    return scoring.Scorer(replace(tiny, reward=reward, grpo=replace(tiny.grpo, reward_seconds=0.3, **changes)))
+    return scoring.Scorer(replace(tiny, reward=reward, method=replace(tiny.method, reward_seconds=0.3, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -159,9 +159,12 @@ def test_the_launcher_looks_for_the_reward_function(tiny, functions, monkeypatch
 
 
 def test_a_reference_model_is_held_only_where_a_beta_asks_for_one(tiny):
-    assert not tiny.asks_reference
-    assert apply(tiny, ["grpo.beta=0.04"]).asks_reference
-    assert pages.find("tiny", "dpo_lora").asks_reference and not pages.find("tiny", "orpo_lora").asks_reference
+    assert not tiny.method.asks_reference
+    assert apply(tiny, ["grpo.beta=0.04"]).method.asks_reference
+    assert (
+        pages.find("tiny", "dpo_lora").method.asks_reference
+        and not pages.find("tiny", "orpo_lora").method.asks_reference
+    )
 
 
 def test_the_noise_samples_the_distribution():
@@ -218,9 +221,8 @@ def test_it_resumes_exactly_with_its_rollouts_and_shows_the_best_and_the_worst(
         model_folder,
         conversations,
         "zero2.json",
-        method="grpo",
         reward=f"{functions}:good",
-        grpo=replace(GRPO, iterations=iterations),
+        method=replace(GRPO, iterations=iterations),
         lora=Lora(rank=4),
         save_steps=3,
         max_steps=6,  # two checkpoints are kept
@@ -258,9 +260,7 @@ def test_a_run_survives_answers_without_a_reward(ranks, tmp_path, model_folder, 
     )
     run = RunFolder(tmp_path / "run")
     grpo = replace(GRPO, iterations=1, reward_seconds=0.2)
-    recipe = small(
-        model_folder, conversations, "zero2.json", method="grpo", reward=f"{path}:flaky", grpo=grpo, max_steps=3
-    )
+    recipe = small(model_folder, conversations, "zero2.json", method=grpo, reward=f"{path}:flaky", max_steps=3)
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     shares = [row["rewards/failed"] for row in read_jsonl(run.metrics)]

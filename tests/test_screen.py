@@ -92,7 +92,8 @@ def test_preferences_show_accuracy_and_margin_as_they_train():
 
 def test_the_curve_of_the_loss_says_of_what_it_is():
     losses = {
-        method: pages.find("tiny", method).traits.loss for method in ("full", "dpo_lora", "reward", "classify", "embed")
+        method: pages.find("tiny", method).method.curve
+        for method in ("full", "dpo_lora", "reward", "classify", "embed")
     }
     assert losses == {
         "classify": "cross-entropy per text (nats)",

@@ -249,7 +249,7 @@ def test_what_an_export_tells_of_its_training_has_no_credential(tmp_path):
     record.write(tmp_path, record.Record(secret_recipe(), {}), tmp_path / "ds.json")
     for path, found in contents(tmp_path / record.FOLDER).items():
         assert PASSWORD.encode() not in found and SECRETS["Hugging Face"].encode() not in found, path
-    assert "***" in record.read(tmp_path).recipe.grpo.vllm
+    assert "***" in record.read(tmp_path).recipe.method.vllm
 
 
 def test_a_job_that_others_can_read_is_given_no_credential():

@@ -16,7 +16,7 @@ from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.training_setup import training_setup
 from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.methods.settings import Embed
+from deepspeed_recipes.recipe.methods import Embed
 from deepspeed_recipes.recipe.recipe import Data, Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run

@@ -21,8 +21,7 @@ from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.planning.model_profile.profile import ModelProfile
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
-from deepspeed_recipes.recipe.methods.settings import Dpo
-from deepspeed_recipes.recipe.methods.traits import TRAITS
+from deepspeed_recipes.recipe.methods import METHODS, Dpo
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.model import lora as adapters
@@ -98,7 +97,7 @@ def test_so_does_the_head_of_the_methods_on_preferences(hidden, tokens, lora):
     )
 
 
-@pytest.mark.parametrize("method", [method for method, traits in TRAITS.items() if traits.tiles])
+@pytest.mark.parametrize("method", [name for name, kind in METHODS.items() if kind.tiles])
 def test_the_planner_counts_tiles_for_the_methods_on_preferences(method):
     """Also where whole logits would be small, which other methods then have."""
     recipe = replace(pages.find("llama3-8b", "full"), method=method, sequence_length=64, micro_batch_size=2)
@@ -109,7 +108,7 @@ def test_the_planner_counts_tiles_for_the_methods_on_preferences(method):
 def test_a_reference_that_is_computed_once_is_not_held():
     recipe = replace(pages.find("llama3-8b", "full"), method="dpo")
     assert training_setup(recipe, DeepSpeedFile(stage=3), 8).reference
-    once = replace(recipe, dpo=Dpo(precompute=True))
+    once = replace(recipe, method=Dpo(precompute=True))
     assert not training_setup(once, DeepSpeedFile(stage=3), 8).reference
     assert training_setup(replace(once, method="kto", micro_batch_size=2), DeepSpeedFile(stage=3), 8).reference
 

@@ -114,8 +114,8 @@ def test_the_advice_is_accepted_by_every_method(variant, ranks, family):
             for way in ways[1].split(", or ") if ways else ():
                 mended = overrides.apply(asked, way.split())
                 gradient_accumulation_steps(mended, ranks)
-                assert mended.micro_batch_size >= mended.traits.least_micro_batch, way
-                sequences = examples * (mended.grpo.group_size * mended.grpo.iterations if variant == "grpo" else 1)
+                assert mended.micro_batch_size >= mended.method.least_micro_batch, way
+                sequences = examples * (mended.method.group_size * mended.method.iterations if variant == "grpo" else 1)
                 assert updates.in_all(mended, sequences) >= updates.ENOUGH, (examples, way)
                 if variant in ("grpo", "embed"):
                     assert sequences >= mended.global_batch_size, "a step is always whole"

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.methods import Distill
 from deepspeed_recipes.training.methods.rollouts import sampling
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import plain

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from deepspeed_recipes.recipe.methods.settings import Distill
+from deepspeed_recipes.recipe.methods import Distill
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
@@ -47,9 +47,8 @@ def recipe_for(model_folder, teacher_folder, conversations, stage, settings, lor
         model_folder,
         conversations,
         f"zero{stage}.json",
-        method="distill",
         lora=ADAPTERS if lora else None,
-        distill=replace(settings, teacher=str(teacher_folder)),
+        method=replace(settings, teacher=str(teacher_folder)),
         micro_batch_size=2,
         **changes,
     )

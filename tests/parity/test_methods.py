@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.methods.settings import Dpo
+from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods.preferences import precomputed
@@ -83,7 +83,7 @@ def test_a_reference_that_is_computed_once_trains_the_same_model(
     run = RunFolder(tmp_path / "run")
     recipe = gate.recipe_for(SETTINGS, model_folder, pairs, f"zero{stage}.json", method="dpo", save_steps=3 * broken)
     adapters = trl_alone.ADAPTERS if lora else None
-    write_recipe(run, replace(recipe, lora=adapters, micro_batch_size=2, dpo=Dpo(precompute=True)))
+    write_recipe(run, replace(recipe, lora=adapters, micro_batch_size=2, method=Dpo(precompute=True)))
     if broken:
         gate.train_with_a_break(ranks, run, tmp_path, 2)
     else:

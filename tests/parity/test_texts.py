@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from safetensors.torch import load_file
 
-from deepspeed_recipes.recipe.recipe import Classify
+from deepspeed_recipes.recipe.methods import Classify, Embed
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain, texts
@@ -32,12 +32,16 @@ def alone(model_folder, examples):
 def trained(ranks, folder, model_folder, examples, method, stage, lora=False, target=training_run.main, **changes):
     """Train on two ranks, all eight examples in every step, and return the run."""
     run = RunFolder(folder / "run")
-    recipe = gate.recipe_for(texts.SETTINGS, model_folder, examples[method], f"zero{stage}.json", method=method)
+    recipe = gate.recipe_for(
+        texts.SETTINGS, model_folder, examples[method], f"zero{stage}.json", method=METHODS[method]
+    )
     lora = texts.ADAPTERS if lora else None
-    write_recipe(run, replace(recipe, lora=lora, classify=Classify(class_weights="balanced"), **changes))
+    write_recipe(run, replace(recipe, lora=lora, **changes))
     ranks.check(target, str(run.path), log=folder / "log")
     return run
 
+
+METHODS = {"classify": Classify(class_weights="balanced"), "embed": Embed()}
 
 CASES = [(method, stage, lora) for method in texts.MISTAKES for stage in range(4) for lora in (False, True)]
 

@@ -48,7 +48,7 @@ class Count(TrainerCallback):
 
 def of_a_run(folder: str, mistake: str | None) -> None:
     """Train what `folder`/recipe.json says."""
-    module = method(read_recipe(RunFolder(Path(folder))).method)
+    module = method(read_recipe(RunFolder(Path(folder))).method.name)
     build = module.trainer
 
     def with_count(*arguments: Any) -> Any:

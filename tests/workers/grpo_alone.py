@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from deepspeed_recipes.prove.plain import Settings
-from deepspeed_recipes.recipe.methods.settings import Grpo
+from deepspeed_recipes.recipe.methods import Grpo
 from deepspeed_recipes.training.methods.rollouts import sampling
 from tests.workers.trl_alone import ADAPTERS, DISTRIBUTED, SEED, Recorded, language_model
 

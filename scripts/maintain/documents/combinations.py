@@ -6,7 +6,7 @@ from typing import Any
 
 from deepspeed_recipes.recipe import limits, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
-from deepspeed_recipes.recipe.methods.settings import Grpo
+from deepspeed_recipes.recipe.methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Reward, Simpo
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
 
 ROWS = {
@@ -29,17 +29,17 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "LoRA": {"lora": Lora()},
     "DoRA": {"lora": Lora(dora=True)},
     "QLoRA": {"lora": Lora(), "quantization": "nf4"},
-    "DPO": {"method": "dpo"},
-    "reward": {"method": "reward"},
-    "KTO": {"method": "kto"},
-    "ORPO": {"method": "orpo"},
-    "SimPO": {"method": "simpo"},
+    "DPO": {"method": Dpo()},
+    "reward": {"method": Reward()},
+    "KTO": {"method": Kto()},
+    "ORPO": {"method": Orpo()},
+    "SimPO": {"method": Simpo()},
     "8-bit Adam": {"optimizer": "adamw_8bit"},
     "Muon": {"optimizer": "muon", "max_grad_norm": 0.0},
-    "classify": {"method": "classify"},
-    "embed": {"method": "embed"},
-    "distillation": {"method": "distill"},
-    "GRPO": {"method": "grpo", "reward": "rewards.py:right", "grpo": Grpo(max_new_tokens=64)},
+    "classify": {"method": Classify()},
+    "embed": {"method": Embed()},
+    "distillation": {"method": Distill()},
+    "GRPO": {"method": Grpo(max_new_tokens=64), "reward": "rewards.py:right"},
 }
 """Changes of the recipe for each column after the columns with full supervised fine-tuning."""
 

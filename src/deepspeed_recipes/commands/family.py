@@ -63,7 +63,7 @@ def size_row(module: ModuleType, size: str) -> tuple[str, ...]:
 
 def _variant(name: str, recipes: Sequence[Recipe]) -> tuple[str, ...]:
     """Return a variant's row, which names the sizes if they have different DeepSpeed files."""
-    method, adapters = recipes[0].method, recipes[0].lora is not None
+    method, adapters = recipes[0].method.name, recipes[0].lora is not None
     sizes: dict[str, list[str]] = {}
     for recipe in recipes:
         sizes.setdefault(recipe.deepspeed, []).append(recipe.size)

@@ -5,8 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..recipe.errors import UserError
-from ..recipe.methods import rewards
-from ..recipe.methods.settings import Distill
+from ..recipe.methods import Distill, rewards
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe, names
 from ..training.model_folder.portable import own_path
@@ -36,8 +35,9 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
-    reward, distill = _functions(recipe.reward, mount), _teacher(recipe.distill, mount)
-    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=reward, distill=distill)
+    method = _teacher(recipe.method, mount) if isinstance(recipe.method, Distill) else recipe.method
+    reward = _functions(recipe.reward, mount)
+    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=reward, method=method)
 
 
 def _teacher(distill: Distill, mount: str | None) -> Distill:

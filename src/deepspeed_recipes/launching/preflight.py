@@ -17,8 +17,7 @@ from ..recipe import files as spec_files
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import bubble, gradient_accumulation_steps
-from ..recipe.methods import rewards
-from ..recipe.methods.traits import Method
+from ..recipe.methods import Distill, Grpo, rewards
 from ..recipe.recipe import Recipe, names
 from ..recipe.tracking import trackers
 from ..training.data import classes, images, text_files, updates
@@ -70,8 +69,8 @@ def check_model(recipe: Recipe) -> None:
         # The ranks also check special tokens and the data.
         if known := vocabulary.tokens(Path(recipe.model.path), special=False):
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
-    if recipe.traits.teacher and not recipe.distill.served:
-        weights.check(Path(str(recipe.distill.teacher)), "distill.teacher")
+    if isinstance(recipe.method, Distill) and not recipe.method.served:
+        weights.check(Path(str(recipe.method.teacher)), "distill.teacher")
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
@@ -86,8 +85,8 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
     limits.check_blocks(known, file)
     for line in limits.other_sizes(recipe, file):
         print(line, flush=True)
-    if recipe.traits.teacher:
-        _check_teacher(recipe)
+    if isinstance(recipe.method, Distill):
+        _check_teacher(recipe.model.path, str(recipe.method.teacher))
     stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
     if stages > 1 and micro_batches < 4 * stages:
         print(
@@ -110,15 +109,15 @@ def check_trackers(recipe: Recipe) -> None:
     trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
 
 
-def _check_teacher(recipe: Recipe) -> None:
+def _check_teacher(model: str, teacher: str) -> None:
     """Refuse a teacher with another vocabulary if both models are local folders; the ranks check the other cases.
 
     Raises:
         UserError: names a token that has different numbers.
     """
-    ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, str(recipe.distill.teacher)))
+    ours, theirs = (vocabulary.tokens(Path(path)) for path in (model, teacher))
     if ours and theirs:
-        vocabulary.check(str(recipe.distill.teacher), ours, theirs)
+        vocabulary.check(teacher, ours, theirs)
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:
@@ -164,7 +163,7 @@ def check_data(recipe: Recipe) -> int | None:
             if place.is_file() and place.suffix not in text_files.COLUMNAR:
                 most = STREAMED if recipe.data.streaming and trained else None
                 data = recipe.data
-                found = check_file(place, recipe.method, data.form, most, data.columns, recipe.model.vision)
+                found = check_file(place, recipe.method.name, data.form, most, data.columns, recipe.model.vision)
                 count = found.total()
                 labels += found
             else:
@@ -181,7 +180,7 @@ def check_data(recipe: Recipe) -> int | None:
 
 def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
     """Refuse data whose examples do not fit together; `found` has their counts by kind, under `data.*` keys."""
-    examples = recipe.traits.examples
+    examples = recipe.method.examples
     known = {key: counts for key, counts in found.items() if counts and UNKNOWN not in counts}
     for key, counts in known.items():
         if examples == "judged answers":
@@ -211,24 +210,24 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
 
     The number is known if each example is one sequence; only the ranks can count packed or cut sequences.
     """
-    if examples is None or recipe.packing or recipe.method == "pretrain" or recipe.data.weights:
+    if examples is None or recipe.packing or recipe.method.name == "pretrain" or recipe.data.weights:
         return None
-    if recipe.traits.rollouts:  # a sequence is an answer
-        sequences = examples * recipe.grpo.group_size * recipe.grpo.iterations
+    if isinstance(recipe.method, Grpo):  # a sequence is an answer
+        sequences = examples * recipe.method.group_size * recipe.method.iterations
         return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
     return updates.advice(recipe, updates.Size(examples, examples, examples, None), ranks)
 
 
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
-    if recipe.traits.rollouts:
+    if recipe.method.rollouts:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
     formats.column_fields(data.columns)
     if not data.streaming:
         return
-    if not recipe.traits.packs:  # TRL's trainer tokenizes before the first step
-        title, examples = recipe.traits.title, recipe.traits.examples
+    if not recipe.method.packs:  # TRL's trainer tokenizes before the first step
+        title, examples = recipe.method.title, recipe.method.examples
         raise UserError(
             f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
         )
@@ -247,7 +246,7 @@ def _check_options(recipe: Recipe) -> None:
 
 def check_file(
     path: Path,
-    method: Method,
+    method: str,
     form: str = "auto",
     most: int | None = None,
     named: str | None = None,

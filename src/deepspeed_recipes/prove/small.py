@@ -15,7 +15,6 @@ def small(model: Path, data: Path, /, deepspeed: str = "zero0.json", **changes: 
         family="tiny",
         size="3m",
         variant="full",
-        method="sft",
         model=Model(path=str(model)),
         data=Data(path=str(data)),
         deepspeed=str(CONFIGS / deepspeed),

@@ -1,8 +1,8 @@
 """The vocabulary of a page: `from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants`."""
 
 from . import variants as variants
-from .methods.settings import Distill as Distill
-from .methods.settings import Grpo as Grpo
+from .methods import Distill as Distill
+from .methods import Grpo as Grpo
 from .recipe import Data as Data
 from .recipe import Layout as Layout
 from .recipe import Lora as Lora

@@ -58,7 +58,7 @@ def check(section: object, prefix: str = "") -> None:
         if nested:
             if not isinstance(value, nested):
                 raise UserError(f"{key}={shown(value)}: must be a section with its own keys.")
-            check(value, f"{key}.")
+            check(value, f"{getattr(value, 'name', key)}.")  # a method's keys begin with its name
         elif isinstance(value, str) and value in words:
             continue
         elif isinstance(value, bool):
@@ -123,7 +123,8 @@ class _Field(NamedTuple):
 def _fields(kind: Any) -> list[_Field]:
     """Return the types, words and bounds of each field of a dataclass."""
     found = []
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for name, hint in ((field.name, hints[field.name]) for field in dataclasses.fields(kind)):
         declared: tuple[Any, ...] = ()
         if typing.get_origin(hint) is typing.Annotated:
             hint, *declared = typing.get_args(hint)  # type: ignore[assignment]

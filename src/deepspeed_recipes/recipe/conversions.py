@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
+from . import bounds
 from .bounds import shown
 from .errors import UserError
+from .methods import METHODS, Method
 from .recipe import Lora, Recipe, names
 
 hints_of = cache(typing.get_type_hints)
@@ -17,7 +19,13 @@ hints_of = cache(typing.get_type_hints)
 
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as plain JSON types, as in a run folder's `recipe.json`."""
-    return dataclasses.asdict(recipe)
+    values: dict[str, Any] = {}
+    for name, value in dataclasses.asdict(recipe).items():
+        if name == "method":
+            values |= {name: recipe.method.name, **({recipe.method.name: value} if value else {})}
+        else:
+            values[name] = value
+    return values
 
 
 def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
@@ -28,8 +36,11 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
     """
     if not isinstance(values, Mapping):
         raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
+    if kind is Recipe:
+        values = {**values, "method": _method(values)}
+        values = {name: value for name, value in values.items() if name not in SECTIONS}
     hints = hints_of(kind)
-    unknown = sorted(set(values) - set(hints))
+    unknown = sorted(set(values) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
     try:
@@ -40,7 +51,22 @@ def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
 
 def _rebuild(hint: Any, value: Any) -> Any:
     nested = dataclass_in(hint)
-    return from_dict(value, nested) if nested and value is not None else value
+    return from_dict(value, nested) if nested and value is not None and not isinstance(value, Method) else value
+
+
+SECTIONS = {name: kind for name, kind in METHODS.items() if dataclasses.fields(kind)}
+"""The methods that have settings, by the name of their section."""
+
+
+def _method(values: Mapping[str, Any]) -> Method:
+    """Return the method of a `recipe.json`, which before November 2026 also had the sections of all other methods."""
+    name = values.get("method", "sft")
+    if not isinstance(name, str) or name not in METHODS:
+        raise UserError(f"method={shown(name)}: must be one of {', '.join(METHODS)}.")
+    settings = {section: from_dict(values[section], kind) for section, kind in SECTIONS.items() if section in values}
+    for section, found in settings.items():
+        bounds.check(found, f"{section}.")
+    return settings.get(name) or METHODS[name]()
 
 
 def dataclass_in(hint: Any) -> type | None:

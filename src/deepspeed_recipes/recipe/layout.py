@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from .errors import UserError
+from .methods import Grpo
 from .recipe import Layout, Recipe
 
 
@@ -56,7 +57,7 @@ def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
         # GRPO needs whole groups of answers.
-        unit = math.lcm(per_pass, recipe.grpo.group_size) if recipe.traits.rollouts else per_pass
+        unit = math.lcm(per_pass, recipe.method.group_size) if isinstance(recipe.method, Grpo) else per_pass
         below = max(unit, recipe.global_batch_size // unit * unit)
         raise UserError(
             f"global_batch_size={recipe.global_batch_size} is not a multiple of {per_pass} (micro_batch_size x "

@@ -12,6 +12,7 @@ from typing import Any
 from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
 from .layout import gradient_accumulation_steps
+from .methods import Distill
 from .optimization import combinations
 from .recipe import Layout, Recipe, changed, names
 
@@ -160,10 +161,10 @@ def check_micro_batch(recipe: Recipe) -> None:
     Raises:
         UserError: names the size and the smallest possible size.
     """
-    least = recipe.traits.least_micro_batch
+    least = recipe.method.least_micro_batch
     if recipe.micro_batch_size < least:
         raise UserError(
-            f"micro_batch_size={recipe.micro_batch_size}: {recipe.traits.title} compares the answers of a micro-batch; "
+            f"micro_batch_size={recipe.micro_batch_size}: {recipe.method.title} compares the answers of a micro-batch; "
             f"use micro_batch_size={least} or more."
         )
 
@@ -189,19 +190,19 @@ def _check_length(recipe: Recipe) -> None:
 
 
 def _check_head(recipe: Recipe) -> None:
-    if recipe.traits.scores and _kind(recipe) in NO_CLASSIFIER:
+    if recipe.method.scores and _kind(recipe) in NO_CLASSIFIER:
         raise UserError(
-            f"method={recipe.method}: {recipe.traits.title} needs a classification model, which transformers does not "
-            f"have for the type {_kind(recipe)}; use another family (ds-recipes launch --list)."
+            f"method={recipe.method.name}: {recipe.method.title} needs a classification model, which transformers does "
+            f"not have for the type {_kind(recipe)}; use another family (ds-recipes launch --list)."
         )
 
 
 def _check_teacher(recipe: Recipe) -> None:
-    if not recipe.traits.teacher:
+    if not isinstance(recipe.method, Distill):
         return
-    if not recipe.distill.teacher:
+    if not recipe.method.teacher:
         raise UserError("distill.teacher is not set: give a model folder or a Hub id.")
-    wanted, vocabulary = recipe.distill.top_k, _size(recipe, "vocab_size")
+    wanted, vocabulary = recipe.method.top_k, _size(recipe, "vocab_size")
     if wanted and vocabulary and wanted > vocabulary:
         raise UserError(f"distill.top_k={wanted}: the vocabulary has {vocabulary:,} tokens; use fewer, such as 64.")
 
@@ -323,7 +324,7 @@ def _family(recipe: Recipe, technique: str) -> Iterator[str]:
 
 
 def _method(recipe: Recipe, technique: str) -> Iterator[str]:
-    if why := recipe.traits.excludes.get(technique):
+    if why := recipe.method.excludes.get(technique):
         yield why
     yield from combinations.excluded(recipe, technique)
 

@@ -1,5 +1,6 @@
 """Decides if the loss is computed in tiles, so that whole logits never exist."""
 
+from .methods import Distill
 from .recipe import Recipe
 
 PER_ENTRY = 14
@@ -16,9 +17,9 @@ def are_large(tokens: float, vocabulary: int) -> bool:
 
 def asked_for(recipe: Recipe) -> bool | None:
     """Return True or False if a recipe sets tiles on or off, or None if it depends on the size of the logits."""
-    if recipe.traits.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef or recipe.model.vision:
+    if recipe.method.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef or recipe.model.vision:
         return False  # tiles do not apply to these, or would compute a wrong loss: see `Recipe`
-    return True if recipe.traits.teacher else recipe.tiled_loss
+    return True if isinstance(recipe.method, Distill) else recipe.tiled_loss
 
 
 def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from .bounds import expected, shown
-from .conversions import dataclass_in, from_dict, hints_of, to_dict
+from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
-from .methods.traits import TRAITS
+from .methods import METHODS, Method
 from .optimization.optimizers import impossible
 from .recipe import Lora, Recipe
 
@@ -131,9 +131,13 @@ _IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "mod
 def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
     """Return every override key with its type, in the order of the fields."""
     keys: dict[str, Any] = {}
-    for name, hint in hints_of(kind).items():
+    hints = hints_of(kind)
+    for name, hint in ((field.name, hints[field.name]) for field in dataclasses.fields(kind)):
         nested = dataclass_in(hint)
-        if nested:
+        if nested is Method:
+            for section, method in SECTIONS.items():
+                keys |= override_keys(method, f"{section}.")
+        elif nested:
             keys |= override_keys(nested, f"{prefix}{name}.")
         elif prefix + name not in _IDENTITY:
             keys[prefix + name] = hint
@@ -162,7 +166,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         if section == "lora" and values["lora"] is None:
             # Setting a key of `lora` turns adapters on.
             values["lora"] = dataclasses.asdict(Lora())
-        (values[section] if section else values)[name] = parse(key, text, keys[key])
+        (values.setdefault(section, {}) if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
     _settle_data(values["data"], given)
     if "distill.teacher" in given and values["method"] == "sft":
@@ -171,7 +175,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
         values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
     changed = from_dict(values)
-    _check_methods(changed.method, given)
+    _check_methods(changed.method.name, given)
     return changed
 
 
@@ -183,7 +187,7 @@ def _check_methods(method: str, given: set[str]) -> None:
     """
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
-        if wanted in TRAITS and wanted != method:
+        if wanted in METHODS and wanted != method:
             taught = wanted == "distill" and method == "sft"  # a teacher turns only SFT into distillation
             how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
             raise UserError(f"{key}: a setting of the method {wanted}, but this recipe's method is {method}; {how}.")
@@ -217,15 +221,19 @@ def differences(before: Recipe, after: Recipe) -> list[str]:
     """
     path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
     start = apply(before, path)
-    return [*path, *as_typed(after, [key for key in override_keys() if _get(after, key) != _get(start, key)])]
+    return [*path, *as_typed(after, [key for key in override_keys() if value_of(after, key) != value_of(start, key)])]
 
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
     """Return a recipe's values for `keys` as overrides: `key=value`."""
-    return [f"{key}={_as_text(_get(recipe, key))}" for key in keys]
+    return [f"{key}={_as_text(value_of(recipe, key))}" for key in keys]
 
 
-def _get(recipe: Recipe, key: str) -> Any:
+def value_of(recipe: Recipe, key: str) -> Any:
+    """Return a recipe's value for a key: None in a section that it lacks, and the default in another method's."""
+    section, _, name = key.rpartition(".")
+    if section in SECTIONS:
+        return getattr(recipe.method if recipe.method.name == section else SECTIONS[section](), name)
     value: Any = recipe
     for part in key.split("."):
         value = getattr(value, part, None)

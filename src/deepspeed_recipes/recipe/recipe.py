@@ -12,9 +12,7 @@ from typing import Annotated, Any, Literal
 from . import bounds
 from .bounds import Bounds
 from .errors import UserError
-from .methods import rewards
-from .methods.settings import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Simpo
-from .methods.traits import TRAITS, Method, Traits
+from .methods import METHODS, Method, Sft
 from .optimization.lora import Lora as Lora
 from .optimization.optimizers import Optimizer
 from .tracking import trackers
@@ -180,7 +178,6 @@ class Recipe:
     variant: str = ""
     page: str = ""
     """The file of a page outside the project; empty for the project's own pages."""
-    method: Method
     model: Model
     data: Data
     deepspeed: str = "zero3.json"
@@ -188,14 +185,8 @@ class Recipe:
     lora: Lora | None = None
     layout: Layout = Layout()
     schedule: Schedule = Schedule()
-    dpo: Dpo = field(default_factory=Dpo)
-    kto: Kto = field(default_factory=Kto)
-    orpo: Orpo = field(default_factory=Orpo)
-    simpo: Simpo = field(default_factory=Simpo)
-    classify: Classify = field(default_factory=Classify)
-    embed: Embed = field(default_factory=Embed)
-    distill: Distill = field(default_factory=Distill)
-    grpo: Grpo = field(default_factory=Grpo)
+    method: Method = field(default_factory=Sft)
+    """The training method with its settings, whose override keys begin with its name: `dpo.beta`."""
     draft: Draft = Draft()
     tracking: str | None = "wandb"
     """Trackers that receive the values of metrics.jsonl, separated by commas: `wandb`, `tensorboard`, `mlflow`,
@@ -305,6 +296,10 @@ class Recipe:
         Raises:
             UserError: names the key, the value and what is allowed.
         """
+        if isinstance(self.method, str):  # a page outside the project may name the method
+            if self.method not in METHODS:
+                raise UserError(f"method={bounds.shown(self.method)}: must be one of {', '.join(METHODS)}.")
+            object.__setattr__(self, "method", METHODS[self.method]())
         bounds.check(self)
         if self.eval_examples and not self.eval_steps:
             raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
@@ -315,20 +310,15 @@ class Recipe:
         _check_fp8(self)
         _check_vision(self)
         trackers.check(names(self.tracking))
-        self.dpo.check()
-        if self.data.thinking != "learn" and self.traits.examples != "conversations":
+        if self.data.thinking != "learn" and self.method.examples != "conversations":
             raise UserError(
-                f"data.thinking={self.data.thinking}: {self.traits.title} reads no conversations; leave data.thinking "
+                f"data.thinking={self.data.thinking}: {self.method.title} reads no conversations; leave data.thinking "
                 "out, and edit the reasoning in the data."
             )
-        if self.traits.teacher:
-            self.distill.check(self.data.streaming, self.packs, self.sequence_length)
-        if self.traits.rollouts:
-            rewards.weights(self.reward, self.grpo.reward_weights)
-            self.grpo.check(self.global_batch_size, self.micro_batch_size, self.sequence_length)
-        if self.router_aux_loss_coef and self.traits.own_loss:
+        self.method.check(self)
+        if self.router_aux_loss_coef and self.method.own_loss:
             raise UserError(
-                f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.traits.title} trains without the "
+                f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.method.title} trains without the "
                 "load-balancing loss of a mixture of experts; use router_aux_loss_coef=0."
             )
         if self.model.quantization != "none" and self.lora is None:
@@ -338,7 +328,7 @@ class Recipe:
             )
         if self.tiled_loss:
             for key, used, why in (
-                ("method", self.traits.whole_loss, self.traits.whole_loss),
+                ("method", self.method.whole_loss, self.method.whole_loss),
                 ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
                 ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own coefficient"),
             ):
@@ -351,7 +341,7 @@ class Recipe:
         if rest := self.global_batch_size % self.micro_batch_size:
             batch, micro = self.global_batch_size, self.micro_batch_size
             fitting = math.gcd(batch, micro)
-            smaller = f" or micro_batch_size={fitting}" if fitting >= self.traits.least_micro_batch else ""
+            smaller = f" or micro_batch_size={fitting}" if fitting >= self.method.least_micro_batch else ""
             raise UserError(
                 f"global_batch_size={batch} is not a multiple of micro_batch_size={micro}; use "
                 f"global_batch_size={batch - rest + micro}{smaller}."
@@ -363,22 +353,9 @@ class Recipe:
         return f"{self.family}-{self.size}-{self.variant}"
 
     @property
-    def traits(self) -> Traits:
-        """The traits of the recipe's method."""
-        return TRAITS[self.method]
-
-    @property
     def metric(self) -> str:
         """The metric that judges the run: the method's own, or `data.metric` if the method has none."""
-        if self.traits.rollouts and self.data.metric == "loss":
-            return "reward"
-        return self.traits.metric or self.data.metric
-
-    @property
-    def asks_reference(self) -> bool:
-        """True if every step compares with the model before training, which without adapters is a second model."""
-        precomputed = self.traits.precomputes and self.dpo.precompute
-        return self.traits.reference and not precomputed and getattr(getattr(self, self.method), "beta", None) != 0
+        return self.method.judged_by(self.data.metric)
 
     @property
     def trackers(self) -> list[str]:
@@ -386,14 +363,9 @@ class Recipe:
         return [name for name in names(self.tracking) if name != "wandb" or self.wandb.mode != "disabled"]
 
     @property
-    def writes_answers(self) -> bool:
-        """True if the trained model writes the answers that it learns from."""
-        return self.traits.rollouts or (self.traits.teacher and self.distill.on_policy > 0)
-
-    @property
     def packs(self) -> bool:
         """True if documents share sequences: `packing` is set and the method supports it."""
-        return self.packing and self.traits.packs
+        return self.packing and self.method.packs
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe | None:
@@ -417,7 +389,11 @@ def _check_adapters(recipe: Recipe) -> None:
             ),
             ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before PiSSA changes them"),
             ("lora.target_parameters", lora.target_parameters, "PEFT decomposes linear layers only"),
-            ("method", recipe.traits.reference, f"without its adapters the model is not {recipe.method}'s reference"),
+            (
+                "method",
+                recipe.method.reference,
+                f"without its adapters the model is not {recipe.method.name}'s reference",
+            ),
         ):
             if used:
                 raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; use lora.init=zero.")
@@ -433,7 +409,7 @@ def _check_adapters(recipe: Recipe) -> None:
 
 
 def _check_optimizer(recipe: Recipe) -> None:
-    if recipe.neftune_alpha and not recipe.traits.packs:
+    if recipe.neftune_alpha and not recipe.method.packs:
         raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; use neftune_alpha=0.")
     if recipe.optimizer != "muon":
         return
@@ -519,10 +495,10 @@ def _check_vision(recipe: Recipe) -> None:
                 "model.train_vision=true: the model is loaded without its vision tower; add model.vision=true."
             )
         return
-    if recipe.method != "sft":
-        how = "leave out distill.teacher" if recipe.method == "distill" else "train the variant full or lora"
+    if recipe.method.name != "sft":
+        how = "leave out distill.teacher" if recipe.method.name == "distill" else "train the variant full or lora"
         raise UserError(
-            f"method={recipe.method} with model.vision=true: only supervised fine-tuning reads images; {how}."
+            f"method={recipe.method.name} with model.vision=true: only supervised fine-tuning reads images; {how}."
         )
     layout = recipe.layout
     for key, used, fix in (
@@ -546,7 +522,7 @@ def _get(recipe: Recipe, key: str) -> Any:
     value: Any = recipe
     for part in key.split("."):
         value = None if value is None else getattr(value, part)
-    return value
+    return value.name if isinstance(value, Method) else value
 
 
 def names(text: str | None) -> list[str]:

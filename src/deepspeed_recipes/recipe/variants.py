@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .methods.settings import Distill
+from .methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Pretrain, Reward, Simpo
 from .recipe import Model, Recipe, Schedule
 from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, REWARDS, TEXT
 
@@ -76,7 +76,7 @@ def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **c
 def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
     """Return `lora` on preference pairs. TRL's DPO does not pack: each answer is a separate sequence."""
     length = min(DPO_LENGTH, lora.sequence_length)
-    pairs = {"method": "dpo", "data": PREFERENCES, "packing": False, "sequence_length": length}
+    pairs = {"method": Dpo(), "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(lora, changes, learning_rate=learning_rate, **pairs)
 
 
@@ -86,20 +86,20 @@ def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) ->
         "sequence_length": min(DPO_LENGTH, lora.sequence_length),
         "micro_batch_size": max(2, lora.micro_batch_size),
     }
-    judged = {"method": "kto", "data": JUDGED, "packing": False, **least}
+    judged = {"method": Kto(), "data": JUDGED, "packing": False, **least}
     return _changed(lora, changes, learning_rate=learning_rate, **judged)
 
 
 def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
     """Return `full` on preference pairs as a reward model, which outputs a number for each answer instead of text."""
     length = min(DPO_LENGTH, full.sequence_length)
-    pairs = {"method": "reward", "data": PREFERENCES, "packing": False, "sequence_length": length}
+    pairs = {"method": Reward(), "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
 def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
     """Return `full` on labelled texts as a classifier."""
-    texts = {"method": "classify", "data": LABELLED, "packing": False, "sequence_length": _of_text(full)}
+    texts = {"method": Classify(), "data": LABELLED, "packing": False, "sequence_length": _of_text(full)}
     return _changed(full, changes, learning_rate=learning_rate, **texts)
 
 
@@ -110,7 +110,7 @@ def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: Any
     """
     largest = max(full.micro_batch_size, min(16, full.global_batch_size // 2))
     batch = {"micro_batch_size": largest, "sequence_length": _of_text(full)}
-    return _changed(full, changes, learning_rate=learning_rate, method="embed", data=MATCHING, packing=False, **batch)
+    return _changed(full, changes, learning_rate=learning_rate, method=Embed(), data=MATCHING, packing=False, **batch)
 
 
 def _of_text(recipe: Recipe) -> int:
@@ -119,28 +119,28 @@ def _of_text(recipe: Recipe) -> int:
 
 def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: Any) -> Recipe:
     """Return `lora` on preference pairs by ORPO, which also imitates the better answers and so needs no SFT before."""
-    return _changed(dpo(lora, learning_rate=learning_rate), changes, method="orpo")
+    return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Orpo())
 
 
 def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any) -> Recipe:
     """Return `lora` on preference pairs by SimPO."""
-    return _changed(dpo(lora, learning_rate=learning_rate), changes, method="simpo")
+    return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Simpo())
 
 
 def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: Any) -> Recipe:
     """Return `full` on prompts: `global_batch_size` answers of the model per step, scored by functions."""
-    own = {"method": "grpo", "packing": False, "reward": f"{REWARDS}:exact_match"}
+    own = {"method": Grpo(), "packing": False, "reward": f"{REWARDS}:exact_match"}
     return _changed(full, changes, learning_rate=learning_rate, **own)
 
 
 def pretrain(full: Recipe, **changes: Any) -> Recipe:
     """Return `full` on raw text."""
-    return _changed(full, changes, method="pretrain", data=TEXT)
+    return _changed(full, changes, method=Pretrain(), data=TEXT)
 
 
 def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
     """Return `full` learning from the output distributions of the teacher in `settings`."""
-    return _changed(full, changes, method="distill", distill=settings)
+    return _changed(full, changes, method=settings)
 
 
 @dataclass(frozen=True)

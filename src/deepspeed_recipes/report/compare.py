@@ -40,7 +40,7 @@ def check(found: Sequence[RunData]) -> None:
             raise UserError(f"{found[at].folder.path}: named twice; a comparison needs different runs.")
     first = found[0]
     for run in found[1:]:
-        losses = [one.recipe.traits.loss for one in (first, run)]
+        losses = [one.recipe.method.curve for one in (first, run)]
         if losses[0] != losses[1]:
             raise UserError(
                 f"{first.folder.path} and {run.folder.path} cannot be compared: the first shows {losses[0]}, "
@@ -89,7 +89,7 @@ def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:
 
 def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Chart]:
     """Yield the charts over one horizontal axis. Evaluations only record steps, so they have no chart over tokens."""
-    packs = found[0].recipe.traits.packs
+    packs = found[0].recipe.method.packs
     titles = {"loss": "Training loss", "grad_norm": "Gradient norm, before clipping"}
     titles |= {key: curves.TITLES[key] for key in ("learning_rate", "tokens_per_second")}
     for key, title in titles.items():

@@ -20,6 +20,7 @@ from ..recipe import deepspeed_file, limits
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError, first_line, lasting, printable, redact
 from ..recipe.layout import gradient_accumulation_steps
+from ..recipe.methods import Distill
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import (
     REWIND,
@@ -99,7 +100,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     recipe = with_draft(recipe, run)
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)
-    methods, parallel = method(recipe.method), implementation(recipe.layout)
+    methods, parallel = method(recipe.method.name), implementation(recipe.layout)
     # The arguments precede the model: they activate zero.Init, so that ZeRO-3 shards the model while it loads.
     common = common_arguments(recipe, run, file, dist.get_world_size(), distributed.on_gpu())
     arguments = methods.arguments(common, recipe)
@@ -155,8 +156,9 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
     """Return the recipe with its draft model if it uses one; the samples' teacher then replaces one on the Hub."""
     if not recipe.draft.enabled:
         return recipe
-    if recipe.traits.teacher and not recipe.distill.served and not Path(str(recipe.distill.teacher)).exists():
-        recipe = replace(recipe, distill=replace(recipe.distill, teacher=TINY_TEACHER))
+    distill = recipe.method
+    if isinstance(distill, Distill) and not distill.served and not Path(str(distill.teacher)).exists():
+        recipe = replace(recipe, method=replace(distill, teacher=TINY_TEACHER))
     if distributed.is_first() and not run.draft_model.exists():
         draft.write(recipe, run.draft_model, load.DTYPES[recipe.precision])
     dist.barrier()
@@ -182,7 +184,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     implementation(recipe.layout).check(recipe, tokenizer)
     if recipe.layout.sequence > 1:
         sequence.check(recipe, tokenizer)
-    if recipe.traits.teacher and not recipe.distill.served:
+    if isinstance(recipe.method, Distill) and not recipe.method.served:
         teacher.check_model(recipe, tokenizer)
     return output_head.check(recipe, tokenizer, say)
 
@@ -205,7 +207,7 @@ def prepare(
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
     if datasets.held_out is not None:
-        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method), trackers.record)
+        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method.name), trackers.record)
     system = SystemLog(run, distributed.gpu_uuid())
     counts = distributed.place(recipe.layout).is_first_reader
     metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)

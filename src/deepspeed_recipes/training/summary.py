@@ -63,7 +63,7 @@ def finished(
     if not_loaded := stored.NOT_LOADED.get(recipe.model.path):
         summary["not_loaded"] = not_loaded
     write_json(run.summary, summary)
-    draw_curves(run, recipe.name, recipe.traits.loss)
+    draw_curves(run, recipe.name, recipe.method.curve)
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
     lines = [
@@ -74,7 +74,7 @@ def finished(
         f"report       {display(run.report_page)}",
         *tracked,
         None
-        if recipe.traits.headless
+        if recipe.method.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
         few,

@@ -232,7 +232,7 @@ def page_of(options: argparse.Namespace) -> tuple[Recipe, RunFolder | None]:
     held = run_folder.read_recipe(folder)
     if options.recipe == auto.AUTO and held.model.path != paths.locate(page).model.path:
         raise UserError(f"{folder.path} has a run of {held.model.path}, not of {options.model}; add --output-dir.")
-    if held.traits.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
+    if held.method.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
         raise UserError(
             f"reward={held.reward}: refusing to run code named only in a run folder; if you trust it, add "
             "reward=FILE.py:FUNCTION to --resume."

@@ -2,23 +2,20 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
+import sys
 import textwrap
 import types
 import typing
 from typing import Any
 
 from ...recipe import overrides
-from ...recipe import recipe as vocabulary
 from ...recipe.conversions import dataclass_in
 from ...recipe.errors import UserError
-from ...recipe.methods import settings
-from ...recipe.optimization import lora
+from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe
-from ...recipe.tracking import trackers
 
-MODULES = (vocabulary, settings, lora, trackers)
-"""The modules that define the sections of a recipe."""
 WIDTH = 100
 
 
@@ -70,12 +67,13 @@ def explained(word: str) -> str:
 
 def keys() -> dict[str, Key]:
     """Return every override key, in the order of the fields."""
-    found, meanings = {}, _meanings()
+    found = {}
     for name, hint in overrides.override_keys().items():
         section, _, field = name.rpartition(".")
-        owner = dataclass_in(typing.get_type_hints(Recipe)[section]) if section else Recipe
+        owner = METHODS.get(section) or (dataclass_in(typing.get_type_hints(Recipe)[section]) if section else Recipe)
         assert owner is not None, name
-        found[name] = Key(name, type_name(hint), _default(owner, field), meanings[owner.__name__].get(field, ""))
+        meaning = _meanings(owner.__module__)[owner.__name__].get(field, "")
+        found[name] = Key(name, type_name(hint), _default(owner, field), meaning)
     return found
 
 
@@ -95,10 +93,11 @@ def _default(owner: type, field: str) -> str:
     return str(default).lower() if default is None or isinstance(default, bool) else str(default)
 
 
-def _meanings() -> dict[str, dict[str, str]]:
-    """Return the documentation below each field, by class and field."""
+@functools.cache
+def _meanings(module: str) -> dict[str, dict[str, str]]:
+    """Return the documentation below each field of a module's classes, by class and field."""
     found: dict[str, dict[str, str]] = {}
-    for node in [node for module in MODULES for node in ast.parse(inspect.getsource(module)).body]:
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(node, ast.ClassDef):
             found[node.name] = {}
             for field, below in zip(node.body, node.body[1:], strict=False):

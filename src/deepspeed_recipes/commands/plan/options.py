@@ -196,7 +196,7 @@ def check_layout(recipe: Recipe, hardware: Cluster, keys: Collection[str]) -> No
     """
     given = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in keys}
     file = strategies.template(recipe.deepspeed if "deepspeed" in keys else "zero1.json", hardware)
-    micro = recipe.traits.least_micro_batch
+    micro = recipe.method.least_micro_batch
     batch = math.lcm(hardware.gpus * micro, recipe.global_batch_size)  # also a multiple of GRPO's groups of answers
     alone = replace(recipe, layout=Layout(**given), micro_batch_size=micro, global_batch_size=batch)
     limits.check(alone, hardware.gpus, file)

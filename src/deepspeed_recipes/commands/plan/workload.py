@@ -51,7 +51,7 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
             raise UserError(f"--tokens {arguments.tokens} and {both[0]}=...: give one of them.")
         return Workload(tokens(arguments.tokens), known)
     if recipe.max_steps and "max_steps" in keys:
-        each = recipe.global_batch_size * recipe.sequence_length * recipe.traits.sequences
+        each = recipe.global_batch_size * recipe.sequence_length * recipe.method.sequences
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
         counted, attended = tokens_of(recipe)
@@ -148,7 +148,7 @@ def _examples(file: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
     located = text_files.read(file)
     if recipe.data.columns:  # only the amount of text matters, not the columns' meaning
         return (example for _, example in located)
-    return formats.converted(located, recipe.method, recipe.data.form)
+    return formats.converted(located, recipe.method.name, recipe.data.form)
 
 
 def _characters(value: Any) -> int:

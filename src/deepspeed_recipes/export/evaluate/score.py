@@ -102,7 +102,7 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
     if held_out.metric == "recall_at_1":
         places = embed.found_at(model, tokenizer, list(held_out.examples), held_out.recipe, Layout())
         return Scores([float(place < 1) for place in places], [1] * len(places), [], 0.0)
-    per_token = held_out.recipe.traits.unit == "nats per token"  # as the method's own metric compares answers
+    per_token = held_out.recipe.method.unit == "nats per token"  # as the method's own metric compares answers
     likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
     return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
 

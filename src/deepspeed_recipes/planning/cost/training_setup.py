@@ -8,6 +8,7 @@ from typing import Any
 from ...recipe import loss_tiles
 from ...recipe.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
+from ...recipe.methods import Distill, Grpo
 from ...recipe.optimization.optimizers import Optimizer
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
 from ..model_profile import teacher
@@ -218,15 +219,15 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         gradient_checkpointing=recipe.gradient_checkpointing,
         activation_offloading=recipe.activation_offloading,
         packing=recipe.packs,
-        sequences_per_example=recipe.traits.sequences,
-        reference=recipe.asks_reference,
+        sequences_per_example=recipe.method.sequences,
+        reference=recipe.method.asks_reference,
         teacher_parameters=teacher.parameters(recipe),
-        teacher_quantized=recipe.distill.teacher_quantization != "none",
-        scores=recipe.traits.headless,
+        teacher_quantized=isinstance(recipe.method, Distill) and recipe.method.teacher_quantization != "none",
+        scores=recipe.method.headless,
         rollout_answers=_answers(recipe, world_size),
-        rollout_gathers=recipe.grpo.gather,
+        rollout_gathers=not isinstance(recipe.method, Grpo) or recipe.method.gather,
         attention=recipe.model.attention,
-        tiled_loss=recipe.traits.tiles or loss_tiles.asked_for(recipe),
+        tiled_loss=recipe.method.tiles or loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
         liger_kernel=recipe.liger_kernel,
         compile=recipe.compile != "off",
@@ -250,8 +251,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
 
 def _answers(recipe: Recipe, world_size: int) -> int:
     """Return how many answers a rank generates at once: its part of a step's answers, or 0 if a server does it."""
-    by_server = recipe.traits.rollouts and recipe.grpo.vllm is not None
-    if by_server or not recipe.writes_answers:
+    by_server = isinstance(recipe.method, Grpo) and recipe.method.vllm is not None
+    if by_server or not recipe.method.writes_answers:
         return 0
     return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 

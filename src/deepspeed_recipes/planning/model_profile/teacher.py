@@ -5,6 +5,7 @@ from math import prod
 from pathlib import Path
 
 from ...recipe import pages
+from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe
 
 
@@ -13,9 +14,10 @@ def parameters(recipe: Recipe) -> int:
 
     0 if there is none, or if the number is unknown, as for a model on the Hub without a page.
     """
-    path = recipe.distill.teacher
-    if not recipe.traits.teacher or not path or recipe.distill.top_k is not None:  # with top_k, freed before training
+    method = recipe.method
+    if not isinstance(method, Distill) or not method.teacher or method.top_k is not None:  # top_k frees it early
         return 0
+    path = method.teacher
     if files := list(Path(path).glob("*.safetensors")):
         return sum(map(_stored, files))
     models = (model for family in pages.families() for model in pages.page(family).SIZES.values())

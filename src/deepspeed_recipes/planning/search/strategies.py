@@ -153,7 +153,7 @@ def _with_divisible_batch(request: PlanRequest) -> Recipe:
     if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
         return recipe
     fixed = "micro_batch_size" in request.fixed
-    micro_batch = recipe.micro_batch_size if fixed else recipe.traits.least_micro_batch
+    micro_batch = recipe.micro_batch_size if fixed else recipe.method.least_micro_batch
     sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
     return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
 
@@ -275,7 +275,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
 
 
 def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
-    least, size = request.recipe.traits.least_micro_batch, request.recipe.micro_batch_size
+    least, size = request.recipe.method.least_micro_batch, request.recipe.micro_batch_size
     sizes = [size] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
     return [size for size in sizes if size >= least and sequences % size == 0]
 

@@ -88,7 +88,7 @@ def _methods(request: PlanRequest) -> Iterator[str]:
     for method in METHODS[frugal:]:
         for other in others:
             variant = other.recipe.variant
-            same = other.recipe.method == request.recipe.method and method_of(other.recipe) == method
+            same = other.recipe.method.name == request.recipe.method.name and method_of(other.recipe) == method
             more = METHODS.index(method) > frugal or variant.startswith(f"{request.recipe.variant}_")
             if same and more and (found := _tried(f"--method {variant}", other)):
                 yield found
@@ -104,7 +104,7 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
             yield found
             break
         size //= 2
-    if recipe.traits.whole_loss is None and not recipe.layout.pipeline > 1:
+    if recipe.method.whole_loss is None and not recipe.layout.pipeline > 1:
         for words in (TILES, OFFLOADED, TILES + OFFLOADED):
             with contextlib.suppress(UserError):  # the recipe does not allow these settings
                 if found := _tried(" ".join(words), replace(request, recipe=overrides.apply(recipe, words))):

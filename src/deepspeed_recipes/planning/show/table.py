@@ -174,7 +174,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         )
     if batch != (before := request.recipe.global_batch_size):
         yield f"global_batch_size was raised from {before} to {batch}, so that every GPU gets equally many sequences."
-    if plan.recipe.writes_answers:
+    if plan.recipe.method.writes_answers:
         yield "Speeds are for training only; writing the answers before each step takes additional time."
     if not pages.is_own_model(plan.recipe):
         yield f"Data, rates and batch are from {pages.typed(plan.recipe)}, the nearest recipe: check them."
@@ -250,7 +250,7 @@ def asked(request: PlanRequest) -> str:
     name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
     if not pages.is_own_model(recipe):
         name = f"{recipe.model.path} ({parameters})"
-    what = "pairs of sequences" if recipe.traits.sequences == 2 else "sequences"
+    what = "pairs of sequences" if recipe.method.sequences == 2 else "sequences"
     step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
     return f"{name}, {recipe.variant}, {step}"
 

@@ -43,7 +43,7 @@ def _charts(run: RunData) -> Iterator[Chart]:
     restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
     held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
     loss = (*with_smoothed(points(run.metrics, "loss")), held_out)
-    yield Chart(run.recipe.traits.loss, "step", loss, log=run.recipe.traits.packs, marks=restarts)
+    yield Chart(run.recipe.method.curve, "step", loss, log=run.recipe.method.packs, marks=restarts)
     for key in (*metrics.SHARES, "reward"):
         measured = {key: points(run.evaluations, key), "of a sample": points(run.evaluations, f"sampled_{key}")}
         if sum(map(len, measured.values())) > 2:

@@ -9,7 +9,7 @@ from typing import Any
 from ...recipe import pages
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, redact
-from ...recipe.overrides import override_keys
+from ...recipe.overrides import override_keys, value_of
 from ...recipe.recipe import Recipe, names
 from ..page import Chart, Code, Curve, Note, Section, Table, number
 from ..run_data import RunData
@@ -59,14 +59,8 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
 
 
 def values(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe's value for each override key; None for the keys of a section that it lacks."""
-    found = {}
-    for key in override_keys():
-        value: Any = recipe
-        for part in key.split("."):
-            value = getattr(value, part, None)
-        found[key] = value
-    return found
+    """Return a recipe's value for each override key."""
+    return {key: value_of(recipe, key) for key in override_keys()}
 
 
 def shown(value: Any) -> str:

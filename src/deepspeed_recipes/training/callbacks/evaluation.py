@@ -80,14 +80,14 @@ class Evaluation(TrainerCallback):
 
     def _beside(self) -> str:
         """Return the last line's addition: the margin of preferences, or the method's second number."""
-        rows, traits = read_jsonl(self.run.evaluations), self.recipe.traits
-        key = traits.beside or self.metric.replace("_accuracy", "_margin")
+        rows, method = read_jsonl(self.run.evaluations), self.recipe.method
+        key = method.beside or self.metric.replace("_accuracy", "_margin")
         found = [row[key] for row in rows if key != self.metric and key in row]
         if not found:
             return ""
-        if traits.beside:
+        if method.beside:
             return f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
-        return f", margin {found[0]:.2f} -> {found[-1]:.2f} {traits.unit}"
+        return f", margin {found[0]:.2f} -> {found[-1]:.2f} {method.unit}"
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Request an evaluation where one is due, and a log before it, which ends the timed window."""

@@ -165,7 +165,7 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
 def no_gradient(step: int, recipe: Recipe) -> str:
     """Return the warning about an update whose gradient is zero; it is printed once."""
     why = "the model is already certain of every answer in it, or the loss depends on no trained weight"
-    if recipe.traits.rollouts:
+    if recipe.method.rollouts:
         why = (
             "all answers of a group got the same reward, in every group. If this continues, check that the reward "
             "function does not always return the same number, raise grpo.temperature or grpo.group_size, or use "

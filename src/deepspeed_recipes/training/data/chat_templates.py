@@ -130,7 +130,7 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         UserError: a template file that cannot be read, or is not Jinja.
     """
     asked = recipe.model.chat_template
-    if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method != "pretrain":
+    if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method.name != "pretrain":
         named = tokenizer.chat_template
         if "default" not in named:
             raise UserError(
@@ -142,7 +142,9 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             both = [named[name].removesuffix("\n") for name in ("tool_use", "default")]
             if len({*map(has_generation_markers, both)}) == 1:  # otherwise one of them would mark nothing to learn
                 tokenizer.chat_template = _TOOL_USE + _OTHERWISE.join(both) + "{% endif %}"
-    elif asked == "chatml" or (asked == "auto" and tokenizer.chat_template is None and recipe.method != "pretrain"):
+    elif asked == "chatml" or (
+        asked == "auto" and tokenizer.chat_template is None and recipe.method.name != "pretrain"
+    ):
         tokenizer.chat_template = CHATML
     elif asked != "auto":
         try:

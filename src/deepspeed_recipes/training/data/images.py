@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError
-from ...recipe.methods.traits import Method
 from .forms import formats, keys
 
 Picture = dict[str, Any]
@@ -32,7 +31,7 @@ TURNS = ("messages", "conversations", "prompt", "completion")
 
 
 def converted(
-    located: Iterable[tuple[str, dict[str, Any]]], method: Method, form: str, folder: Path | None
+    located: Iterable[tuple[str, dict[str, Any]]], method: str, form: str, folder: Path | None
 ) -> Iterator[dict[str, Any]]:
     """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 

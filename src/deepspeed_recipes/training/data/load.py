@@ -91,7 +91,7 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     """Return the datasets of a method that trains on tokens with labels, by `tokenize.tokenized`."""
-    if recipe.method == "pretrain" and tokenizer.eos_token is None:
+    if recipe.method.name == "pretrain" and tokenizer.eos_token is None:
         say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
     examples, held_out = read_examples(recipe, tokenizer)
     sequences, report = _tokenized(examples, recipe, tokenizer, "training")

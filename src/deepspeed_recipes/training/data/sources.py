@@ -31,7 +31,7 @@ from datasets.exceptions import DatasetGenerationError
 from pyarrow.parquet import ParquetFile
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.methods.traits import TRAITS, Method
+from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe, names
 from . import images, text_files
 from .forms import formats, keys, turns
@@ -131,20 +131,20 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     first = next(formats.renamed_columns(_located(name, recipe.data.split, True), fields), None)
     if first is None:
         raise UserError(f"{name}: contains no examples.")
-    form = formats.form_of(*first, recipe.method, recipe.data.form)
+    form = formats.form_of(*first, recipe.method.name, recipe.data.form)
     found: dict[str, Any] = {
         "name": name,
         "split": recipe.data.split,
-        "method": recipe.method,
+        "method": recipe.method.name,
         "form": form,
         "fields": fields,
     }
-    features = Features({**FEATURES[recipe.traits.examples], UNREAD: List(Value("string"))})
+    features = Features({**FEATURES[recipe.method.examples], UNREAD: List(Value("string"))})
     if recipe.model.vision:
         features, found["vision"] = Features({**features, **PICTURES}), True
     if streaming:
         stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found).remove_columns(UNREAD)
-        unread = dict.fromkeys(formats.unread(*first, form, recipe.method), 1)
+        unread = dict.fromkeys(formats.unread(*first, form, recipe.method.name), 1)
         return Source(name, form, stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
     found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))
@@ -161,7 +161,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
 def _converted(
     name: str,
     split: str,
-    method: Method,
+    method: str,
     form: str,
     fields: dict[str, str],
     version: Any = None,
@@ -179,7 +179,7 @@ def _converted(
         found = images.converted(located(), method, form, folder_of(Path(name)))
     else:
         found = formats.converted(located(), method, form)
-    missing = {"options": None} if "options" in FEATURES[TRAITS[method].examples] else {}
+    missing = {"options": None} if "options" in FEATURES[METHODS[method].examples] else {}
     for example in found:
         yield {**missing, **example, UNREAD: unread.popleft()}
 

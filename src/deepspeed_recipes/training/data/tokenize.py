@@ -183,7 +183,7 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     kept = examples.select([at for at, length in enumerate(lengths) if length <= recipe.sequence_length])
     if not len(kept):
         raise UserError(
-            f"data.path: all {len(examples)} {recipe.traits.examples} have an answer that is longer, with its prompt, "
+            f"data.path: all {len(examples)} {recipe.method.examples} have an answer that is longer, with its prompt, "
             f"than sequence_length={recipe.sequence_length}; raise it."
         )
     if dropped := len(examples) - len(kept):
@@ -199,7 +199,7 @@ def _longest(example: dict[str, Any]) -> int:
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
     progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
-    batched = recipe.method == "pretrain"
+    batched = recipe.method.name == "pretrain"
     tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
     features = SEEN if recipe.model.vision else TOKENS
     unread = [name for name in raw.column_names if name not in features]
@@ -215,7 +215,7 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
 
     def look(given: Any) -> dict[str, Any]:
         found = tokenize(given)
-        documents = found["input_ids"] if recipe.method == "pretrain" else [found["input_ids"]]
+        documents = found["input_ids"] if recipe.method.name == "pretrain" else [found["input_ids"]]
         if beyond := [token for document in documents for token in document if token >= rows]:
             raise UserError(
                 f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "

@@ -127,9 +127,9 @@ def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int
 
 def _least(recipe: Recipe, world_size: int) -> int:
     """Return the fewest sequences with which a method trains: some drop those that fill no whole step or pass."""
-    if recipe.traits.rollouts or recipe.traits.embeds:
+    if recipe.method.rollouts or recipe.method.embeds:
         return recipe.global_batch_size
-    if recipe.traits.examples == "judged answers":
+    if recipe.method.examples == "judged answers":
         return recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     return 1
 
@@ -142,7 +142,7 @@ def _batch(
     `suits` is another condition on the recipe and the sequences.
     """
     ranks = data_parallel_size(recipe.layout, world_size)
-    for micro in sorted({recipe.micro_batch_size, recipe.traits.least_micro_batch}, reverse=True):
+    for micro in sorted({recipe.micro_batch_size, recipe.method.least_micro_batch}, reverse=True):
         unit = micro * ranks
         for batch in range(min(recipe.global_batch_size, sequences) // unit * unit, 0, -unit):
             smaller_batch = changed(recipe, global_batch_size=batch, micro_batch_size=micro)

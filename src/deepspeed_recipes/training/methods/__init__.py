@@ -9,9 +9,7 @@ metric(trainer, examples)                                       the method's own
 from importlib import import_module
 from types import ModuleType
 
-from ...recipe.methods.traits import Method
 
-
-def method(name: Method) -> ModuleType:
+def method(name: str) -> ModuleType:
     """Return the module of a method."""
     return import_module(f".{name}", __package__)

@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from ...recipe.methods import Classify
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
@@ -122,7 +123,7 @@ def trainer(
     if pad is None:  # otherwise transformers could not find the end of a text
         pad = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     weights = None
-    if context.recipe.classify.class_weights == "balanced":
+    if Classify.of(context.recipe).class_weights == "balanced":
         weights = balanced(dataset["labels"], model.config.num_labels).to(distributed.device())
     given = {"data_collator": TextCollator(pad), "class_weights": weights}
     return RunClassificationTrainer.of(context, model, arguments, dataset, tokenizer, **given)

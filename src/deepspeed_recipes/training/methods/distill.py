@@ -23,6 +23,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
+from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe
 from ..data.collate import Collator
 from ..data.load import Datasets, tokenized_datasets
@@ -46,10 +47,10 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     Raises:
         UserError: the teacher has another vocabulary.
     """
-    if not recipe.distill.served:
+    if not Distill.of(recipe).served:
         teacher.check(recipe, tokenizer)
     found = tokenized_datasets(recipe, tokenizer)
-    return on_policy.with_room(found, recipe) if recipe.distill.on_policy else found
+    return on_policy.with_room(found, recipe) if Distill.of(recipe).on_policy else found
 
 
 class RunDistillTrainer(Averaging, Trainer):
@@ -59,14 +60,15 @@ class RunDistillTrainer(Averaging, Trainer):
         """`options` are passed to the trainer's own class."""
         recipe = context.recipe
         boundaries = needs_boundaries(options["model"])
-        collator = PlacesCollator(Collator(processing_class.pad_token_id, boundaries=boundaries), recipe.distill.top_k)
+        self.distill = Distill.of(recipe)
+        collator = PlacesCollator(Collator(processing_class.pad_token_id, boundaries=boundaries), self.distill.top_k)
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
         self.model_accepts_loss_kwargs = True  # the loss below takes a step's number of tokens, whatever the model does
         self.student = self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
         self.vocabulary = teacher.entries(recipe)
         self.head = output_head.head_of(self.student, self.vocabulary)
         self.teacher: Teacher | None = None
-        if recipe.distill.top_k is None:
+        if self.distill.top_k is None:
             self.teacher = self._load_teacher()
         else:
             self.train_dataset = self._with_likeliest()
@@ -79,10 +81,10 @@ class RunDistillTrainer(Averaging, Trainer):
     def _with_likeliest(self) -> likeliest.WithLikeliest:
         """Return the training data with the teacher's likeliest tokens; loads the teacher only to compute them."""
         recipe, run = self.context.recipe, self.context.run
-        folder = Path(recipe.distill.cache or run.likeliest)
+        folder = Path(self.distill.cache or run.likeliest)
         mark = likeliest.of_run(recipe, self.train_dataset, self.processing_class)
         if not likeliest.known(folder, mark):
-            asked = self._connect() if recipe.distill.served else self._load_teacher()
+            asked = self._connect() if self.distill.served else self._load_teacher()
             batch = recipe.micro_batch_size
             likeliest.compute(folder, mark, asked, self.train_dataset, self.data_collator, batch)
         return likeliest.read(folder, self.train_dataset)
@@ -128,7 +130,7 @@ class RunDistillTrainer(Averaging, Trainer):
         self, batch: dict[str, Any], of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
-        recipe, distill = self.context.recipe, self.context.recipe.distill
+        recipe, distill = self.context.recipe, self.distill
         log_probs = (logits / distill.temperature).log_softmax(-1)
         if self.teacher and of_teacher is not None:
             wanted = self.teacher.log_probs(of_teacher[tokens])

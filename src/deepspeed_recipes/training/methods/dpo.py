@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
+from ...recipe.methods import Dpo
 from ...recipe.recipe import Recipe
 from ..data import example_numbers
 from ..parallel import scores
@@ -47,9 +48,10 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:
     """Return TRL's arguments."""
-    dpo = {"loss_type": recipe.dpo.loss, "label_smoothing": recipe.dpo.label_smoothing, "beta": recipe.dpo.beta}
-    options = {"max_length": recipe.sequence_length, "precompute_ref_log_probs": recipe.dpo.precompute}
-    return DPOConfig(**common, **dpo, **options)
+    dpo = Dpo.of(recipe)
+    loss = {"loss_type": dpo.loss, "label_smoothing": dpo.label_smoothing, "beta": dpo.beta}
+    options = {"max_length": recipe.sequence_length, "precompute_ref_log_probs": dpo.precompute}
+    return DPOConfig(**common, **loss, **options)
 
 
 trainer = with_reference(RunDPOTrainer)

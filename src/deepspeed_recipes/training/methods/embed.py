@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from ...recipe.layout import data_parallel_size
+from ...recipe.methods import Embed
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
@@ -115,9 +116,10 @@ class RunEmbeddingTrainer(Averaging, Trainer):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Return the mean InfoNCE of this rank's anchors, in nats."""
         recipe, numbers = self.context.recipe, inputs["texts"]
-        vectors = embedded(model, inputs, recipe.embed.pooling)
+        settings = Embed.of(recipe)
+        vectors = embedded(model, inputs, settings.pooling)
         anchors, others = vectors[: numbers.shape[1]], vectors[numbers.shape[1] :]
-        similarities = anchors @ Gathered.apply(others).T / recipe.embed.temperature
+        similarities = anchors @ Gathered.apply(others).T / settings.temperature
         right, equal = candidates(numbers)
         similarities = similarities.masked_fill(equal, -torch.inf)
         self.averages.add({"accuracy": similarities.detach().argmax(-1) == right})
@@ -214,6 +216,6 @@ def _vectors(
         tokens = [tokenize.text_tokens(tokenizer, text, recipe.sequence_length) for _, text in batch]
         inputs = scores.to_device(padded(tokens, tokenizer.pad_token_id))
         places = torch.tensor([at for at, _ in batch[:count]], dtype=torch.long, device=found.device)
-        found[places] = embedded(model, inputs, recipe.embed.pooling)[:count]
+        found[places] = embedded(model, inputs, Embed.of(recipe).pooling)[:count]
     dist.all_reduce(found)
     return found.cpu()

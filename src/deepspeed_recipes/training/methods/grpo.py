@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from ...recipe.errors import UserError
-from ...recipe.methods import rewards
+from ...recipe.methods import Grpo, rewards
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
@@ -75,7 +75,7 @@ class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig:
     """Return TRL's arguments. Their beta stays 0, so that TRL loads no second model; `RolloutHooks` has ours."""
-    grpo = recipe.grpo
+    grpo = Grpo.of(recipe)
     shared: dict[str, Any] = {
         "num_generations": grpo.group_size,
         "max_completion_length": grpo.max_new_tokens,
@@ -104,15 +104,16 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     """
     found, held_out = load.read_examples(recipe, tokenizer)
     scoring.check(recipe, found.select(range(min(len(found), scoring.TRIED))).to_list())
-    longest = recipe.sequence_length - recipe.grpo.max_new_tokens
+    grpo = Grpo.of(recipe)
+    longest = recipe.sequence_length - grpo.max_new_tokens
     prompts = found.map(_as_prompt, remove_columns=found.column_names)
     fitting = prompts.filter(lambda row: len(_tokens(tokenizer, row)) <= longest)
-    per_step = recipe.global_batch_size // recipe.grpo.group_size
+    per_step = recipe.global_batch_size // grpo.group_size
     kept = fitting.select(range(len(fitting) // per_step * per_step))
     if not len(kept):
         raise UserError(
             f"data.path: {len(fitting)} of {len(found)} prompts leave room for grpo.max_new_tokens="
-            f"{recipe.grpo.max_new_tokens} in sequence_length={recipe.sequence_length}; a step takes {per_step}."
+            f"{grpo.max_new_tokens} in sequence_length={recipe.sequence_length}; a step takes {per_step}."
         )
     if held_out is not None:
         for row in held_out:
@@ -122,12 +123,12 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if dropped := len(found) - len(fitting):
         say(
             f"warning: training: {dropped} of {len(found)} prompts ({dropped / len(found):.0%}) are dropped: they "
-            f"leave no room for grpo.max_new_tokens={recipe.grpo.max_new_tokens} in sequence_length="
+            f"leave no room for grpo.max_new_tokens={grpo.max_new_tokens} in sequence_length="
             f"{recipe.sequence_length}; raise sequence_length"
         )
     left = f"; {len(fitting) - len(kept)} left over" if len(fitting) > len(kept) else ""
-    say(f"training: {len(kept)} prompts, {recipe.grpo.group_size} answers each{left}")
-    sequences = len(kept) * recipe.grpo.group_size * recipe.grpo.iterations
+    say(f"training: {len(kept)} prompts, {grpo.group_size} answers each{left}")
+    sequences = len(kept) * grpo.group_size * grpo.iterations
     shown = [[(tokenizer.decode(_tokens(tokenizer, kept[0])), False)]]
     load.show(shown)
     sample = _tokens(tokenizer, kept[0])
@@ -166,7 +167,9 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     Answers without a reward are not in the mean. Only the text after the reasoning is compared, since rewards teach the
     model to reason in its own way. Rank 0 stores its first answers in the run folder.
     """
-    recipe, scorer, gather = trainer.context.recipe, trainer.scorer, trainer.context.recipe.grpo.gather
+    recipe, scorer = trainer.context.recipe, trainer.scorer
+    grpo = Grpo.of(recipe)
+    gather = grpo.gather
     stage_3 = trainer.context.file.stage == 3
     tokenizer = trainer.processing_class
     answered: list[tuple[dict[str, Any], list[int]]] = []
@@ -175,8 +178,7 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     ) as model:
         for batch, count in scores.rank_batches(examples, scores.GENERATION_BATCH, recipe.layout):
             prompts = [_tokens(tokenizer, _as_prompt(row)) for row in batch]
-            longest = recipe.grpo.max_new_tokens
-            said = continued(model, tokenizer, prompts, longest, synced_gpus=stage_3 and not gather)
+            said = continued(model, tokenizer, prompts, grpo.max_new_tokens, synced_gpus=stage_3 and not gather)
             answered += list(zip(batch[:count], said, strict=False))
     texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for _, tokens in answered]
     totals = [
@@ -212,5 +214,5 @@ def trainer(
     context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase
 ) -> RolloutHooks:
     """Return the trainer, with a reference model if all weights are trained and beta is above 0."""
-    kind = RunRLOOTrainer if context.recipe.grpo.loss == "rloo" else RunGRPOTrainer
+    kind = RunRLOOTrainer if Grpo.of(context.recipe).loss == "rloo" else RunGRPOTrainer
     return kind.of(context, model, arguments, dataset, tokenizer, reference=reference.of_recipe(context.recipe))

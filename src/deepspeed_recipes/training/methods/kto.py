@@ -15,6 +15,7 @@ from trl.trainer.utils import use_adapter
 
 from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size
+from ...recipe.methods import Kto
 from ...recipe.recipe import Recipe
 from ..console import say
 from ..data import load, tokenize, updates
@@ -77,7 +78,7 @@ def _log_likelihood(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> KTOConfig:
     """Return TRL's arguments."""
-    kto = recipe.kto
+    kto = Kto.of(recipe)
     weights = {"desirable_weight": kto.good_weight, "undesirable_weight": kto.bad_weight}
     return KTOConfig(**common, beta=kto.beta, max_length=recipe.sequence_length, **weights)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from ...recipe.methods import Orpo
 from ...recipe.recipe import Recipe
 from ..parallel import scores
 from .averages import Averaging
@@ -40,7 +41,7 @@ class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> ORPOConfig:
     """Return TRL's arguments."""
-    return ORPOConfig(**common, beta=recipe.orpo.beta, max_length=recipe.sequence_length)
+    return ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length)
 
 
 trainer = RunORPOTrainer.of

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
+from ...recipe.methods import Simpo
 from ...recipe.recipe import Recipe
 from ..parallel import scores
 from .averages import Averaging
@@ -32,8 +33,9 @@ class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> CPOConfig:
     """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
-    simpo = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": recipe.simpo.beta, "simpo_gamma": recipe.simpo.gamma}
-    return CPOConfig(**common, **simpo, max_length=recipe.sequence_length)
+    simpo = Simpo.of(recipe)
+    loss = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": simpo.beta, "simpo_gamma": simpo.gamma}
+    return CPOConfig(**common, **loss, max_length=recipe.sequence_length)
 
 
 trainer = RunSimPOTrainer.of

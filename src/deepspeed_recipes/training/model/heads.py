@@ -35,7 +35,7 @@ def trained_by(recipe: Recipe) -> Head:
     """Return the head of the model that a recipe trains."""
     if recipe.model.vision:
         return "vision"
-    return "scores" if recipe.traits.scores else "none" if recipe.traits.embeds else "vocabulary"
+    return "scores" if recipe.method.scores else "none" if recipe.method.embeds else "vocabulary"
 
 
 def options(labels: Sequence[str]) -> dict[str, Any]:

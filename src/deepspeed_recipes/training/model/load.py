@@ -75,7 +75,7 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
     if activation_checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
     beside = vision_tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
-    return lora.add(model, recipe.lora, recipe.seed, recipe.traits.scores, recipe.traits.embeds, beside)
+    return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside)
 
 
 def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
@@ -102,7 +102,7 @@ def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
         if not recipe.model.train_vision:
             vision_tower.freeze(model)
     config = model.config.get_text_config()
-    if recipe.traits.tiles:
+    if recipe.method.tiles:
         upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
     elif tiles_loss(recipe, config.vocab_size):
         tiling.tile_loss(model)
@@ -151,8 +151,8 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     stored.check_tied(recipe.model.path, config)
     generation_settings.check(recipe.model.path)
     part = {} if recipe.model.vision else text_part(config)
-    options = heads.options(labels) if recipe.traits.scores else {}
-    quiet = errors_only("transformers") if recipe.traits.headless else nullcontext()
+    options = heads.options(labels) if recipe.method.scores else {}
+    quiet = errors_only("transformers") if recipe.method.headless else nullcontext()
     try:
         with quiet, upstream.reading_any_index():
             model, about = kind.from_pretrained(
@@ -177,7 +177,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
             raise
         raise UserError(cannot_load("model", recipe, error)) from error
     missing = set(about["missing_keys"])  # one of tied weights is enough, and transformers does not list the other
-    if recipe.traits.scores:
+    if recipe.method.scores:
         head, missing = heads.missing(missing)
         if head:  # the files hold a language model
             heads.start(model, recipe.seed)

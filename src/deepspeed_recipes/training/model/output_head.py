@@ -10,6 +10,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ...recipe.errors import UserError, first_line
 from ...recipe.loss_tiles import tiles_loss
+from ...recipe.methods import Distill
 from ...recipe.recipe import Lora, Recipe, names
 from .load import load_config
 from .packing_check import LEAK, draft_of
@@ -65,8 +66,8 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
         UserError: the recipe or its method requires tiles.
     """
     config = load_config(recipe).get_text_config()
-    traits = recipe.traits
-    by_method = traits.tiles or traits.teacher or traits.rollouts
+    method = recipe.method
+    by_method = method.tiles or isinstance(method, Distill) or method.rollouts
     if not by_method and not tiles_loss(recipe, config.vocab_size):
         return recipe
     why = difference(config, tokenizer, recipe.lora)
@@ -74,7 +75,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
         return recipe
     if by_method:
         fix = "name other modules, or use all-linear" if why.startswith("lora.") else "use another model"
-        raise UserError(f"{traits.title} computes logits in tiles: {why}; {fix}.")
+        raise UserError(f"{method.title} computes logits in tiles: {why}; {fix}.")
     if recipe.tiled_loss:
         raise UserError(f"tiled_loss=true: {why}; use tiled_loss=false.")
     say(f"tiled_loss=false: {why}")

@@ -122,7 +122,7 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
         library_name=library(contents),
         pipeline_tag=task(contents),
-        tags=["deepspeed", "deepspeed-recipes", recipe.method, *adapters],
+        tags=["deepspeed", "deepspeed-recipes", recipe.method.name, *adapters],
         model_name=recipe.name,
         eval_results=evaluations(held, contents),
     )

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ...recipe.methods.settings import Embed
+from ...recipe.methods import Embed
 from ...recipe.run_folder import write_json
 
 POOLING, NORMALIZE = "1_Pooling/config.json", "2_Normalize/config.json"

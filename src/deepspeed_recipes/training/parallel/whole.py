@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.loss_tiles import tiles_loss
+from ...recipe.methods import Embed
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json
 from .. import distributed, upstream
@@ -132,10 +133,10 @@ def save(trainer: Trainer, folder: Path) -> None:
 def _describe_outputs(trainer: Trainer, folder: Path) -> None:
     """Write the meaning of the outputs where `config.json` does not have it."""
     model, recipe = trainer.model, trainer.context.recipe
-    if recipe.traits.embeds:
+    if isinstance(recipe.method, Embed):
         hidden_size = model.config.get_text_config().hidden_size
-        sentence_transformers.write(folder, recipe.embed, hidden_size, recipe.sequence_length)
-    if recipe.traits.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
+        sentence_transformers.write(folder, recipe.method, hidden_size, recipe.sequence_length)
+    if recipe.method.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
         write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
 
 

@@ -69,4 +69,4 @@ def over_tokens(numbers: Mapping[str, float]) -> dict[str, float]:
 def tags(recipe: Recipe) -> list[str]:
     """Return a run's tags: family, method and DeepSpeed file, and the recipe's own tags."""
     own = [redact(tag.strip()) for tag in (recipe.wandb.tags or "").split(",") if tag.strip()]
-    return list(dict.fromkeys([recipe.family, recipe.method, Path(recipe.deepspeed).stem, *own]))
+    return list(dict.fromkeys([recipe.family, recipe.method.name, Path(recipe.deepspeed).stem, *own]))

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 from ....recipe.errors import UserError
-from ....recipe.methods.traits import TRAITS, Examples, Method, reading
+from ....recipe.methods import METHODS, Examples, reading
 from . import keys
 from .turns import (
     NOT_LEARNED,
@@ -77,23 +77,23 @@ FIELDS = (
 """Every field that a conversion reads, and that `data.columns` may name."""
 
 
-def read_by(form: str, method: Method) -> set[str]:
+def read_by(form: str, method: str) -> set[str]:
     """Return the fields of an example that a method reads in a form."""
     kind, fields = FORMS[form]
     read = {*fields, *(("negative",) if kind == "matching texts" else ())}
     if kind == "texts" or kind == "matching texts" or form == "labelled_text":
         return read
-    read |= {"system", "tools", *keys.OPTIONS, *(() if TRAITS[method].examples == "prompts" else keys.OF_EXAMPLES)}
+    read |= {"system", "tools", *keys.OPTIONS, *(() if METHODS[method].examples == "prompts" else keys.OF_EXAMPLES)}
     read |= {"prompt"} if form == "preference" else {"completion"} if form == "labelled_prompt" else set()
     return read | ({*PASSAGES, "history"} if read & {*ASKING} and _takes_passages(form, method) else set())
 
 
-def _takes_passages(form: str, method: Method) -> bool:
+def _takes_passages(form: str, method: str) -> bool:
     """Return whether a question's passage is appended to it; a reward function gets all other fields itself."""
-    return TRAITS[method].examples != "prompts" or form == "alpaca"
+    return METHODS[method].examples != "prompts" or form == "alpaca"
 
 
-def form_of(where: str, example: Example, method: Method, asked: str = "auto") -> str:
+def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
     """Return the form of a source, detected from the fields of its first example unless the recipe names a form.
 
     Raises:
@@ -113,7 +113,7 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
     if suitable:
         return suitable[0]
     for kind, fields in FORMS.values():
-        if kind == TRAITS[method].examples and all(field in example for field in fields):
+        if kind == METHODS[method].examples and all(field in example for field in fields):
             empty = next(field for field in fields if example[field] is None)
             raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
     if found:
@@ -124,9 +124,9 @@ def form_of(where: str, example: Example, method: Method, asked: str = "auto") -
     )
 
 
-def _reads(method: Method, form: str) -> bool:
+def _reads(method: str, form: str) -> bool:
     """Return whether a method reads a form; where prompts are enough, those of conversations are too."""
-    wanted = TRAITS[method].examples
+    wanted = METHODS[method].examples
     return FORMS[form][0] == wanted or (wanted == "prompts" and FORMS[form][0] == "conversations")
 
 
@@ -140,14 +140,14 @@ def _refuse_judged(where: str, example: Example) -> None:
         )
 
 
-def converted(located: Iterable[tuple[str, Example]], method: Method, form: str = "auto") -> Iterator[Example]:
+def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "auto") -> Iterator[Example]:
     """Yield the examples of one source, (place, example) each, as the method reads them.
 
     Raises:
         UserError: the message has the place, the field, the expected value and the fix.
     """
     found = None
-    kind = TRAITS[method].examples
+    kind = METHODS[method].examples
     for where, given in located:
         example = keys.with_usual_names(where, given)
         found = found or form_of(where, example, method, form)
@@ -180,12 +180,12 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
     return read
 
 
-def unread(where: str, example: Example, form: str, method: Method) -> list[str]:
+def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     """Return the keys of an example that no conversion reads, and with a dot those that only a template may read."""
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
-    found = [] if TRAITS[method].examples == "prompts" else found
+    found = [] if METHODS[method].examples == "prompts" else found
     lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
     turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
     known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
@@ -200,7 +200,7 @@ def _serves(form: str) -> str:
     return f"for the method {', '.join(others)}{' or ' if others else ''}{last}"
 
 
-def _needs(method: Method) -> str:
+def _needs(method: str) -> str:
     forms = (f"{form} ({', '.join(fields)})" for form, (_, fields) in FORMS.items() if _reads(method, form))
     return f"the method {method} reads {', '.join(forms)}"
 

@@ -7,6 +7,7 @@ import math
 
 import torch
 
+from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 
 
@@ -18,11 +19,12 @@ def per_token(student: torch.Tensor, teacher: torch.Tensor, recipe: Recipe) -> t
         teacher: its log-probabilities of the same outcomes.
         recipe: for `distill.loss` and `distill.beta`.
     """
-    if recipe.distill.loss == "forward_kl":
+    distill = Distill.of(recipe)
+    if distill.loss == "forward_kl":
         return _kl(teacher, student)
-    if recipe.distill.loss == "reverse_kl":
+    if distill.loss == "reverse_kl":
         return _kl(student, teacher)
-    beta = recipe.distill.beta
+    beta = distill.beta
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
     return beta * _kl(teacher, mixture) + (1 - beta) * _kl(student, mixture)
 

@@ -18,6 +18,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ....recipe.errors import UserError
+from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 from ....recipe.run_folder import read_json, write_json
 from ... import distributed
@@ -46,7 +47,7 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
     """Return the inputs that determine the numbers, found by rank 0; a collective."""
     found: list[Any] = [None]
     if distributed.is_first():
-        distill = recipe.distill
+        distill = Distill.of(recipe)
         found = [
             {
                 "data": fingerprint.of_data(training),

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ....recipe.errors import UserError
+from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 from ...console import say
 from ...data.collate import IGNORED
@@ -26,12 +27,12 @@ def with_room(found: Datasets, recipe: Recipe) -> Datasets:
     Raises:
         UserError: too few are left for a step.
     """
-    longest = recipe.sequence_length - recipe.distill.max_new_tokens
+    longest = recipe.sequence_length - Distill.of(recipe).max_new_tokens
     training: Any = found.training
     kept = training.filter(lambda sequence: _prompt_length(sequence["labels"]) <= longest)
     if len(kept) < recipe.global_batch_size:
         raise UserError(
-            f"distill.max_new_tokens={recipe.distill.max_new_tokens}: {len(kept)} of {len(training)} prompts leave "
+            f"distill.max_new_tokens={Distill.of(recipe).max_new_tokens}: {len(kept)} of {len(training)} prompts leave "
             f"room in sequence_length={recipe.sequence_length}; use fewer, or a larger sequence_length."
         )
     if len(kept) < len(training):
@@ -42,7 +43,7 @@ def with_room(found: Datasets, recipe: Recipe) -> Datasets:
 
 def writes(recipe: Recipe, step: int) -> bool:
     """Return whether the student writes the answers of a step."""
-    return random.Random(f"{recipe.seed} {step}").random() < recipe.distill.on_policy
+    return random.Random(f"{recipe.seed} {step}").random() < Distill.of(recipe).on_policy
 
 
 def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -60,7 +61,7 @@ def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any
             trainer,
             [prompt for batch in prompts for prompt in batch],
             sampling.Noise(seeds, 1.0, device),
-            recipe.distill.max_new_tokens,
+            Distill.of(recipe).max_new_tokens,
             ends(trainer.model, trainer.processing_class),
             gather=True,
         )

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ....recipe.errors import UserError
+from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 
 SECONDS = 600
@@ -43,7 +44,7 @@ class Served:
         Raises:
             UserError: the server does not answer, or has no model.
         """
-        address = str(recipe.distill.teacher).rstrip("/").removesuffix("/v1")
+        address = str(Distill.of(recipe).teacher).rstrip("/").removesuffix("/v1")
         models = _asked(address, "/v1/models")["data"]
         if not models:
             raise UserError(f"distill.teacher={address}: has no model.")

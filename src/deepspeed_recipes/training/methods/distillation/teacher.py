@@ -10,6 +10,7 @@ from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ....recipe.errors import UserError
+from ....recipe.methods import Distill, Sft
 from ....recipe.recipe import Lora, Recipe
 from ... import distributed
 from ...console import say
@@ -28,16 +29,16 @@ run_as = _ForwardRedirection()
 
 def recipe_of(recipe: Recipe) -> Recipe:
     """Return a recipe that loads the teacher; its `lora` only marks that nothing except adapters could be trained."""
-    distill = recipe.distill
+    distill = Distill.of(recipe)
     assert distill.teacher is not None
     model = replace(recipe.model, path=distill.teacher, quantization=distill.teacher_quantization, config={})
     plain: dict[str, Any] = {"tiled_loss": False, "tiled_mlp": False, "compile": "off", "gradient_checkpointing": False}
-    return replace(recipe, method="sft", model=model, lora=Lora(), **plain)
+    return replace(recipe, method=Sft(), model=model, lora=Lora(), **plain)
 
 
 def entries(recipe: Recipe) -> int:
     """Return the number of vocabulary entries in the heads of both models; a server does not report its own."""
-    known = (recipe,) if recipe.distill.served else (recipe, recipe_of(recipe))
+    known = (recipe,) if Distill.of(recipe).served else (recipe, recipe_of(recipe))
     return min(load.load_config(one).get_text_config().vocab_size for one in known)
 
 
@@ -100,7 +101,7 @@ class Teacher:
         """Return the teacher, with the engine that holds a sharded one; `entries` as from `check`."""
         sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())
-        return cls(engine, model, output_head.head_of(model, entries), recipe.distill.temperature)
+        return cls(engine, model, output_head.head_of(model, entries), Distill.of(recipe).temperature)
 
     @torch.no_grad()
     def hidden(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:

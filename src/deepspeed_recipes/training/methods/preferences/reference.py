@@ -10,7 +10,7 @@ from ...trainer import RunContext, RunHooks
 
 def of_recipe(recipe: Recipe) -> Any:
     """Return the model before training, or None with adapters: without them, the model is its own reference."""
-    return load.load_model(recipe) if recipe.asks_reference and recipe.lora is None else None
+    return load.load_model(recipe) if recipe.method.asks_reference and recipe.lora is None else None
 
 
 def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:

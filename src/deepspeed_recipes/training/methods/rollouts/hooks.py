@@ -12,6 +12,7 @@ from trl.models.utils import prepare_deepspeed
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from ....recipe.errors import UserError
+from ....recipe.methods import Grpo
 from ....recipe.run_folder import append_jsonl
 from ... import distributed
 from ...model.control_tokens import conversation_tokens
@@ -58,7 +59,7 @@ class RolloutHooks(Averaging):
         functions = [_named(name) for name in self.scorer.names]
         super().__init__(context, processing_class=processing_class, reward_funcs=functions, **options)
         self.data_collator = together
-        self.beta = context.recipe.grpo.beta  # TRL got 0, or it would load a second model in its own way
+        self.beta = Grpo.of(context.recipe).beta  # TRL got 0, or it would load a second model in its own way
         if reference is not None:
             add_fused_lm_head(reference, temperature=self.temperature)
             self.ref_model = prepare_deepspeed(reference, self.accelerator)

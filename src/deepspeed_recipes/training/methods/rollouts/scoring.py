@@ -19,7 +19,7 @@ from typing import Any
 
 from ....machine import children
 from ....recipe.errors import UserError
-from ....recipe.methods import rewards
+from ....recipe.methods import Grpo, rewards
 from ....recipe.recipe import Recipe
 from ...console import say
 
@@ -36,8 +36,9 @@ class Scorer:
 
     def __init__(self, recipe: Recipe) -> None:
         self.functions = rewards.functions(recipe.reward)
-        self.weights = rewards.weights(recipe.reward, recipe.grpo.reward_weights)
-        self.seconds = recipe.grpo.reward_seconds
+        grpo = Grpo.of(recipe)
+        self.weights = rewards.weights(recipe.reward, grpo.reward_weights)
+        self.seconds = grpo.reward_seconds
         self.key = f"reward={recipe.reward}"
         self.process: subprocess.Popen[bytes] | None = None
         self.held = contextlib.ExitStack()

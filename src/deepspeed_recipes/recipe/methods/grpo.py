@@ -1,0 +1,89 @@
+"""GRPO and RLOO: their settings, and the combinations of them that they refuse."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from ..bounds import Bounds
+from ..errors import UserError
+from . import rewards
+from .method import Method, check_room
+
+
+@dataclass(frozen=True)
+class Grpo(Method):
+    """Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300), and RLOO, run by TRL."""
+
+    name = "grpo"
+    title = "GRPO"
+    examples = "prompts"
+    reference = True
+    curve = "GRPO loss per answer"
+    whole_loss = "GRPO already computes its loss in tiles"
+    rollouts = True
+    own_loss = True
+    excludes: ClassVar[Mapping[str, str]] = {
+        "tensor": "tensor parallelism is tested with the loss of all tokens, and not with GRPO's",
+        "sequence": "GRPO generates answers, and a rank that has a part of each sequence cannot",
+        "pipeline": "GRPO generates answers, and a pipeline's stages only train",
+        "expert": "expert parallelism is tested with the loss of all tokens, and not with GRPO's",
+    }
+
+    group_size: Annotated[int, Bounds(least=2)] = 8
+    """Answers per prompt, which are compared with each other; `global_batch_size` counts answers."""
+    loss: Literal["grpo", "dapo", "dr_grpo", "rloo"] = "grpo"
+    """Loss over the answers. `grpo`, the paper's, weighs every answer the same; `dapo` (arXiv:2503.14476) weighs every
+    token of a step the same; `dr_grpo` (arXiv:2503.20783) divides by the longest allowed length and works best with
+    `scale=none`; `rloo` (arXiv:2402.14740) takes whole answers, compares each with the mean of the others, and adds the
+    KL divergence to the reward."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """Divisor of the advantages: the standard deviation of the group's rewards (the paper), that of all rewards of a
+    step, or none. RLOO uses none."""
+    beta: Annotated[float, Bounds(least=0)] = 0.0
+    """Weight of the KL divergence from the model before training: 0.04 in the paper; 0 needs no second model."""
+    epsilon: Annotated[float, Bounds(above=0, usual=0.2)] = 0.2
+    """Largest relative change of the likelihood of a token (RLOO: of an answer) since its rollout before clipping."""
+    epsilon_high: Annotated[float | None, Bounds(above=0, usual=0.28)] = None
+    """Upper clipping bound, if it differs from `epsilon`: 0.28 in DAPO."""
+    iterations: Annotated[int, Bounds(least=1)] = 1
+    """Updates per rollout; the paper's mu. With 1 nothing is ever clipped."""
+    temperature: Annotated[float, Bounds(above=0, usual=1)] = 1.0
+    """Sampling temperature: a higher value explores more."""
+    max_new_tokens: Annotated[int, Bounds(least=1)] = 256
+    """Longest answer in tokens; together with its prompt it has to fit into `sequence_length`."""
+    mask_truncated: bool = False
+    """Leave answers that reach `max_new_tokens` out of the loss (DAPO)."""
+    reward_weights: str | None = None
+    """Weights of the functions in `reward`, separated by commas (`1,0.2`). None gives each function the weight 1."""
+    reward_seconds: Annotated[float, Bounds(above=0, most=86_400, usual=5)] = 5.0
+    """Time limit of the reward functions for one answer, in seconds; an answer that takes longer has no reward."""
+    gather: bool = True
+    """Under ZeRO-3, gather the whole weights on every rank while it generates. `false` gathers layer by layer for every
+    token, which is slow, for models that do not fit."""
+    vllm: str | None = None
+    """Address of a server that generates the answers (`http://HOST:8000`, started by `trl vllm-serve --model MODEL`).
+    Not tested by this project: it needs a GPU for the server alone."""
+
+    @property
+    def asks_reference(self) -> bool:
+        """True if the loss has a KL term."""
+        return self.beta != 0
+
+    def judged_by(self, chosen: str) -> str:
+        """Return the mean reward, or `data.metric` if it names another metric than the loss."""
+        return "reward" if chosen == "loss" else chosen
+
+    def check(self, recipe: Any) -> None:
+        """Refuse groups, lengths, bounds and reward functions that contradict each other."""
+        rewards.weights(recipe.reward, self.reward_weights)
+        answers = recipe.global_batch_size
+        if answers % self.group_size:
+            unit = math.lcm(self.group_size, recipe.micro_batch_size)
+            raise UserError(
+                f"grpo.group_size={self.group_size}: global_batch_size={answers} answers do not make whole groups; "
+                f"use global_batch_size={-(-answers // unit) * unit}, or a group_size that divides {answers}."
+            )
+        check_room("grpo", self.max_new_tokens, recipe.sequence_length)
+        if self.epsilon_high is not None and self.epsilon_high < self.epsilon:
+            raise UserError(f"grpo.epsilon_high={self.epsilon_high}: must be at least grpo.epsilon={self.epsilon}.")
