@@ -10,10 +10,11 @@ from transformers import AutoConfig
 from deepspeed_recipes.commands import launch, plan
 from deepspeed_recipes.commands.launch import auto
 from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.launching import paths
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.planning.search import nearest as nearest_module
 from deepspeed_recipes.planning.search.nearest import nearest
-from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe import pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
 from deepspeed_recipes.recipe.recipe import Draft
@@ -141,8 +142,8 @@ def test_plans_borrow_the_same_page(tmp_path, capsys):
 def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
     one, other = (drafted(tmp_path / name, "olmo2") for name in ("one", "other"))
     run = RunFolder(tmp_path / "run")
-    monkeypatch.setattr(launch.run_folder, "to_resume", lambda *_: run)
-    launch.run_folder.write_recipe(run, launch.paths.locate(auto.borrow(str(one), "lora")))
+    monkeypatch.setattr(run_folder, "to_resume", lambda *_: run)
+    run_folder.write_recipe(run, paths.locate(auto.borrow(str(one), "lora")))
     with pytest.raises(UserError, match=f"has a run of {one}, not of {other}"):
         launch.main(["auto", str(other), "--resume"])
     with pytest.raises(UserError, match="has a run of"):

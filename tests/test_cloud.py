@@ -5,7 +5,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -107,30 +106,30 @@ def test_what_no_job_can_do_is_refused(tmp_path, words, said):
 
 
 def instance(ml, hosts, own, shared=True):
-    """Write what SageMaker writes on an instance."""
+    """Write what SageMaker writes on an instance, and return the arguments of `place`."""
     (ml / "input" / "config").mkdir(parents=True)
     (ml / "input" / "data" / ("runs" if shared else "recipe")).mkdir(parents=True)
     text = json.dumps({"hosts": hosts, "current_host": own})
     (ml / "input" / "config" / "resourceconfig.json").write_text(text)
-    return Namespace(name="first", gpus=8, port="29500")
+    return ("first", 8, "29500", ml)
 
 
 def test_an_instance_finds_its_place(tmp_path):
     hosts = [f"algo-{number}" for number in range(1, 13)]
-    found = sagemaker_node.place(instance(tmp_path, sorted(hosts), "algo-10"), tmp_path)
+    found = sagemaker_node.place(*instance(tmp_path, sorted(hosts), "algo-10"))
     assert found[0] == str(tmp_path / "input" / "data" / "runs" / "first")
     assert found[found.index("--node-rank") + 1] == "9" and found[found.index("--master-addr") + 1] == "algo-1"
 
 
 def test_one_instance_keeps_its_run_where_sagemaker_saves_it(tmp_path):
-    found = sagemaker_node.place(instance(tmp_path, ["algo-1"], "algo-1", shared=False), tmp_path)
+    found = sagemaker_node.place(*instance(tmp_path, ["algo-1"], "algo-1", shared=False))
     assert found[0] == str(tmp_path / "checkpoints" / "first") and found[found.index("--nodes") + 1] == "1"
 
 
 def test_instances_that_share_nothing_are_refused(tmp_path):
     asked = instance(tmp_path, ["algo-1", "algo-2"], "algo-1", shared=False)
     with pytest.raises(UserError, match="2 instances need a file system: add --file-system"):
-        sagemaker_node.place(asked, tmp_path)
+        sagemaker_node.place(*asked)
 
 
 def test_the_reason_of_a_failure_is_where_sagemaker_looks_for_it(tmp_path, monkeypatch, capsys):

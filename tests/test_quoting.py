@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_recipes.launching import paths
-from deepspeed_recipes.launching.allocation import Allocation
 from deepspeed_recipes.launching.command import deepspeed_command
 from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.slurm import batch_job
 from deepspeed_recipes.launching.ssh import hostfile, pdsh_environment
 from deepspeed_recipes.recipe import pages, run_folder
@@ -196,7 +196,7 @@ def expanded(text: str) -> str:
 def test_a_manifest_says_what_was_given(tmp_path, value):
     assume(not value.startswith(("/", "~")))  # paths of this machine are left out
     recipe = paths.locate(pages.find("tiny", "full"), manifests.MOUNT)
-    options = {"image": manifests.IMAGE, "volume": "runs", "environment": {"WANDB_NOTES": value, "NCCL_X=\n": "1"}}
+    options = {"image": "image:1", "volume": "runs", "environment": {"WANDB_NOTES": value, "NCCL_X=\n": "1"}}
     texts = manifests.manifests(Allocation(value, 1, 2, True), recipe, RunFolder(tmp_path / "run"), options)
     job = list(yaml.safe_load_all(texts["job.yaml"]))[-1]
     env = {one["name"]: one.get("value") for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}

@@ -4,12 +4,12 @@ import importlib.util
 import signal
 import socket
 import subprocess
-from argparse import Namespace
 from functools import partial
 
 import psutil
 import pytest
 
+from deepspeed_recipes.launching.options import LaunchOptions
 from deepspeed_recipes.launching.ray import cluster, output, rank, submit
 from deepspeed_recipes.launching.ray.cluster import Node
 from deepspeed_recipes.recipe.errors import UserError
@@ -82,14 +82,14 @@ def test_an_address_that_is_no_clusters_is_named(address, said):
 def test_without_ray_the_line_that_installs_it_is_given(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r'--ray: Ray is not installed here; pip install "ray\[train\]=='):
-        cluster.of(Namespace(ray=True))
+        cluster.of(LaunchOptions("tiny", "full", ray=True))
 
 
 @HERE
 def test_several_nodes_need_an_address(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match="--nodes 2: --ray alone uses this machine"):
-        cluster.of(Namespace(ray=True, address=None, nodes=2, gpus=None))
+        cluster.of(LaunchOptions("tiny", "full", ray=True, nodes=2))
 
 
 def test_a_dashboards_address_makes_a_job_of_the_command(monkeypatch, tmp_path, capsys):

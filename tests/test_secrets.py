@@ -11,8 +11,8 @@ import yaml
 
 from deepspeed_recipes.export.serve import environment as serving
 from deepspeed_recipes.launching import command, paths, variables
-from deepspeed_recipes.launching.allocation import Allocation
 from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.ray import submit
 from deepspeed_recipes.launching.slurm import batch_job
 from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.launching.allocation import Allocation
+from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.slurm import batch_job, partitions
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import (

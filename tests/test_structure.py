@@ -142,6 +142,16 @@ def test_one_place_parses_a_deepspeed_file():
     assert parsing == [PACKAGE / "recipe" / "deepspeed_file.py"]
 
 
+def test_a_parsed_command_line_stays_in_its_command():
+    """What the rest gets is a frozen dataclass or plain arguments, which say what there is to read."""
+    defects = PACKAGE / "prove" / "defects"  # scripts that call libraries' own commands
+    files = [path for path in PACKAGE.rglob("*.py") if not path.is_relative_to(defects)]
+    naming = {path.relative_to(PACKAGE).parts[0] for path in files if re.search(r"\bNamespace\b", path.read_text())}
+    assert naming == {"commands"}
+    launch = {path.name for path in (PACKAGE / "commands" / "launch").glob("*.py") if "Namespace" in path.read_text()}
+    assert launch == {"options.py"}
+
+
 def test_notebooks_import_the_project_and_nothing_imports_them():
     notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
     for file in notebooks:

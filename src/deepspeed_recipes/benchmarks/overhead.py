@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..launching import paths
-from ..launching.command import deepspeed_command, rank_count, rank_environment, visible_gpus
+from ..launching.command import deepspeed_command, rank_environment
 from ..recipe import pages
 from ..recipe.project import PACKAGE, PAGES
 from ..recipe.recipe import Precision, Schedule, Wandb
@@ -43,21 +43,6 @@ class Bench:
     length: int
     dtype: Precision
     folder: Path
-
-
-def bench_of(options: argparse.Namespace, folder: Path) -> Bench:
-    """Return the settings from the command line."""
-    gpus = visible_gpus()
-    return Bench(
-        options.zero_stage,
-        options.steps,
-        rank_count(options.gpus, gpus),
-        gpus,
-        options.micro_batch,
-        options.length,
-        options.dtype,
-        folder,
-    )
 
 
 OPTIONS = ("zero_stage", "steps", "rounds", "gpus", "micro_batch", "length", "dtype")

@@ -32,7 +32,7 @@ from typing import Any
 
 from ..benchmarks import overhead, own_process, plan_speed, scaling, tables
 from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
-from ..launching.command import visible_gpus
+from ..launching.command import rank_count, visible_gpus
 from ..machine import children
 from ..recipe import files
 from ..recipe.project import require
@@ -125,9 +125,24 @@ def share(seconds: float, benchmarks: int) -> float:
     return max(1.0, seconds * min(1, 1.5 / benchmarks))
 
 
+def _bench(options: argparse.Namespace, folder: Path) -> overhead.Bench:
+    """Return the settings of `overhead` and `scaling`."""
+    gpus = visible_gpus()
+    return overhead.Bench(
+        zero_stage=options.zero_stage,
+        steps=options.steps,
+        ranks=rank_count(options.gpus, gpus),
+        gpus=gpus,
+        micro_batch=options.micro_batch,
+        length=options.length,
+        dtype=options.dtype,
+        folder=folder,
+    )
+
+
 def _overhead(options: argparse.Namespace) -> None:
     with children.scratch() as folder:
-        bench = overhead.bench_of(options, folder)
+        bench = _bench(options, folder)
         rounds = options.rounds
         if options.draft:
             bench, rounds = replace(bench, steps=overhead.FEWEST), 1
@@ -146,7 +161,7 @@ def _planner(options: argparse.Namespace) -> None:
 def _scaling(options: argparse.Namespace) -> None:
     ranks = scaling.counts(options.gpus, visible_gpus())
     with children.scratch() as folder:
-        bench = replace(overhead.bench_of(options, folder), ranks=ranks[-1])
+        bench = replace(_bench(options, folder), ranks=ranks[-1])
         result = scaling.scaling(bench, ranks, options.rounds)
     print(f"\n{scaling.section(result)}")
     place = (options.output or RESULTS) / f"scaling_{'gpu' if bench.gpus else 'cpu'}.json"

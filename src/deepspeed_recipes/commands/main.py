@@ -15,7 +15,6 @@ from typing import NoReturn
 from ..recipe.errors import UserError, first_line, lasting, of_system, printable, redact
 from ..recipe.files import check_ends
 from ..recipe.project import command, program, python_path
-from ..training.model import remote_code
 
 COMMANDS = {
     "launch": "run a recipe",
@@ -178,6 +177,8 @@ class Parser(argparse.ArgumentParser):
         )
         options = self.parse_args(arguments)
         if options.trust_remote_code:
+            from ..training.model import remote_code  # most commands have no such option
+
             remote_code.permit()
         return options
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..machine import children, run_lock
@@ -28,6 +29,19 @@ UNFINISHED = 128 + signal.SIGTERM
 """Exit status of a run that was stopped; with 0 Kubernetes would consider it complete."""
 
 
+@dataclass(frozen=True)
+class Node:
+    """The command line: one of the run's nodes."""
+
+    folder: Path
+    recipe: Path | None
+    nodes: int
+    node_rank: int
+    gpus: int
+    master_addr: str
+    master_port: int
+
+
 def main(words: Sequence[str] | None = None) -> int:
     """Read the command line, run this node's ranks, and return the exit status."""
     parser = argparse.ArgumentParser(prog="node.py", description=__doc__)
@@ -40,29 +54,29 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks on this node")
     parser.add_argument("--master-addr", required=True, metavar="A", help="address of the first node")
     parser.add_argument("--master-port", required=True, type=int, metavar="P", help="port on the first node")
-    options = parser.parse_args(words)
-    run = RunFolder(options.folder)
+    node = Node(**vars(parser.parse_args(words)))
+    run = RunFolder(node.folder)
     if run_folder.is_finished(run):
         print(f"{run.path}: this run has already finished", flush=True)
         return 0
     # The first node locks the run; a moved pod or job waits until its predecessor is certainly dead.
-    lock = run_lock.hold(run.path, wait=2 * run_lock.SILENT) if options.node_rank == 0 else contextlib.nullcontext()
+    lock = run_lock.hold(run.path, wait=2 * run_lock.SILENT) if node.node_rank == 0 else contextlib.nullcontext()
     with lock:
-        return start(run, options)
+        return start(run, node)
 
 
-def start(run: RunFolder, options: argparse.Namespace) -> int:
+def start(run: RunFolder, node: Node) -> int:
     """Run this node's ranks and return the exit status."""
-    if options.node_rank == 0:
-        prepare(run, options.recipe, options.nodes * options.gpus)
+    if node.node_rank == 0:
+        prepare(run, node.recipe, node.nodes * node.gpus)
     with children.scratch() as folder:
         hostfile = folder / "hosts"
-        hostfile.write_text("".join(f"node-{node} slots={options.gpus}\n" for node in range(options.nodes)))
-        environment = os.environ | {"OMP_NUM_THREADS": threads(options.gpus)}
-        outcome = supervise(command(run, options, hostfile), environment, run, options.gpus)
+        hostfile.write_text("".join(f"node-{number} slots={node.gpus}\n" for number in range(node.nodes)))
+        environment = os.environ | {"OMP_NUM_THREADS": threads(node.gpus)}
+        outcome = supervise(command(run, node, hostfile), environment, run, node.gpus)
     if outcome.cause:
         print(outcome.cause, file=sys.stderr, flush=True)
-    if options.node_rank == 0:
+    if node.node_rank == 0:
         if outcome.status:
             afterwards.failed(run, outcome.cause, outcome.status)
         conclude.at_end(run)
@@ -83,12 +97,12 @@ def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
     without_launcher.prepare(run, world_size)
 
 
-def command(run: RunFolder, options: argparse.Namespace, hostfile: Path) -> list[str]:
+def command(run: RunFolder, node: Node, hostfile: Path) -> list[str]:
     """Return DeepSpeed's launcher for one of several nodes, without ssh."""
-    position = ("--node_rank", str(options.node_rank), "--master_addr", options.master_addr)
+    position = ("--node_rank", str(node.node_rank), "--master_addr", node.master_addr)
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--no_ssh"),
-        *("--hostfile", str(hostfile), *position, "--master_port", str(options.master_port)),
+        *("--hostfile", str(hostfile), *position, "--master_port", str(node.master_port)),
         *("--module", RANK_MODULE, str(run.path)),
     ]
 

@@ -1,6 +1,5 @@
 """Submits a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
-import argparse
 import json
 import os
 import shutil
@@ -12,37 +11,39 @@ from ..recipe.errors import UserError
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
 from . import restarts
-from .allocation import Allocation
 from .cloud import jobs
 from .command import rank_environment, record
 from .kubernetes import manifests
+from .options import IMAGE, VOLUME, Allocation, LaunchOptions
 from .slurm import batch_job, partitions
 from .templates import write
 
 
-def allocation_of(options: argparse.Namespace, recipe: Recipe) -> Allocation | None:
+def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     """Return the allocation to request from a cluster, or None if the run does not use a scheduler.
+
+    Args:
+        options: the command line.
+        name: the job's name.
 
     Raises:
         UserError: the cluster does not have these resources.
     """
-    if options.kubernetes:
-        if options.resume:
+    if options.engine == "slurm":
+        wanted = (options.nodes, options.gpus, options.partition, options.time)
+        asked = partitions.allocation(name, *wanted, dry_run=options.dry_run)
+    elif options.engine in ("kubernetes", *jobs.ENGINES):
+        if options.resume and options.kubernetes:
             raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
-        asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
-    elif options.sagemaker or options.skypilot:
         if options.resume:
             raise UserError("--resume: start the job again; a run in the same folder resumes by itself.")
-        asked = manifests.allocation(recipe.name, options.nodes, options.gpus)
-    elif options.slurm:
-        wanted = (options.nodes, options.gpus, options.partition, options.time)
-        asked = partitions.allocation(recipe.name, *wanted, dry_run=options.dry_run)
+        asked = manifests.allocation(name, options.nodes, options.gpus)
     else:
         return None
     return replace(asked, restarts=options.max_restarts)
 
 
-def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
+def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
     """Submit a SLURM job and follow it, or write the files of another kind of job; return the exit status.
 
     Raises:
@@ -51,14 +52,15 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
     environment = rank_environment(asked.ranks_per_node, int(asked.gpus))
     if "OMP_NUM_THREADS" not in os.environ:
         del environment["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
+    image, volume = options.image or IMAGE, options.volume or VOLUME
     if options.slurm:
         script = batch_job.script(asked, folder, environment)
         texts = {str(batch_job.path(folder)): script}
-    elif not options.kubernetes:
-        texts = jobs.texts(options, asked, recipe, folder)
+    elif options.kubernetes:
+        given = {"image": image, "volume": volume, "environment": environment}
+        texts = manifests.manifests(asked, recipe, folder, given)
     else:
-        given = {"image": options.image or manifests.IMAGE, "volume": options.volume or manifests.VOLUME}
-        texts = manifests.manifests(asked, recipe, folder, given | {"environment": environment})
+        texts = jobs.texts(str(options.engine), image, volume, asked, recipe, folder)
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
         for name, text in texts.items():
@@ -69,17 +71,14 @@ def submit(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folde
         restarts.prepare(recipe, folder, asked.ranks, restarts.intact_checkpoint(recipe, folder))
     run_folder.write_recipe(folder, recipe)
     record(folder)
-    if options.kubernetes:
-        print(manifests.how_to(write(folder.path / "kubernetes", texts)))
-        return 0
-    if not options.slurm:
-        engine = "sagemaker" if options.sagemaker else "skypilot"
-        print(jobs.how_to(engine, write(folder.path / engine, texts)))
-        return 0
-    try:
-        number = batch_job.submit(folder, script, environment)
-    except UserError:
-        if new:
-            shutil.rmtree(folder.path)
-        raise
-    return batch_job.follow(number, folder)
+    if options.slurm:
+        try:
+            number = batch_job.submit(folder, script, environment)
+        except UserError:
+            if new:
+                shutil.rmtree(folder.path)
+            raise
+        return batch_job.follow(number, folder)
+    written = write(folder.path / str(options.engine), texts)
+    print(manifests.how_to(written) if options.kubernetes else jobs.how_to(str(options.engine), written))
+    return 0

@@ -1,6 +1,5 @@
 """`ds-recipes doctor --prove`: proves that this stack trains correctly."""
 
-import argparse
 import json
 import os
 import time
@@ -20,19 +19,25 @@ from . import defects, prove, show
 from .techniques import TECHNIQUES, Technique
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the proofs and the scripts for defects on the command line, show the results, and return the exit status.
+def run(only: str | None, asked: int | None, result_file: str | None, reports: Path | None) -> int:
+    """Run the proofs and the scripts for defects, show the results, and return the exit status.
+
+    Args:
+        only: the names of techniques and defects, or None for all.
+        asked: the number of ranks, or None for one on each GPU.
+        result_file: the file for the result as JSON, `-` for the screen, or None.
+        reports: the folder for reports of the defects that are found, or None.
 
     Raises:
         UserError: more GPUs than this machine has, or an unknown name.
     """
-    techniques, looked_for = chosen(arguments.only)
+    techniques, looked_for = chosen(only)
     gpus = visible_gpus()
-    ranks = rank_count(arguments.gpus, gpus)
+    ranks = rank_count(asked, gpus)
     require("deepspeed")
-    if arguments.reports is not None:
-        files.check_writable("--reports", arguments.reports, folder=True)
-    begun, to_screen = time.monotonic(), arguments.json == "-"
+    if reports is not None:
+        files.check_writable("--reports", reports, folder=True)
+    begun, to_screen = time.monotonic(), result_file == "-"
     console = Console(stderr=to_screen)
     proven: list[prove.Finding] = []
     found: list[prove.Finding] = []
@@ -46,15 +51,15 @@ def run(arguments: argparse.Namespace) -> int:
         environment = shop.environment() | {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
     if not to_screen:
         show.terminal(console, environment, proven, found)
-    if arguments.reports:
-        for folder in show.reports(arguments.reports, environment, list(zip(looked_for, found, strict=True))):
+    if reports:
+        for folder in show.reports(reports, environment, list(zip(looked_for, found, strict=True))):
             console.print(f"report: {folder}", highlight=False, soft_wrap=True)
-    if arguments.json:
+    if result_file:
         result = show.data(environment, proven, found, time.monotonic() - begun)
         if to_screen:
             print(json.dumps(result, indent=2))
         else:
-            write_json(Path(arguments.json), result)
+            write_json(Path(result_file), result)
     return show.status(proven)
 
 

@@ -1,17 +1,11 @@
 """`ds-recipes launch auto MODEL`: borrows the recipe of the nearest page for a model without a page."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from ...planning.search import model_recipe
 from ...recipe import overrides, pages
-from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 
-AUTO = "auto"
-"""The word on the command line in place of a recipe's name."""
-VARIANT = "lora"
-"""The default variant: LoRA fits the most hardware, and the model forgets least."""
 TAKEN = ("learning_rate", "schedule.kind", "weight_decay", "global_batch_size", "sequence_length", "deepspeed")
 ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 """Keys that are printed if the recipe has adapters."""
@@ -36,22 +30,16 @@ def said(recipe: Recipe) -> str:
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))
     taken = overrides.as_typed(page, [*TAKEN, *(ADAPTERS if page.lora else ())])
+    own = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
     module = pages.page_of(page)
     lines = [
         f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
         f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
         f"taken over: {' '.join(taken)}",
-        *_own(recipe, page),
+        *([f"its own: {' '.join(own)}"] if own else []),
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]
     return "\n      ".join(lines)
-
-
-def _own(recipe: Recipe, page: Recipe) -> Iterator[str]:
-    """Yield the settings that differ from the page, except the model's path."""
-    found = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
-    if found:
-        yield f"its own: {' '.join(found)}"
 
 
 def _is_of_page(recipe: Recipe) -> bool:
@@ -75,19 +63,3 @@ def _keeps_documents_apart(recipe: Recipe) -> bool:
         )
     except Exception:  # a model's own code may raise any error; without packing the model may still train
         return False
-
-
-def words(typed: list[str | None]) -> tuple[str, str, list[str]]:
-    """Return the model, variant and overrides from the words after `auto` on the command line.
-
-    Raises:
-        UserError: no model is named, or more than one variant.
-    """
-    given = [word for word in typed if word]
-    names, changes = [word for word in given if "=" not in word], [word for word in given if "=" in word]
-    if not names or len(names) > 2:
-        what = f"too many words: {' '.join(names[2:])}" if names else "name a model folder or a Hub id"
-        raise UserError(f"auto: {what}; ds-recipes launch auto MODEL [VARIANT] [key=value ...]")
-    if "model.path" in overrides.keys_of(changes):
-        raise UserError("model.path=...: with auto the model is the first word: ds-recipes launch auto MODEL")
-    return names[0], names[1] if len(names) == 2 else VARIANT, changes

@@ -1,17 +1,16 @@
 """The machines of a run: this machine, the hosts of a hostfile, or the nodes of a cluster."""
 
-import argparse
 from dataclasses import dataclass, replace
 
 from ...launching import scheduler
 from ...launching.command import rank_count, visible_gpus
+from ...launching.options import Allocation, LaunchOptions
 from ...launching.ray import cluster as ray_cluster
 from ...launching.ray.cluster import RayCluster
 from ...launching.ssh import hostfile
 from ...launching.ssh.hostfile import HostPool
 from ...planning.hardware.cluster import Cluster
 from ...planning.search import forecast
-from ...recipe.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Machines:
 
     pool: HostPool | None
     cluster: RayCluster | None
-    allocation: scheduler.Allocation | None
+    allocation: Allocation | None
     gpus: int
     """GPUs of this machine, which may not be part of the run."""
     ranks: int
@@ -40,42 +39,27 @@ class Machines:
         return bool(self.pool or self.allocation or (self.cluster and self.cluster.nodes))
 
 
-def machines_of(options: argparse.Namespace, recipe: Recipe, pool: HostPool | None) -> Machines:
-    """Return the machines on which the ranks start.
+def machines_of(options: LaunchOptions, name: str) -> Machines:
+    """Return the machines on which the ranks of the run `name` start.
 
     Raises:
-        UserError: a cluster does not answer, or has too few GPUs.
+        UserError: the hostfile or the selection is wrong, or a cluster does not answer or has too few GPUs.
     """
+    pool = None
+    if options.hostfile:
+        pool = hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
     gpus, nodes = visible_gpus(), options.nodes or 1
-    cluster, allocation = ray_cluster.of(options), scheduler.allocation_of(options, recipe)
+    cluster, allocation = ray_cluster.of(options), scheduler.allocation_of(options, name)
     if reserved := pool or cluster or allocation:
         ranks = reserved.ranks
     else:  # prepared ranks start on other machines
         ranks = rank_count(options.gpus, 0 if options.prepare else gpus) * nodes
     counted = pool or cluster
-    machines = Machines(
-        pool=pool,
-        cluster=cluster,
-        allocation=allocation,
-        gpus=gpus,
-        ranks=ranks,
-        ranks_each=counted.most_ranks if counted else ranks // nodes,
-        hardware=None,
-    )
+    ranks_each = counted.most_ranks if counted else ranks // nodes
+    machines = Machines(pool, cluster, allocation, gpus, ranks, ranks_each, hardware=None)
     if not gpus or options.prepare or (machines.elsewhere and not pool):
         return machines
     return replace(machines, hardware=hardware_of(pool, ranks))
-
-
-def pool_of(options: argparse.Namespace) -> HostPool | None:
-    """Return the selected hosts, or None without a hostfile.
-
-    Raises:
-        UserError: the hostfile or the selection is wrong.
-    """
-    if not options.hostfile:
-        return None
-    return hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
 
 
 def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:

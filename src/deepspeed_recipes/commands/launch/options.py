@@ -1,52 +1,61 @@
-"""The options of `ds-recipes launch`, and the checks that they do not contradict each other."""
+"""The command line of `ds-recipes launch`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ...launching.kubernetes import manifests
-from ...recipe import overrides
+from ...launching.options import IMAGE, VOLUME, LaunchOptions
+from ...recipe import overrides, pages
 from ...recipe.errors import UserError
 from ...report.profiler import window
 from ..main import Parser
-from . import keys
 
-ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
-"""Options that select how the ranks are started; a run has at most one of them."""
-NEEDS = {
-    "nodes": ENGINES,
-    **dict.fromkeys(("address", "submit"), ("ray",)),
-    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
-    **dict.fromkeys(("partition", "time"), ("slurm",)),
-    "image": ("kubernetes", "sagemaker", "skypilot"),
-    "volume": ("kubernetes", "skypilot"),
-}
-"""Options for several machines, each with the options of which it needs one."""
+AUTO = "auto"
+"""The word on the command line in place of a recipe's name."""
+VARIANT = "lora"
+"""The variant that `auto` takes by default: LoRA fits the most hardware, and the model forgets least."""
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Refuse options that contradict each other, or that would be ignored.
+def options_of(typed: argparse.Namespace) -> LaunchOptions:
+    """Return the options of a run.
 
     Raises:
-        UserError: names the options, and the option that is missing.
+        UserError: no recipe or no variant is named.
     """
-    if options.nodes is not None and options.nodes < 1:
-        raise UserError(f"--nodes {options.nodes}: must be at least 1.")
-    used = [flag for flag in ENGINES if getattr(options, flag)]
-    if len(used) > 1:
-        raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
-    for flag, needs in NEEDS.items():
-        if getattr(options, flag) and not set(needs) & set(used):
-            *others, last = [f"--{need}" for need in needs]
-            either = f"{', '.join(others)} or {last}" if others else last
-            raise UserError(f"--{flag.replace('_', '-')} needs {either}.")
+    if not typed.recipe:
+        raise UserError(
+            "name a recipe and a variant, e.g. `ds-recipes launch tiny full`; `ds-recipes launch --list` lists all."
+        )
+    given = {field.name: getattr(typed, field.name) for field in fields(LaunchOptions) if hasattr(typed, field.name)}
+    if typed.recipe == AUTO:
+        given["model"], given["variant"], given["overrides"] = auto_words([typed.variant, *typed.overrides])
+    if not given["variant"]:
+        raise UserError(pages.choices(typed.recipe))
+    return LaunchOptions(**given | {"overrides": tuple(given["overrides"]), "words": tuple(typed.words)})
+
+
+def auto_words(typed: list[str | None]) -> tuple[str, str, list[str]]:
+    """Return the model, variant and overrides from the words after `auto` on the command line.
+
+    Raises:
+        UserError: no model is named, or more than one variant.
+    """
+    given = [word for word in typed if word]
+    names, changes = [word for word in given if "=" not in word], [word for word in given if "=" in word]
+    if not names or len(names) > 2:
+        what = f"too many words: {' '.join(names[2:])}" if names else "name a model folder or a Hub id"
+        raise UserError(f"auto: {what}; ds-recipes launch auto MODEL [VARIANT] [key=value ...]")
+    if "model.path" in overrides.keys_of(changes):
+        raise UserError("model.path=...: with auto the model is the first word: ds-recipes launch auto MODEL")
+    return names[0], names[1] if len(names) == 2 else VARIANT, changes
 
 
 def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespace:
     """Read the command line; options and key=value may come in any order."""
-    parser = Parser("launch", description, epilog=keys.overview(), add_help=False)
+    parser = Parser("launch", description, add_help=False)
     parser.add_argument("-h", "--help", nargs="?", action=Help, metavar="KEY", help="print this help, or explain a key")
     parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
@@ -120,9 +129,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         action="store_true",
         help="write the run folder, and print the torchrun, mpirun and srun commands that start its ranks",
     )
-    several.add_argument("--image", metavar="I", help=f"the jobs' container image (default: {manifests.IMAGE})")
+    several.add_argument("--image", metavar="I", help=f"the jobs' container image (default: {IMAGE})")
     several.add_argument(
-        "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {manifests.VOLUME})"
+        "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {VOLUME})"
     )
     words = window.words(sys.argv[1:] if arguments is None else arguments)
     options, unknown = parser.parse_known_intermixed_args(words)
@@ -142,7 +151,10 @@ class Help(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         """Print the help and exit."""
+        from . import keys  # not at the top: a run does not wait for the documentation of the keys
+
         if values is None:
+            parser.epilog = keys.overview()
             parser.print_help()
         else:
             print(keys.explained(values))

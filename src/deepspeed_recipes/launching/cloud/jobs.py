@@ -4,18 +4,18 @@ As on Kubernetes, every node runs `launching.node` in the project's image, with 
 that restarts after a preemption resumes from the newest complete checkpoint.
 """
 
-import argparse
 import os
 import shlex
 from pathlib import Path
 
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
-from ..allocation import Allocation
 from ..kubernetes import manifests
+from ..options import Allocation
 from ..templates import fill
 
-ENGINES = ("sagemaker", "skypilot")
+ENGINES = {"sagemaker": "sagemaker_job.py", "skypilot": "skypilot.yaml"}
+"""The file that starts the job, by the option of the launcher."""
 ML = Path("/opt/ml")
 """SageMaker's folder for a container's inputs and outputs."""
 RUNS = f"{ML}/input/data/runs"
@@ -28,24 +28,19 @@ ACCELERATOR = "H100"
 """The GPU in the SkyPilot file, where the user can change it."""
 
 
-def mount(options: argparse.Namespace) -> str | None:
+def mount(engine: str | None) -> str | None:
     """Return the mount point of the shared storage on a job's nodes, or None if the run is not such a job."""
-    if options.sagemaker:
-        return RUNS
-    return manifests.MOUNT if options.skypilot or options.kubernetes else None
+    return {"sagemaker": RUNS, "skypilot": manifests.MOUNT, "kubernetes": manifests.MOUNT}.get(str(engine))
 
 
-def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
+def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return the files of a job by their names.
 
     Raises:
         UserError: the nodes cannot read a file, or the image or the volume has an invalid name.
     """
-    image, volume = options.image or manifests.IMAGE, options.volume or manifests.VOLUME
     manifests.check_names(image, volume)
-    engine = "sagemaker" if options.sagemaker else "skypilot"
-    where = RECIPE if options.sagemaker else manifests.RECIPE_MOUNT
-    found = manifests.files(recipe, mount(options) or "", where)
+    where, shared = (RECIPE if engine == "sagemaker" else manifests.RECIPE_MOUNT), mount(engine)
     values = {
         "name": manifests.object_name(f"{recipe.name}-{folder.path.name}"),
         "nodes": asked.nodes,
@@ -53,25 +48,24 @@ def texts(options: argparse.Namespace, asked: Allocation, recipe: Recipe, folder
         "restarts": asked.restarts or manifests.RESTARTS,
         "image": image,
         "volume": volume,
-        "environment": manifests.environment(os.environ) | {"HF_HOME": f"{mount(options)}/huggingface"},
+        "environment": manifests.environment(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
         "port": manifests.PORT,
-        "mount": mount(options),
+        "mount": shared,
         "recipe_mount": where,
         "accelerator": ACCELERATOR,
         "instance": INSTANCES.get(asked.ranks_per_node, INSTANCES[8]),
     }
-    template = {"sagemaker": "sagemaker_job.py", "skypilot": "skypilot.yaml"}[engine]
-    return found | {template: fill(Path(__file__).with_name(f"{template}.jinja"), **values)}
+    template = Path(__file__).with_name(f"{ENGINES[engine]}.jinja")
+    return manifests.files(recipe, shared or "", where) | {ENGINES[engine]: fill(template, **values)}
 
 
 def how_to(engine: str, written: Path) -> str:
     """Return the commands that use the files."""
+    file = shlex.quote(str(written / ENGINES[engine]))
     if engine == "sagemaker":
-        script = shlex.quote(str(written / "sagemaker_job.py"))
         return (
-            f"script:    {script}\n"
-            f"check it:  python {script} --role ROLE --check   (without an account; needs the SageMaker SDK)\n"
-            f"start it:  python {script} --role ROLE --bucket s3://BUCKET/runs --file-system fs-ID --subnet ID ..."
+            f"script:    {file}\n"
+            f"check it:  python {file} --role ROLE --check   (without an account; needs the SageMaker SDK)\n"
+            f"start it:  python {file} --role ROLE --bucket s3://BUCKET/runs --file-system fs-ID --subnet ID ..."
         )
-    file = shlex.quote(str(written / "skypilot.yaml"))
     return f"task:      {file}\nstart it:  cd {shlex.quote(str(written))} && sky jobs launch skypilot.yaml"

@@ -34,7 +34,7 @@ def main(words: Sequence[str] | None = None, ml: Path = ML) -> int:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(Both(errors)):
-            status = node.main(place(options, ml))
+            status = node.main(place(options.name, options.gpus, options.port, ml))
     except UserError as error:
         print(error, file=sys.stderr)
         errors.write(str(error))
@@ -45,7 +45,7 @@ def main(words: Sequence[str] | None = None, ml: Path = ML) -> int:
     return status
 
 
-def place(options: argparse.Namespace, ml: Path) -> list[str]:
+def place(name: str, gpus: int, port: str, ml: Path) -> list[str]:
     """Return the words for `node.py`: this instance's number, the first instance's address and the run's folder.
 
     Raises:
@@ -56,10 +56,10 @@ def place(options: argparse.Namespace, ml: Path) -> list[str]:
     shared = ml / "input" / "data" / "runs"
     if len(hosts) > 1 and not shared.is_dir():
         raise UserError(f"{shared}: no such folder; {len(hosts)} instances need a file system: add --file-system.")
-    run = RunFolder((shared if shared.is_dir() else ml / "checkpoints") / options.name)
+    run = RunFolder((shared if shared.is_dir() else ml / "checkpoints") / name)
     recipe = ml / "input" / "data" / "recipe" / "recipe.json"
-    words = [str(run.path), "--recipe", str(recipe), "--nodes", str(len(hosts)), "--gpus", str(options.gpus)]
-    words += ["--node-rank", str(hosts.index(own)), "--master-addr", hosts[0], "--master-port", options.port]
+    words = [str(run.path), "--recipe", str(recipe), "--nodes", str(len(hosts)), "--gpus", str(gpus)]
+    words += ["--node-rank", str(hosts.index(own)), "--master-addr", hosts[0], "--master-port", port]
     return words
 
 

@@ -18,11 +18,9 @@ from ...recipe.project import PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder
 from .. import variables
-from ..allocation import Allocation
+from ..options import Allocation
 from ..templates import fill
 
-IMAGE = "deepspeed-recipes:latest"
-VOLUME = "runs"
 MOUNT = "/runs"
 """Mount point of the shared volume (ReadWriteMany) in pods: run folders, data, Hugging Face's cache."""
 PROJECT = "/workspace"

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from ...recipe.errors import UserError
 from ...recipe.project import python_path
 from ...recipe.run_folder import RunFolder
 from ..command import rank_count, visible_gpus
+from ..options import LaunchOptions
 from ..ssh.hostfile import HostPool
 
 LOCAL = "local"
@@ -66,7 +66,7 @@ class RayCluster:
         return HostPool({node.name: tuple(range(self.most_ranks)) for node in self.nodes}, Path(self.address))
 
 
-def of(options: Namespace) -> RayCluster | None:
+def of(options: LaunchOptions) -> RayCluster | None:
     """Return the nodes that the options select, or None without `--ray`.
 
     Raises:

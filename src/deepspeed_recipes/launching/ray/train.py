@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,18 @@ class Ranks(BackendConfig):
     backend_cls = AllGpus
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """The command line: one attempt of a run."""
+
+    folder: Path
+    address: str
+    ranks: int
+    each: int
+    nodes: str
+    gpus: bool
+
+
 def main(words: list[str] | None = None) -> int:
     """Run the attempt, print the ranks' output, write failures to the run folder, and return the exit status."""
     parser = argparse.ArgumentParser(prog="train.py", description=__doc__)
@@ -56,13 +68,13 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--each", type=int, required=True, metavar="N", help="ranks on each node")
     parser.add_argument("--nodes", default="", metavar="ID,...", help="Ray's ids of the nodes, except for a local one")
     parser.add_argument("--gpus", action="store_true", help="each rank has a GPU")
-    options = parser.parse_args(words)
+    options = Attempt(**vars(parser.parse_args(words)))
     run = RunFolder(options.folder)
     with output.followed(run):
         return attempt(run, options)
 
 
-def attempt(run: RunFolder, options: argparse.Namespace) -> int:
+def attempt(run: RunFolder, options: Attempt) -> int:
     """Run the ranks to their end and return the exit status: the first failed rank's, or 1 if Ray has failed."""
     local: dict[str, Any] = {}
     if options.address == LOCAL:
@@ -83,7 +95,7 @@ def attempt(run: RunFolder, options: argparse.Namespace) -> int:
     return failed[0].code % 256 if failed and failed[0].code else int(error is not None)
 
 
-def trainer(run: RunFolder, options: argparse.Namespace, chosen: list[str]) -> DataParallelTrainer:
+def trainer(run: RunFolder, options: Attempt, chosen: list[str]) -> DataParallelTrainer:
     """Return the trainer, which runs one worker for each rank, `--each` of them on each of the nodes."""
     needed = ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")
     given = variables.forwarded(os.environ) | {name: os.environ[name] for name in needed if name in os.environ}

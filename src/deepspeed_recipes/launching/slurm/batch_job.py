@@ -12,7 +12,7 @@ from ...recipe.errors import UserError
 from ...recipe.project import IMPORT_ROOT
 from ...recipe.run_folder import REWIND, RunFolder
 from .. import variables
-from ..allocation import Allocation
+from ..options import Allocation
 from ..templates import fill
 
 TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")

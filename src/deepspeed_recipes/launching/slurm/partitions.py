@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...recipe.errors import UserError
-from ..allocation import Allocation
+from ..options import Allocation
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,194 @@
+"""Plans a run: everything that is decided and checked before the first file is written or the first rank starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ...launching import paths, preflight, restarts
+from ...launching.cloud import jobs
+from ...launching.options import LaunchOptions
+from ...launching.ssh import hostfile
+from ...machine import capacity, run_lock
+from ...planning.hardware.cluster import Cluster
+from ...planning.search import forecast, model_recipe
+from ...planning.search.plans import Plan
+from ...recipe import deepspeed_file, overrides, pages, run_folder
+from ...recipe.errors import UserError
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder
+from ...report.profiler import nsys, window
+from ...report.profiler import request as traces
+from ...training.checkpoint import universal
+from ...training.model_folder import base_model
+from ..plan import workload
+from . import auto, borrowed
+from .machines import Machines, machines_of
+
+
+@dataclass(frozen=True)
+class Request:
+    """The recipe that the command line asks for."""
+
+    page: Recipe
+    """The recipe before the command line's changes: the page's, or with --resume the run's."""
+    recipe: Recipe
+    folder: RunFolder | None
+    """The folder of the run to resume, or None for a new run."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A checked run: what starts, where, and in which folder."""
+
+    options: LaunchOptions
+    recipe: Recipe
+    """The recipe with absolute paths, as the ranks read it."""
+    folder: RunFolder
+    machines: Machines
+    forecast: Plan | None
+    """The planner's estimate, or None if it has none or was not asked."""
+
+
+def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
+    """Return what starts; choose the DeepSpeed file for `deepspeed=auto`, check the run, and print warnings.
+
+    Raises:
+        UserError: the run cannot work.
+    """
+    machines = machines_of(options, request.recipe.name)
+    documents = None
+    if machines.hardware and not request.recipe.draft.enabled:
+        documents = workload.document_length(request.recipe)
+    chosen = with_deepspeed_file(request, overrides.keys_of(options.overrides), machines.hardware, documents)
+    located = paths.locate(chosen, jobs.mount(options.engine))
+    check(located, request, machines, options)
+    estimate = None
+    if machines.hardware and not options.no_plan:
+        estimate = forecast.forecast(preflight.with_dimensions(located), machines.hardware, documents)
+        if estimate:
+            print(forecast.line(estimate), flush=True)
+    folder = request.folder or run_folder.new(located, options.output_dir)
+    recipe = with_profile(located, folder, machines)
+    if recipe.profile.nsys and not options.dry_run:
+        nsys.check(machines.gpus, here=not machines.reserved)
+    if machines.pool:
+        hostfile.check_command(folder.path, options.master_addr)
+    if not options.dry_run:
+        run_folder.check_writable(folder)
+    return LaunchPlan(options, recipe, folder, machines, estimate)
+
+
+def requested(options: LaunchOptions) -> Request:
+    """Return the recipe of the page or of the run to resume, with the command line's changes.
+
+    Only the page and the command line may permit changed data or the code of a model or a reward function; a file in a
+    run folder never may.
+
+    Raises:
+        UserError: no such recipe, nothing to resume, or a key or value that the recipe refuses.
+    """
+    if options.model is None:
+        page = pages.find(options.recipe, options.variant)
+    else:
+        page = auto.borrow(options.model, options.variant)
+        print(auto.said(page), flush=True)
+    folder = None
+    if options.resume:
+        folder = run_folder.to_resume(page, options.output_dir)
+        page = resumed(page, folder, options)
+    recipe = overrides.apply(page, options.overrides)
+    if options.profile or options.nsys:
+        steps = options.profile or recipe.profile.steps or window.AUTO
+        recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
+    if options.draft:
+        recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
+    return Request(page, recipe, folder)
+
+
+def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:
+    """Return the recipe of the run in `folder`, with the page's permissions.
+
+    Raises:
+        UserError: another process writes to the folder, or its run is not of this model or names code.
+    """
+    run_lock.check(folder.path)
+    held = run_folder.read_recipe(folder)
+    if options.model is not None and held.model.path != paths.locate(page).model.path:
+        raise UserError(f"{folder.path} has a run of {held.model.path}, not of {options.model}; add --output-dir.")
+    if held.method.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
+        raise UserError(
+            f"reward={held.reward}: refusing to run code named only in a run folder; if you trust it, add "
+            "reward=FILE.py:FUNCTION to --resume."
+        )
+    model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
+    return replace(held, model=model, data=replace(held.data, changed=False), profile=page.profile)
+
+
+def with_deepspeed_file(
+    request: Request, changed: Sequence[str], hardware: Cluster | None, documents: float | None
+) -> Recipe:
+    """Return the recipe with a DeepSpeed file for `deepspeed=auto`: the planner's choice or, without GPUs, the page's.
+
+    Args:
+        request: the recipe.
+        changed: the keys that the user has set, which the planner keeps.
+        hardware: the GPUs, or None if they are unknown.
+        documents: the mean length of the documents in tokens, or None if it is unknown.
+
+    Raises:
+        UserError: no plan fits.
+    """
+    if request.recipe.deepspeed != forecast.AUTO:
+        return request.recipe
+    recipe = replace(request.recipe, deepspeed=request.page.deepspeed)
+    if hardware is None or recipe.draft.enabled:
+        print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {recipe.deepspeed}", flush=True)
+        return recipe
+    located = preflight.with_dimensions(paths.locate(recipe))
+    best = forecast.choose(located, changed, hardware, documents)
+    print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
+    return replace(best, model=recipe.model)
+
+
+def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchOptions) -> None:
+    """Check everything that can be checked before a rank starts, and print warnings about likely mistakes.
+
+    Raises:
+        UserError: the run cannot work.
+    """
+    model = Path(recipe.model.path, "config.json")
+    if model.exists():  # refuse sizes that no model can have, before anything computes with them
+        config = base_model.config_of(model.parent)
+        model_recipe.check_sizes(config.get("text_config") or config, str(model))
+    preflight.check_model(recipe)
+    preflight.check_config(recipe, machines.ranks)
+    file = deepspeed_file.read(recipe.deepspeed)
+    preflight.check_layout(recipe, file, machines.ranks)
+    if request.folder:
+        universal.check(recipe, request.folder, file, machines.ranks)
+        if changed := overrides.differences(request.page, recipe):
+            print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
+    restarts.check(recipe, options.max_restarts)
+    if not machines.allocation:  # a cluster's nodes have their own environment
+        preflight.check_trackers(recipe)
+        capacity.check_cache()
+    examples = preflight.check_data(recipe)
+    for warning in (
+        preflight.few_updates(recipe, examples, machines.ranks),
+        borrowed.warning(recipe, request.page, overrides.keys_of(options.overrides)),
+    ):
+        if warning:
+            print(warning, flush=True)
+
+
+def with_profile(recipe: Recipe, folder: RunFolder, machines: Machines) -> Recipe:
+    """Return the recipe with the steps and ranks to record, if any, and print the disk space that the traces need.
+
+    Raises:
+        UserError: no such steps or ranks, or too little disk space.
+    """
+    known = preflight.with_dimensions(recipe)
+    found, line = traces.checked(known, machines.ranks, machines.ranks_each, folder.path)
+    if line:
+        print(line, flush=True)
+    return replace(recipe, profile=found.profile)

@@ -1,0 +1,103 @@
+"""Carries out a plan: submits the run, prepares its folder for another launcher, prints its command, or starts it."""
+
+import json
+import shlex
+import shutil
+
+from ...launching import other_launchers, restarts, scheduler
+from ...launching.attempts import HostAttempts, LocalAttempts
+from ...launching.command import compile_ops, deepspeed_command, record
+from ...launching.options import LaunchOptions
+from ...launching.ray import cluster as ray_cluster
+from ...launching.ray import submit
+from ...launching.ray.attempts import RayAttempts
+from ...launching.supervise import Outcome
+from ...machine import run_lock
+from ...planning.cost.time import zero_traffic
+from ...planning.search import forecast
+from ...recipe import run_folder
+from ...recipe.conversions import to_dict
+from ...recipe.project import require
+from ...report import write
+from ...report.profiler import conclude, nsys
+from ...training.tracking import afterwards
+from .plan import LaunchPlan, plan_launch, requested
+
+
+def run(options: LaunchOptions) -> int:
+    """Plan the run, start it, or do what the options ask for instead, and return the exit status."""
+    request = requested(options)
+    options.check()
+    if submit.is_dashboard(options.address):  # the launcher on the cluster makes the plan
+        return submit.run(str(options.address), options.words, options.submit)
+    plan = plan_launch(options, request)
+    if plan.machines.allocation:
+        return scheduler.submit(options, plan.machines.allocation, plan.recipe, plan.folder)
+    if options.dry_run:
+        return show(plan)
+    if options.prepare:
+        return prepare(plan)
+    return start(plan)
+
+
+def show(plan: LaunchPlan) -> int:
+    """Print the recipe and the command that would start it, and return 0."""
+    print(json.dumps(to_dict(plan.recipe), indent=2))
+    watcher = nsys.command(plan.folder) if plan.recipe.profile.nsys else []
+    machines = plan.machines
+    if machines.cluster:
+        command = ray_cluster.command(machines.cluster, plan.folder, machines.ranks)
+    else:
+        command = deepspeed_command(plan.folder, machines.ranks, machines.pool, plan.options.master_addr)
+    print(shlex.join([*watcher, *command]))
+    return 0
+
+
+def prepare(plan: LaunchPlan) -> int:
+    """Write the run folder, print how other launchers start its ranks, and return 0."""
+    with run_lock.hold(plan.folder.path):
+        run_folder.write_recipe(plan.folder, plan.recipe)
+        record(plan.folder)
+    print(f"{plan.folder.path} is prepared for {plan.machines.ranks} ranks; start or restart them with one of:")
+    found = other_launchers.commands(plan.folder, plan.machines.ranks_each, plan.options.nodes or 1)
+    for name, command in found.items():
+        print(f"{name:12} {command}")
+    return 0
+
+
+def start(plan: LaunchPlan) -> int:
+    """Start the ranks, wait for them, conclude the run, and return its exit status."""
+    require("deepspeed")
+    options, recipe, folder, machines = plan.options, plan.recipe, plan.folder, plan.machines
+    if not machines.elsewhere:  # with several hosts, the preflight reports what each host lacks
+        compile_ops(recipe, machines.ranks, machines.gpus)
+    attempts: HostAttempts | RayAttempts | LocalAttempts
+    if machines.pool:
+        attempts = HostAttempts(machines.pool, folder, options.master_addr)
+    elif machines.cluster:
+        attempts = RayAttempts(machines.cluster, folder)
+    else:
+        attempts = LocalAttempts(folder, machines.ranks, machines.gpus)
+    with run_lock.hold(folder.path) as lock:
+
+        def attempt(ranks: int) -> Outcome:
+            outcome = attempts.start(ranks)
+            lock.check()  # the next steps clean up the folder for another attempt
+            return outcome
+
+        if options.resume:
+            restarts.prepare(recipe, folder, machines.ranks, restarts.intact_checkpoint(recipe, folder))
+        run_folder.write_recipe(folder, recipe)
+        try:
+            status = restarts.run_with_restarts(
+                recipe, folder, machines.ranks, options.max_restarts, attempt, attempts.available
+            )
+            forecast.compare(folder, plan.forecast)
+        finally:
+            conclude.at_end(folder, zero_traffic.of_run)
+            write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
+        afterwards.upload(folder)
+        if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):
+            # Remove the folder after a mistake that only the ranks could detect.
+            shutil.rmtree(folder.path, ignore_errors=True)
+        return status

@@ -1,0 +1,105 @@
+"""A run's options as `ds-recipes launch` has read them, and the share of a cluster that they request."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..recipe.errors import UserError
+
+ENGINES = ("hostfile", "slurm", "kubernetes", "ray", "sagemaker", "skypilot", "prepare")
+"""Options that select how the ranks are started; a run has at most one of them."""
+NEEDS = {
+    "nodes": ENGINES,
+    **dict.fromkeys(("address", "submit"), ("ray",)),
+    **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
+    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    "image": ("kubernetes", "sagemaker", "skypilot"),
+    "volume": ("kubernetes", "skypilot"),
+}
+"""Options for several machines, each with the options of which it needs one."""
+
+IMAGE = "deepspeed-recipes:latest"
+"""The default container image of a job."""
+VOLUME = "runs"
+"""The default volume that the nodes of a job share."""
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The command line of `ds-recipes launch`, whose help describes each option."""
+
+    recipe: str
+    variant: str
+    overrides: tuple[str, ...] = ()
+    model: str | None = None
+    """The folder or Hub id of a model without a page (`auto MODEL`)."""
+    words: tuple[str, ...] = ()
+    """The whole command line, for a launcher that runs elsewhere."""
+    gpus: int | None = None
+    output_dir: Path | None = None
+    resume: bool = False
+    max_restarts: int = 0
+    profile: str | None = None
+    nsys: bool = False
+    draft: bool = False
+    no_plan: bool = False
+    dry_run: bool = False
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    nodes: int | None = None
+    master_addr: str | None = None
+    slurm: bool = False
+    partition: str | None = None
+    time: str | None = None
+    kubernetes: bool = False
+    ray: bool = False
+    address: str | None = None
+    submit: bool = False
+    sagemaker: bool = False
+    skypilot: bool = False
+    prepare: bool = False
+    image: str | None = None
+    volume: str | None = None
+
+    @property
+    def engine(self) -> str | None:
+        """The option of ENGINES that is set, or None for ranks on this machine."""
+        return next((name for name in ENGINES if getattr(self, name)), None)
+
+    def check(self) -> None:
+        """Refuse options that contradict each other, or that would be ignored.
+
+        Raises:
+            UserError: names the options, and the option that is missing.
+        """
+        if self.nodes is not None and self.nodes < 1:
+            raise UserError(f"--nodes {self.nodes}: must be at least 1.")
+        used = [name for name in ENGINES if getattr(self, name)]
+        if len(used) > 1:
+            raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")
+        for name, needs in NEEDS.items():
+            if getattr(self, name) and self.engine not in needs:
+                *others, last = [f"--{need}" for need in needs]
+                either = f"{', '.join(others)} or {last}" if others else last
+                raise UserError(f"--{name.replace('_', '-')} needs {either}.")
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A run's share of a cluster."""
+
+    name: str
+    """The job's name."""
+    nodes: int
+    ranks_per_node: int
+    gpus: bool
+    """True if each rank has a GPU."""
+    partition: str | None = None
+    time: str | None = None
+    restarts: int = 0
+    """Maximum number of restarts after a crash or a hang, or 0 for the cluster's default."""
+
+    @property
+    def ranks(self) -> int:
+        """The world size."""
+        return self.nodes * self.ranks_per_node
