@@ -22,7 +22,7 @@ DERIVED = schema.file_of(schema.installed_version() or "")
 @pytest.mark.skipif(not DERIVED.exists(), reason="no schema of the installed DeepSpeed ships")
 def test_the_schema_is_what_deepspeed_reads():
     """Schemas are derived, never edited: `python -m scripts.maintain.schema.derive` writes the installed version's."""
-    shipped, derived = json.loads(DERIVED.read_text()), derive.derive()
+    shipped, derived = schema.read(DERIVED), derive.derive()
     assert derived["root"] == shipped["root"]
     if has("torch>=2.13"):  # with which the parameters of torch's optimizers and schedules were tried
         assert derived == shipped
@@ -32,7 +32,14 @@ def test_the_oldest_and_the_newest_tested_deepspeed_have_a_schema():
     found = {file.name for file in schema.SCHEMAS.glob("*")}
     assert found == {f"deepspeed-{version}.json" for version in supported.RANGES["deepspeed"]}
     for version in supported.RANGES["deepspeed"]:
-        assert json.loads(schema.file_of(version).read_text())["deepspeed"] == version
+        assert schema.read(schema.file_of(version))["deepspeed"] == version
+
+
+def test_an_older_schema_is_its_differences_from_the_newest():
+    oldest, newest = (schema.read(schema.file_of(version)) for version in supported.RANGES["deepspeed"])
+    written = json.loads(schema.file_of(oldest["deepspeed"]).read_text())
+    assert written["differs_from"] == newest["deepspeed"]
+    assert written["differences"] == list(derive.differences(newest, oldest)) and oldest != newest
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ def test_the_hook_runs_a_command_that_is_installed_on_the_right_files():
 def test_the_action_lints_another_checkout(checkout: Path, files: str, arguments: str, status: int, said: str):
     """The action's own script; only the installation is replaced by a program that runs this checkout."""
     (checkout / "bin").mkdir()
-    program = checkout / "bin" / "deepspeed-recipes"
-    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m deepspeed_recipes.commands "$@"\n')
+    program = checkout / "bin" / "ds-recipes"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}/src exec {sys.executable} -m deepspeed_recipes.commands "$@"\n')
     program.chmod(0o755)
     step = yaml.safe_load((ROOT / "action.yml").read_text())["runs"]["steps"][-1]
     environment = {"PATH": f"{checkout / 'bin'}:{os.environ['PATH']}", "FILES": files, "ARGUMENTS": arguments}

@@ -195,8 +195,33 @@ def _silence() -> Iterator[None]:
         logging.disable(level)
 
 
+def write(derived: dict) -> None:
+    """Write a version's schema: the newest version's whole, and the others' as their differences from it."""
+    known = {schema.position(one["deepspeed"]): one for one in map(schema.read, schema.SCHEMAS.glob("*.json"))}
+    known[schema.position(derived["deepspeed"])] = derived
+    newest = known[max(known)]
+    for one in known.values():
+        version = {"deepspeed": one["deepspeed"], "differs_from": newest["deepspeed"]}
+        text = json.dumps(newest, indent=1, sort_keys=True)
+        if one is not newest:
+            text = json.dumps(version | {"differences": list(differences(newest, one))}, indent=1, sort_keys=True)
+        files.write_text(schema.file_of(one["deepspeed"]), text + "\n")
+
+
+def differences(base: dict, other: dict, path: tuple[str, ...] = ()) -> Iterator[list]:
+    """Yield `[path, value]` for every entry that `other` has and `base` has not, and `[path]` for the reverse."""
+    for name in sorted(base.keys() | other.keys()):
+        if name not in other:
+            yield [[*path, name]]
+        elif name not in base:
+            yield [[*path, name], other[name]]
+        elif isinstance(base[name], dict) and isinstance(other[name], dict):
+            yield from differences(base[name], other[name], (*path, name))
+        elif base[name] != other[name]:
+            yield [[*path, name], other[name]]
+
+
 if __name__ == "__main__":
     derived = derive()
-    file = schema.file_of(derived["deepspeed"])
-    files.write_text(file, json.dumps(derived, indent=1, sort_keys=True) + "\n")
-    print(f"wrote {file.name}")
+    write(derived)
+    print(f"wrote {schema.file_of(derived['deepspeed']).name}")

@@ -1,8 +1,11 @@
 """The linter's data types: rules, the config and the facts that they read, and the findings that they report."""
 
 import json
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from .model import text_model
@@ -141,6 +144,10 @@ class Config:
         return None if device in (None, "none", "auto") else device
 
 
+Check = Callable[[Config, Facts], Iterable[Hit]]
+"""Yields the places where a rule applies."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """One kind of mistake in a config. TROUBLESHOOTING.md shows the texts."""
@@ -152,7 +159,17 @@ class Rule:
     """The error message that a user would search for, in quotes, or the silent effect."""
     cause: str
     fix: str
-    check: Callable[[Config, Facts], Iterable[Hit]]
+    check: Check
+
+
+@cache
+def _texts() -> dict[str, dict[str, str]]:
+    return tomllib.loads(Path(__file__).with_name("rules").joinpath("rules.toml").read_text(encoding="utf-8"))
+
+
+def rule(id: str, severity: Severity, kind: str) -> Callable[[Check], Rule]:
+    """Return a decorator that makes a rule of its check; `rules/rules.toml` has the texts of the rule `id`."""
+    return lambda check: Rule(id, severity, kind, **_texts()[id], check=check)
 
 
 @dataclass(frozen=True)

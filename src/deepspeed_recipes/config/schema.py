@@ -19,7 +19,8 @@ from typing import Any
 from .read import Key
 
 SCHEMAS = Path(__file__).with_name("schemas")
-"""One file per derived version of DeepSpeed, the oldest and the newest that are tested: `deepspeed-0.19.8.json`."""
+"""One file per derived version of DeepSpeed, the oldest and the newest that are tested: `deepspeed-0.19.8.json`. Only
+the newest is whole; the others list their differences from it (`read`)."""
 
 _TRUTHS = {"0", "off", "f", "false", "n", "no", "1", "on", "t", "true", "y", "yes"}
 _WHOLE_TEXT = re.compile(r"\s*[+-]?\d+(_\d+)*(\.0*)?\s*")
@@ -58,10 +59,10 @@ def load() -> dict:
 
     A version without a schema gets that of the nearest version, and a warning on stderr names both.
     """
-    shipped = {_position(file.stem.removeprefix("deepspeed-")): file for file in SCHEMAS.glob("*.json")}
+    shipped = {position(file.stem.removeprefix("deepspeed-")): file for file in SCHEMAS.glob("*.json")}
     installed = installed_version()
-    wanted = _position(installed) if installed else max(shipped)
-    schema = json.loads(shipped[min(shipped, key=lambda known: (abs(known - wanted), -known))].read_text())
+    wanted = position(installed) if installed else max(shipped)
+    schema = read(shipped[min(shipped, key=lambda known: (abs(known - wanted), -known))])
     if wanted not in shipped:
         print(
             f"warning: no schema for DeepSpeed {installed}: its configs are checked against the keys of DeepSpeed "
@@ -71,7 +72,25 @@ def load() -> dict:
     return schema
 
 
-def _position(version: str) -> int:
+def read(file: Path) -> dict[str, Any]:
+    """Return the schema in a file; if the file lists differences from another version, they are applied to that."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if "differs_from" not in found:
+        return found
+    schema = read(file_of(found["differs_from"]))
+    for path, *value in found["differences"]:
+        *parents, name = path
+        node = schema
+        for parent in parents:
+            node = node[parent]
+        if value:
+            (node[name],) = value
+        else:  # a path alone: the other version has no such entry
+            del node[name]
+    return schema
+
+
+def position(version: str) -> int:
     """Return a version's place on a line, 1908 for 0.19.8; a suffix such as `+cu130` or `.dev1` is ignored."""
     numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
     major, minor, patch = [*numbers, 0, 0, 0][:3]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule, shown
 from .kinds import BATCH_KEYS
 
 _TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
@@ -16,6 +16,7 @@ def _given(config: Config, facts: Facts) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+@rule("batch-value", "error", REJECTED)
 def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
     for name, value in _given(config, facts).items():
         if value == "auto" and facts.trainer == "hf":
@@ -27,12 +28,14 @@ def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((name,), value, f"{shown(value)} is not a batch size", fix, edits)
 
 
+@rule("batch-fraction", "warning", WRONG)
 def _fraction(config: Config, facts: Facts) -> Iterator[Hit]:
     for name, value in _given(config, facts).items():
         if isinstance(value, bool) or (isinstance(value, float) and value > 0 and not value.is_integer()):
             yield Hit((name,), value, f"{shown(value)} is not a whole number, but DeepSpeed calculates with it")
 
 
+@rule("batch-missing", "error", REJECTED)
 def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _given(config, facts)
     if _TRAIN not in given and _MICRO not in given:
@@ -55,6 +58,7 @@ def _numbers(config: Config, facts: Facts) -> dict[str, float] | None:
     return given if sizes else None
 
 
+@rule("batch-identity", "error", REJECTED)
 def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _numbers(config, facts)
     if given is None or _TRAIN not in given:
@@ -80,6 +84,7 @@ def _ranks(config: Config, facts: Facts) -> int | None:
     return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
 
 
+@rule("accumulation-missing", "warning", WRONG)
 def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has(_ACCUMULATION):
         what = "without this key the engine accumulates over 1 step, whatever TrainingArguments sets"
@@ -87,6 +92,7 @@ def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ACCUMULATION,), None, what, 'add "gradient_accumulation_steps": "auto"', edits)
 
 
+@rule("train-batch-fixed", "warning", FAILS_LATER)
 def _fixed_batch(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf":
         return
@@ -94,63 +100,3 @@ def _fixed_batch(config: Config, facts: Facts) -> Iterator[Hit]:
     if given.get(_TRAIN) not in (None, "auto") and given.get(_MICRO) == "auto":
         what = "a fixed global batch fits only one number of ranks; with any other the Trainer reports a mismatch"
         yield Hit((_TRAIN,), given[_TRAIN], what, 'write "auto"', (Edit("set", (_TRAIN,), "auto"),))
-
-
-RULES = (
-    Rule(
-        "batch-value",
-        "error",
-        REJECTED,
-        '"Train batch size: 0 has to be greater than 0", or a TypeError between str and int',
-        "A batch size is a whole number above 0, not a string.",
-        "Write a whole number above 0.",
-        _not_positive,
-    ),
-    Rule(
-        "batch-fraction",
-        "warning",
-        WRONG,
-        "steps that never reach, or never leave, the accumulation boundary",
-        "DeepSpeed multiplies and divides any number that it is given.",
-        "Write a whole number.",
-        _fraction,
-    ),
-    Rule(
-        "batch-missing",
-        "error",
-        REJECTED,
-        '"Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"',
-        "DeepSpeed derives two of its three batch sizes from the third; the Trainer fills only keys that are present.",
-        'Add "train_micro_batch_size_per_gpu".',
-        _missing,
-    ),
-    Rule(
-        "batch-identity",
-        "error",
-        REJECTED,
-        '"Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * '
-        'gradient_acc_step * world_size 4 != 1 * 1 * 2"',
-        "train_batch_size must equal micro batch x accumulation x ranks. On CPUs the same message means that "
-        "`use_cpu=True` is missing, so that every rank believes it is alone.",
-        "Leave `train_batch_size` out and let DeepSpeed compute it.",
-        _identity,
-    ),
-    Rule(
-        "accumulation-missing",
-        "warning",
-        WRONG,
-        "gradient accumulation from TrainingArguments has no effect in the engine",
-        "The Trainer fills only keys that are present; accelerate adds this key with the value 1.",
-        'Add "gradient_accumulation_steps": "auto".',
-        _accumulation_missing,
-    ),
-    Rule(
-        "train-batch-fixed",
-        "warning",
-        FAILS_LATER,
-        '"ds train_batch_size=256 vs hf train_batch_size (calculated)=64"',
-        "The Trainer compares the number with what it computes from its arguments and the number of ranks.",
-        'Write "auto".',
-        _fixed_batch,
-    ),
-)

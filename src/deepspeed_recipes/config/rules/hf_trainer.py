@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from ..model import hidden_size
 from ..read import Key
-from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule, shown
 
 
+@rule("clipping-missing", "warning", WRONG)
 def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has("gradient_clipping"):
         what = "gradients are clipped at DeepSpeed's default of 1.0, whatever max_grad_norm is"
@@ -16,6 +17,7 @@ def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("gradient_clipping",), None, what, 'add "gradient_clipping": "auto"', edits)
 
 
+@rule("optimizer-block", "warning", WRONG)
 def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     # ZenFlow and AutoEP need an optimizer that DeepSpeed builds.
     needed = isinstance(config.zero("zenflow"), dict) or config.get("expert_parallel", "enabled")
@@ -24,6 +26,7 @@ def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("optimizer",), config.get("optimizer"), what, "remove the block")
 
 
+@rule("scheduler-block", "warning", WRONG)
 def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and config.section("scheduler"):
         never = config.text("scheduler", "type") == "WarmupLR"
@@ -32,6 +35,7 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("scheduler",), config.get("scheduler"), what, "remove the block")
 
 
+@rule("zero-block-missing", "error", FAILS_LATER)
 def _zero_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     tuned = config.get("autotuning", "enabled")  # the autotuner writes the block itself
     if facts.trainer == "hf" and not config.has("zero_optimization") and not tuned:
@@ -40,6 +44,7 @@ def _zero_missing(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("zero_optimization",), None, what, 'add "zero_optimization": {"stage": 0}', edits)
 
 
+@rule("unmanaged-accumulation", "error", FAILS_LATER)
 def _managed(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("managed_gradient_accumulation",)
     if facts.trainer == "hf" and config.has(*path) and not config.get(*path):
@@ -47,6 +52,7 @@ def _managed(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
 
 
+@rule("no-hidden-size", "error", FAILS_LATER)
 def _hidden_size(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf" or facts.model is None:
         return
@@ -114,6 +120,7 @@ def _expected(facts: Facts) -> dict[Key, object]:
     return expected
 
 
+@rule("fixed-for-trainer", "warning", FAILS_LATER)
 def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
     expected = _expected(facts)
     for path, argument in _COMPARED.items() if facts.trainer == "hf" else ():
@@ -132,6 +139,7 @@ def _fixed(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, what, 'write "auto"')
 
 
+@rule("two-learning-rates", "error", FAILS_LATER)
 def _two_rates(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("scheduler", "params", "warmup_max_lr")
     first, second = config.number("optimizer", "params", "lr"), config.number(*path)
@@ -140,6 +148,7 @@ def _two_rates(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, second, what, 'write "auto" in both')
 
 
+@rule("logged-twice", "warning", COSTS)
 def _monitors(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf":
         return
@@ -149,6 +158,7 @@ def _monitors(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((name, "enabled"), True, what, "remove the block and use report_to")
 
 
+@rule("section-unused", "warning", WRONG)
 def _ignored_sections(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf":
         return
@@ -163,112 +173,8 @@ def _ignored_sections(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("hybrid_engine",), config.get("hybrid_engine"), what, "remove it")
 
 
+@rule("timers-on", "warning", COSTS)
 def _breakdown(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("wall_clock_breakdown") is True:
         what = "the timers synchronise the GPU in every micro-step"
         yield Hit(("wall_clock_breakdown",), True, what, "set it to false once you have the times")
-
-
-RULES = (
-    Rule(
-        "clipping-missing",
-        "warning",
-        WRONG,
-        "max_grad_norm has no effect; grad_norm is clipped at 1.0",
-        "The Trainer fills only keys that are present, and DeepSpeed's own default is 1.0.",
-        'Add "gradient_clipping": "auto".',
-        _clipping,
-    ),
-    Rule(
-        "optimizer-block",
-        "warning",
-        WRONG,
-        "optim= has no effect; weight decay applies to norms and biases",
-        "With an `optimizer` block the Trainer passes all parameters in one group, and DeepSpeed builds the optimizer. "
-        'In a bare Accelerator: "You cannot specify an optimizer in the config file and in the code".',
-        "Remove the block, unless ZenFlow or expert parallelism needs it.",
-        _optimizer,
-    ),
-    Rule(
-        "scheduler-block",
-        "warning",
-        WRONG,
-        "lr_scheduler_type= has no effect; the learning rate never decays",
-        "With a `scheduler` block DeepSpeed builds the schedule. WarmupLR never decays, and warms up logarithmically.",
-        "Remove the block.",
-        _scheduler,
-    ),
-    Rule(
-        "zero-block-missing",
-        "error",
-        FAILS_LATER,
-        '"Please specify the ZeRO optimization config in the DeepSpeed config."',
-        "accelerate looks for the block before it starts.",
-        'Add "zero_optimization": {"stage": 0}.',
-        _zero_missing,
-    ),
-    Rule(
-        "unmanaged-accumulation",
-        "error",
-        FAILS_LATER,
-        '"AssertionError" in set_gradient_accumulation_boundary',
-        "accelerate calls set_gradient_accumulation_boundary in every micro-step.",
-        "Remove `managed_gradient_accumulation`.",
-        _managed,
-    ),
-    Rule(
-        "no-hidden-size",
-        "error",
-        FAILS_LATER,
-        '"The model\'s config file has neither `hidden_size` nor `hidden_sizes` entry"',
-        '"auto" bucket sizes are computed from the hidden size.',
-        "Write numbers.",
-        _hidden_size,
-    ),
-    Rule(
-        "fixed-for-trainer",
-        "warning",
-        FAILS_LATER,
-        '"Please correct the following DeepSpeed config values that mismatch TrainingArguments values: ds '
-        'optimizer.params.lr=0.5 vs hf learning_rate=5e-05"',
-        "The Trainer compares fixed values with its arguments, whose defaults count as well.",
-        'Write "auto"; the argument is then the only place for the value.',
-        _fixed,
-    ),
-    Rule(
-        "two-learning-rates",
-        "error",
-        FAILS_LATER,
-        '"mismatch TrainingArguments values: ds scheduler.params.warmup_max_lr=..."',
-        "The Trainer compares both the optimizer's rate and the schedule's with learning_rate.",
-        'Write "auto" in both.',
-        _two_rates,
-    ),
-    Rule(
-        "logged-twice",
-        "warning",
-        COSTS,
-        "two runs per training in W&B",
-        "Both DeepSpeed and the Trainer log.",
-        "Remove the block.",
-        _monitors,
-    ),
-    Rule(
-        "section-unused",
-        "warning",
-        WRONG,
-        "the section has no effect; no message",
-        "The section is for a way of training that the Trainer does not use.",
-        "Remove it.",
-        _ignored_sections,
-    ),
-    Rule(
-        "timers-on",
-        "warning",
-        COSTS,
-        "training is a few per cent slower",
-        "Exact timing makes the host wait for the GPU.",
-        "Set `wall_clock_breakdown` to false.",
-        _breakdown,
-    ),
-)

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 
 from .. import schema
 from ..read import Key
-from ..rule import REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, dotted
+from ..rule import COSTS, REJECTED, WRONG, Config, Edit, Facts, Hit, dotted, rule
 from ..schema import fits, nearest
 
 # Names from old guides that are too different from the current ones for a spelling match.
@@ -88,6 +88,7 @@ def _suits(entry: dict, value: object) -> bool:
     return same and schema.accepts(entry, value)
 
 
+@rule("unknown-key", "error", REJECTED)
 def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
     for key in _unknown(config):
         if not key.refused:
@@ -103,6 +104,7 @@ def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(key.path, key.value, f"`{section}` rejects unknown keys", fix, edits)
 
 
+@rule("misspelt-key", "error", WRONG)
 def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
     for key in _unknown(config):
         if key.nearest and not key.refused and key.path not in _OLD_NAMES:
@@ -111,6 +113,7 @@ def _misspelt(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(key.path, key.value, f"`{key.path[-1]}` is silently ignored", fix, edits)
 
 
+@rule("misplaced-key", "error", WRONG)
 def _misplaced(config: Config, facts: Facts) -> Iterator[Hit]:
     for key in _unknown(config):
         if key.home and not key.nearest and not key.refused:
@@ -118,12 +121,14 @@ def _misplaced(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(key.path, key.value, what, f"move it to `{dotted(key.home)}`")
 
 
+@rule("ignored-key", "warning", WRONG)
 def _ignored(config: Config, facts: Facts) -> Iterator[Hit]:
     for key in _unknown(config):
         if not (key.refused or key.home or key.nearest or key.path in _OLD_NAMES):
             yield Hit(key.path, key.value, f"DeepSpeed has no key `{dotted(key.path)}` and ignores it")
 
 
+@rule("renamed-key", "warning", WRONG)
 def _old_name(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, right in _OLD_NAMES.items():
         if config.has(*path):
@@ -132,6 +137,7 @@ def _old_name(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, config.get(*path), what, f"rename it to `{right}`", edits)
 
 
+@rule("removed-feature", "error", REJECTED)
 def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, messages in (((), "removed"), (("zero_optimization",), "removed_zero")):
         for name, message in schema.load()[messages].items():
@@ -144,6 +150,7 @@ def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
                 yield Hit((*path, name), value, f"{what}; DeepSpeed rejects the key{even}", "", edits)
 
 
+@rule("deprecated-key", "warning", COSTS)
 def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, node in schema.walk(config.value):
         entry = node["keys"].get(path[-1], {})
@@ -152,6 +159,7 @@ def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, f"`{path[-1]}` is deprecated", f"use `{_public(node, right)}`")
 
 
+@rule("deprecated-and-new", "error", REJECTED)
 def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, node in schema.walk(config.value):
         entry = node["keys"].get(path[-1], {})
@@ -166,6 +174,7 @@ def _deprecated_and_new(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
 
 
+@rule("both-spellings", "error", REJECTED)
 def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, node in schema.walk(config.value):
         alias = node["keys"].get(path[-1], {}).get("alias_of")
@@ -180,6 +189,7 @@ def _public(node: dict, name: str) -> str:
     return node["keys"].get(name, {}).get("alias_of", name)
 
 
+@rule("bf16-twice", "error", WRONG)
 def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("bf16") is not None and config.has("bfloat16"):
         differ = config.get("bf16") != config.get("bfloat16")
@@ -191,97 +201,3 @@ def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
             () if differ else (Edit("remove", ("bfloat16",)),),
             "error" if differ else "warning",
         )
-
-
-RULES = (
-    Rule(
-        "unknown-key",
-        "error",
-        REJECTED,
-        '"Extra inputs are not permitted [type=extra_forbidden]"',
-        "A pydantic model that forbids unknown keys reads this section.",
-        "Correct the spelling, or move the key to its section.",
-        _rejected,
-    ),
-    Rule(
-        "misspelt-key",
-        "error",
-        WRONG,
-        "a setting has no effect; no message",
-        "At the top level and in a dozen sections, DeepSpeed silently ignores unknown keys.",
-        "Correct the spelling.",
-        _misspelt,
-    ),
-    Rule(
-        "misplaced-key",
-        "error",
-        WRONG,
-        "a setting has no effect; no message",
-        "The key belongs to another section; here it is ignored.",
-        "Move the key to its section.",
-        _misplaced,
-    ),
-    Rule(
-        "ignored-key",
-        "warning",
-        WRONG,
-        "a setting has no effect; no message",
-        "DeepSpeed has no such key. Comments written as keys (`_comment`) are harmless.",
-        "Remove it, or look up what replaced it.",
-        _ignored,
-    ),
-    Rule(
-        "renamed-key",
-        "warning",
-        WRONG,
-        "one thread reads NVMe, however many are requested",
-        "`aio.thread_count`, which most guides show, has been renamed and is now ignored.",
-        "Rename it to `intra_op_parallelism`.",
-        _old_name,
-    ),
-    Rule(
-        "removed-feature",
-        "error",
-        REJECTED,
-        '"... has been removed. See https://github.com/deepspeedai/DeepSpeed/issues/8489"',
-        "The feature has been removed, and DeepSpeed rejects its key instead of ignoring it.",
-        "Remove the block; the message names the replacement.",
-        _removed,
-    ),
-    Rule(
-        "deprecated-key",
-        "warning",
-        "costs",
-        '"Config parameter ... is deprecated use ... instead"',
-        "DeepSpeed still translates the old name.",
-        "Use the new name.",
-        _deprecated,
-    ),
-    Rule(
-        "deprecated-and-new",
-        "error",
-        REJECTED,
-        "\"Cannot provide deprecated parameter 'cpu_offload' and replacing parameter 'offload_optimizer'\"",
-        "A deprecated key and its replacement are both set.",
-        "Remove the deprecated key.",
-        _deprecated_and_new,
-    ),
-    Rule(
-        "both-spellings",
-        "error",
-        REJECTED,
-        '"Extra inputs are not permitted [type=extra_forbidden]"',
-        "The field has a public name (`stage3_...`) and a short one; either is accepted, but not both.",
-        "Keep the public name.",
-        _both_spellings,
-    ),
-    Rule(
-        "bf16-twice",
-        "error",
-        WRONG,
-        "training runs in fp32, or with other bf16 settings than those in the file; no message",
-        "`bfloat16` is the old name of `bf16` and is read only if `bf16` is missing.",
-        "Keep only `bf16`.",
-        _bf16_twice,
-    ),
-)

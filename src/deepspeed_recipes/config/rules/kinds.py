@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import schema
 from ..read import Key
-from ..rule import FAILS_LATER, REJECTED, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, Rule, dotted, shown
+from ..rule import FAILS_LATER, REJECTED, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, dotted, rule, shown
 from ..schema import describe, fits
 
 # Batch sizes depend on each other; rules/batch.py covers them.
@@ -52,6 +52,7 @@ def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
             yield path, value, entry
 
 
+@rule("wrong-type", "error", REJECTED)
 def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, entry in known_keys(config):
         if value == "auto" and "type" in entry:
@@ -86,12 +87,14 @@ _NEEDED = {
 }
 
 
+@rule("data-sampling-without-settings", "error", REJECTED)
 def _switched_on_empty(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, needed in _NEEDED.items():
         if config.get(*path, "enabled") and not config.has(*path, needed):
             yield Hit((*path, "enabled"), True, f"needs `{dotted((*path, needed))}`", f"add `{needed}`")
 
 
+@rule("steps-per-print-0", "error", FAILS_LATER)
 def _steps_per_print(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("steps_per_print",)
     value = config.get(*path)
@@ -100,6 +103,7 @@ def _steps_per_print(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, value, what, "write how often to report; for never remove it, or write null")
 
 
+@rule("unknown-dtype", "error", FAILS_LATER)
 def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
     words = schema.load()["dtypes"]
     for name in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
@@ -120,6 +124,7 @@ def _auto_paths(config: Config) -> Iterator[Key]:
             yield path
 
 
+@rule("auto-without-trainer", "error", WRONG)
 def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "plain":
         return
@@ -135,6 +140,7 @@ def _auto_plain(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, "auto", f'"auto" has a meaning only for the Hugging Face Trainer; here it {effect}')
 
 
+@rule("auto-not-filled", "error", FAILS_LATER)
 def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf":
         return
@@ -146,6 +152,7 @@ def _auto_unfilled(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, "auto", f"the Trainer has no value for `{dotted(path)}` and stops", fix, edits)
 
 
+@rule("text-for-number", "error", FAILS_LATER)
 def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, entry in known_keys(config):
         default = entry.get("default")
@@ -168,6 +175,7 @@ def _text_for_number(config: Config, facts: Facts) -> Iterator[Hit]:
         )
 
 
+@rule("text-for-truth", "error", WRONG)
 def _text_for_truth(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, entry in known_keys(config):
         if "type" in entry or not isinstance(entry.get("default"), bool) or not isinstance(value, str):
@@ -186,6 +194,7 @@ _READ_BY_TRAINER = (
 """Typed keys that transformers and accelerate also read, without pydantic."""
 
 
+@rule("text-for-trainer", "error", WRONG)
 def _text_for_trainer(config: Config, facts: Facts) -> Iterator[Hit]:
     for path in _READ_BY_TRAINER if facts.trainer == "hf" else ():
         value = config.text(*path)
@@ -195,90 +204,3 @@ def _text_for_trainer(config: Config, facts: Facts) -> Iterator[Hit]:
         right = int(float(value)) if path[1] == "stage" else value.lower() in TRUE_TEXTS
         what = f"DeepSpeed reads {shown(right)}, but the Trainer compares the string {shown(value)}"
         yield Hit(path, value, what, f"write {shown(right)}", (Edit("set", path, right),))
-
-
-RULES = (
-    Rule(
-        "wrong-type",
-        "error",
-        REJECTED,
-        '"pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig"',
-        "The value has the wrong type, or is out of range.",
-        "Write a value that the key accepts.",
-        _wrong_type,
-    ),
-    Rule(
-        "data-sampling-without-settings",
-        "error",
-        REJECTED,
-        '"AssertionError: Curriculum learning is enabled, curriculum_metrics must be specified"',
-        "A data efficiency feature is switched on without the key that configures it.",
-        "Add the key, or switch the feature off.",
-        _switched_on_empty,
-    ),
-    Rule(
-        "steps-per-print-0",
-        "error",
-        FAILS_LATER,
-        '"ZeroDivisionError: integer modulo by zero" after the first step',
-        "0 does not mean never. The Trainer overwrites the key, plain DeepSpeed does not.",
-        "Remove it, or write null.",
-        _steps_per_print,
-    ),
-    Rule(
-        "unknown-dtype",
-        "error",
-        FAILS_LATER,
-        "\"ValueError: 'fp8' is not a valid DtypeEnum\" in deepspeed.initialize",
-        "`data_types` is not validated; the name is looked up when the engine is built.",
-        "Write fp32, fp16 or bf16.",
-        _dtype,
-    ),
-    Rule(
-        "auto-without-trainer",
-        "error",
-        WRONG,
-        '"auto" trains with ZeRO stage 0, in fp32, without offload; or "\'<=\' not supported between ..."',
-        'Typed sections drop every "auto" and use their defaults; other keys keep the string.',
-        "Fill the template: `ds-recipes resolve TEMPLATE`.",
-        _auto_plain,
-    ),
-    Rule(
-        "auto-not-filled",
-        "error",
-        FAILS_LATER,
-        '"`...` not found in kwargs. Please specify `...` without `auto` (set to correct value)"',
-        'accelerate fills every "auto" in the config and stops at one that it has no value for.',
-        "Write the value.",
-        _auto_unfilled,
-    ),
-    Rule(
-        "text-for-number",
-        "error",
-        FAILS_LATER,
-        "\"'>' not supported between instances of 'str' and 'float'\" in the first optimizer step",
-        "The number is in quotes; sections without types keep it as a string until it is used.",
-        "Remove the quotes.",
-        _text_for_number,
-    ),
-    Rule(
-        "text-for-truth",
-        "error",
-        WRONG,
-        'a switch set to the string "false" is on',
-        "Outside the typed sections DeepSpeed tests values for emptiness, and only the empty string is empty.",
-        "Write false without quotes.",
-        _text_for_truth,
-    ),
-    Rule(
-        "text-for-trainer",
-        "error",
-        WRONG,
-        '"Please correct the following DeepSpeed config values that mismatch TrainingArguments"; or the Trainer '
-        "does not notice ZeRO-3, and every rank loads the whole model",
-        'DeepSpeed\'s typed sections understand "3" and "true"; the Trainer and accelerate look these keys up '
-        "themselves, where a string is neither 3 nor true.",
-        "Remove the quotes.",
-        _text_for_trainer,
-    ),
-)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..model import dimension
-from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
+from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, rule
 
 _ZERO = "zero_optimization"
 _DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's default for reduce_bucket_size and allgather_bucket_size
@@ -13,6 +13,7 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 _NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "lustre", "ceph", "fuse.sshfs", "9p", "glusterfs")
 
 
+@rule("bucket-too-large", "warning", COSTS)
 def _buckets(config: Config, facts: Facts) -> Iterator[Hit]:
     """Check the reduce buckets: 2 bytes per element in bf16, 4 in fp32, and two buckets with overlap_comm."""
     if facts.gpu_memory_gib is None or config.stage not in (1, 2, 3):
@@ -38,6 +39,7 @@ def _smaller(facts: Facts) -> str:
     return 'write "auto"' if facts.trainer == "hf" else "write the square of the hidden size, or 5e7"
 
 
+@rule("nvme-folder", "warning", FAILS_LATER)
 def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
     seen = set()
     for what in ("offload_optimizer", "offload_param"):
@@ -88,6 +90,7 @@ def _file_system(path: str) -> str:
     return kind
 
 
+@rule("gds-without-cuda", "error", REJECTED)
 def _gds(config: Config, facts: Facts) -> Iterator[Hit]:
     wanted = os.environ.get("DS_ACCELERATOR")
     cuda = wanted == "cuda" or (wanted is None and Path("/proc/driver/nvidia").exists())
@@ -95,6 +98,7 @@ def _gds(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("aio", "use_gds"), True, "GPUDirect Storage needs CUDA, which this machine lacks")
 
 
+@rule("swap-buffer-too-small", "error", FAILS_LATER)
 def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
     """Compare the largest parameter's shard with a buffer of the NVMe swapper (elements, default 1e8)."""
     model = facts.text_model
@@ -108,43 +112,3 @@ def _swap_buffer(config: Config, facts: Facts) -> Iterator[Hit]:
         path = (_ZERO, "offload_param", "buffer_size")
         what = f"the embedding's shard has {shard:,} elements, but a buffer only {int(size):,}"
         yield Hit(path, config.get(*path), what, f"write at least {shard + shard // 100}")
-
-
-RULES = (
-    Rule(
-        "bucket-too-large",
-        "warning",
-        COSTS,
-        '"torch.OutOfMemoryError: CUDA out of memory" in the first backward',
-        "Reduce buckets are allocated in full, twice with `overlap_comm`; the default is 5e8 elements, 1 GB in bf16.",
-        'Write "auto".',
-        _buckets,
-    ),
-    Rule(
-        "nvme-folder",
-        "warning",
-        FAILS_LATER,
-        '"PermissionError: [Errno 13]", "OSError: [Errno 22] Invalid argument", or steps that take minutes',
-        "The swap folder must be writable and on a local drive that supports direct I/O.",
-        "Choose a folder on a local NVMe drive.",
-        _nvme_folder,
-    ),
-    Rule(
-        "gds-without-cuda",
-        "error",
-        REJECTED,
-        '"GDS currently only supported for CUDA accelerator"',
-        "GPUDirect Storage moves data directly between a drive and a CUDA GPU.",
-        "Remove `use_gds`.",
-        _gds,
-    ),
-    Rule(
-        "swap-buffer-too-small",
-        "error",
-        FAILS_LATER,
-        '"AssertionError: More elements ... than buffer size ..."',
-        "Each parameter's shard is read into a single buffer.",
-        "Set `buffer_size` to at least the largest shard; `buffer_count` such buffers are pinned.",
-        _swap_buffer,
-    ),
-)

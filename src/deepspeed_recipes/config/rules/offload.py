@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Facts, Hit, Rule, shown
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Facts, Hit, rule, shown
 
 _ZERO = "zero_optimization"
 
 
+@rule("offload-param-below-stage-3", "error", WRONG)
 def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage in (0, 1, 2) and config.offload_device("offload_param"):
         what = f"stage {config.stage} keeps all parameters on the GPU and ignores `offload_param`"
@@ -14,6 +15,7 @@ def _offload_param(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "set the stage to 3, or remove `offload_param`")
 
 
+@rule("offload-optimizer-at-stage-0", "error", WRONG)
 def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage == 0 and config.offload_device("offload_optimizer"):
         path = (_ZERO, "offload_optimizer")
@@ -21,6 +23,7 @@ def _offload_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "set the stage to 1, 2 or 3, or remove `offload_optimizer`")
 
 
+@rule("offload-with-own-optimizer", "warning", FAILS_LATER)
 def _client_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "device")
     forced = config.get("zero_force_ds_cpu_optimizer", default=True)
@@ -33,6 +36,7 @@ def _client_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, offloaded, what, "pass one of them, or add an `optimizer` block")
 
 
+@rule("super-offload-below-stage-3", "error", WRONG)
 def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "super_offload")
     if config.stage in (0, 1, 2) and config.on(*path):
@@ -40,6 +44,7 @@ def _super_offload(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "set the stage to 3, or remove it")
 
 
+@rule("nvme-without-path", "error", FAILS_LATER)
 def _nvme_path(config: Config, facts: Facts) -> Iterator[Hit]:
     for what in ("offload_optimizer", "offload_param"):
         path = (_ZERO, what, "nvme_path")
@@ -48,6 +53,7 @@ def _nvme_path(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, config.get(*path), message, "set `nvme_path` to a folder on a local NVMe drive")
 
 
+@rule("nvme-below-stage-3", "error", WRONG)
 def _nvme_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "device")
     if config.stage in (1, 2) and config.offload_device("offload_optimizer") == "nvme":
@@ -55,6 +61,7 @@ def _nvme_stage(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, "nvme", what, 'set the stage to 3, or the device to "cpu"')
 
 
+@rule("ratio-below-stage-3", "error", REJECTED)
 def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "offload_optimizer", "ratio")
     ratio = config.number(*path)
@@ -64,6 +71,7 @@ def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, ratio, what, "remove `ratio`, or set the stage to 3")
 
 
+@rule("zenflow-without-offload", "error", FAILS_LATER)
 def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
     if not isinstance(config.zero("zenflow"), dict):
         return
@@ -72,80 +80,3 @@ def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), "ZenFlow needs an optimizer that is offloaded to the CPU")
     elif config.stage == 0:
         yield Hit(path, config.get(*path), "ZenFlow needs ZeRO stage 1, 2 or 3", "set the stage to 2")
-
-
-RULES = (
-    Rule(
-        "offload-param-below-stage-3",
-        "error",
-        WRONG,
-        "out of memory even though parameters are offloaded; no message",
-        "Only stage 3 partitions parameters and can offload them; stage 2 accepts the block and ignores it.",
-        "Set the stage to 3, or remove `offload_param`.",
-        _offload_param,
-    ),
-    Rule(
-        "offload-optimizer-at-stage-0",
-        "error",
-        WRONG,
-        "out of memory even though the optimizer is offloaded; or just a slower optimizer",
-        "Stage 0 is plain data parallelism, without a ZeRO optimizer whose states could be offloaded.",
-        "Set the stage to 1, 2 or 3.",
-        _offload_optimizer,
-    ),
-    Rule(
-        "offload-with-own-optimizer",
-        "warning",
-        FAILS_LATER,
-        '"You are using ZeRO-Offload with a client provided optimizer (...) which in most cases will yield poor '
-        'performance"',
-        "An offloaded step needs an optimizer for the CPU. accelerate swaps it; plain DeepSpeed stops.",
-        'Pass DeepSpeedCPUAdam, add an `optimizer` block, or allow any with "zero_force_ds_cpu_optimizer": false.',
-        _client_optimizer,
-    ),
-    Rule(
-        "super-offload-below-stage-3",
-        "error",
-        WRONG,
-        "SuperOffload brings no speed-up; no message",
-        "Only stage 3 reads `super_offload`.",
-        "Set the stage to 3.",
-        _super_offload,
-    ),
-    Rule(
-        "nvme-without-path",
-        "error",
-        FAILS_LATER,
-        '"TypeError: unsupported operand type(s)", "expected str, bytes or os.PathLike object, not NoneType"',
-        "The config class accepts NVMe without a folder; the swapper fails when it creates its files.",
-        "Add `nvme_path`.",
-        _nvme_path,
-    ),
-    Rule(
-        "nvme-below-stage-3",
-        "error",
-        WRONG,
-        "host memory runs out even though the optimizer is on NVMe; no message",
-        "Only stage 3 swaps optimizer states; stages 1 and 2 treat every offload device as the CPU.",
-        "Set the stage to 3.",
-        _nvme_stage,
-    ),
-    Rule(
-        "ratio-below-stage-3",
-        "error",
-        REJECTED,
-        '"Partial offloading only supported for ZeRO Stage 3."',
-        "Partial offload (Twin-Flow) works only at stage 3.",
-        "Remove `ratio`.",
-        _ratio,
-    ),
-    Rule(
-        "zenflow-without-offload",
-        "error",
-        FAILS_LATER,
-        '"Zenflow must be used with cpu offload"',
-        "ZenFlow splits the update between a GPU optimizer and an offloaded one.",
-        'Add "offload_optimizer": {"device": "cpu"}.',
-        _zenflow,
-    ),
-)

@@ -5,12 +5,31 @@ import math
 from collections.abc import Iterator
 
 from .. import schema
-from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule, shown
 from ..schema import describe, fits
 
 _ZERO = "zero_optimization"
 
 
+@rule("torch-schedule", "error", FAILS_LATER)
+def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
+    name = config.text("scheduler", "type") or ""
+    known = schema.load()
+    if name not in known["torch_schedulers"] or name in known["schedulers"]:
+        return
+    half = [section for section in ("bf16", "bfloat16", "fp16") if config.on(section, "enabled")]
+    if config.stage in (1, 2, 3) or half:
+        by = f"ZeRO stage {config.stage}" if config.stage else half[0]
+        what = f"{by} wraps the optimizer, and torch's schedules accept only torch's own"
+        yield Hit(
+            ("scheduler", "type"), name, what, f"remove `scheduler`; DeepSpeed's own: {', '.join(known['schedulers'])}"
+        )
+    elif name == "ReduceLROnPlateau":
+        what = "DeepSpeed passes it the batch size in place of a loss, so the rate falls whatever the loss does"
+        yield Hit(("scheduler", "type"), name, what, "remove `scheduler`, and step it yourself, in your loop")
+
+
+@rule("unknown-optimizer", "error", FAILS_LATER)
 def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("optimizer", "type")
     known = schema.load()
@@ -22,6 +41,7 @@ def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("optimizer", "type"), name, what, "write AdamW, Adam, Lion, Adagrad, Lamb, Muon or SGD")
 
 
+@rule("untested-optimizer", "error", FAILS_LATER)
 def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("optimizer", "type")
     tested = (
@@ -45,6 +65,7 @@ def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("optimizer", "type"), name, what, 'add "zero_allow_untested_optimizer": true', (edit,))
 
 
+@rule("max-grad-norm-in-optimizer", "error", FAILS_LATER)
 def _max_grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("optimizer", "params", "max_grad_norm")
     if config.has(*path) and config.text("optimizer", "type"):
@@ -52,6 +73,7 @@ def _max_grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "move the value to `gradient_clipping`")
 
 
+@rule("muon-at-stage-3", "error", FAILS_LATER)
 def _muon(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("optimizer", "type") or ""
     if name.lower() == "muon" and config.stage == 3 and config.on(_ZERO, "reduce_scatter", default=True):
@@ -61,6 +83,7 @@ def _muon(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, fix, (Edit("set", path, False),))
 
 
+@rule("unknown-scheduler", "error", FAILS_LATER)
 def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("scheduler", "type")
     known = schema.load()
@@ -69,23 +92,6 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
     if name not in known["schedulers"]:
         what = f"neither DeepSpeed nor torch has a schedule `{name}`"
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
-
-
-def _wrapped(config: Config, facts: Facts) -> Iterator[Hit]:
-    name = config.text("scheduler", "type") or ""
-    known = schema.load()
-    if name not in known["torch_schedulers"] or name in known["schedulers"]:
-        return
-    half = [section for section in ("bf16", "bfloat16", "fp16") if config.on(section, "enabled")]
-    if config.stage in (1, 2, 3) or half:
-        by = f"ZeRO stage {config.stage}" if config.stage else half[0]
-        what = f"{by} wraps the optimizer, and torch's schedules accept only torch's own"
-        yield Hit(
-            ("scheduler", "type"), name, what, f"remove `scheduler`; DeepSpeed's own: {', '.join(known['schedulers'])}"
-        )
-    elif name == "ReduceLROnPlateau":
-        what = "DeepSpeed passes it the batch size in place of a loss, so the rate falls whatever the loss does"
-        yield Hit(("scheduler", "type"), name, what, "remove `scheduler`, and step it yourself, in your loop")
 
 
 _Call = tuple[tuple[str, str], str, dict]
@@ -114,6 +120,7 @@ def _optimizer_parameters(config: Config, name: str) -> dict | None:
     return classes["cpu" if "cpu" in classes and config.offload_device("offload_optimizer") else "gpu"]
 
 
+@rule("unknown-parameter", "error", FAILS_LATER)
 def _unknown(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, name, parameters in _calls(config):
         given = config.section(*path)
@@ -128,6 +135,7 @@ def _unknown(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((*path, parameter), value, what, fix, () if near and near[0] in given else edits)
 
 
+@rule("parameter-value", "error", FAILS_LATER)
 def _value(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, _, parameters in _calls(config):
         for parameter, value in config.section(*path).items():
@@ -153,6 +161,7 @@ def _meant(kind: dict, value: object) -> object:
     return right if fits(kind, right) and right != math.inf else None
 
 
+@rule("parameter-missing", "error", FAILS_LATER)
 def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, name, parameters in _calls(config):
         for parameter, entry in parameters.items():
@@ -163,104 +172,10 @@ def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
                 yield Hit((*path, parameter), None, f"{name} cannot be built without `{parameter}`", fix, edits)
 
 
+@rule("learning-rate-missing", "warning", WRONG)
 def _rate(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("optimizer", "params", "lr")
     if facts.trainer == "hf" and config.text("optimizer", "type") and not config.has(*path):
         default = "DeepSpeed's default, 1e-3 for most optimizers"
         edits = (Edit("set", path, "auto"),) if config.has(*path[:2]) else ()
         yield Hit(path, None, f"the learning rate is {default}, whatever learning_rate is", 'add "lr": "auto"', edits)
-
-
-RULES = (
-    Rule(
-        "torch-schedule",
-        "error",
-        FAILS_LATER,
-        '"TypeError: DeepSpeedZeroOptimizer is not an Optimizer"; with ReduceLROnPlateau the rate falls without reason',
-        "With ZeRO, bf16 or fp16 the schedule is built on DeepSpeed's wrapper of the optimizer (DeepSpeed issue 6992).",
-        "Use one of DeepSpeed's schedules, or step your own in the loop.",
-        _wrapped,
-    ),
-    Rule(
-        "unknown-optimizer",
-        "error",
-        FAILS_LATER,
-        '"OneBitAdam is not a supported DeepSpeed Optimizer"',
-        "The name is looked up when the engine is built, first in DeepSpeed's list, then in torch.optim.",
-        "Use the name of an existing optimizer.",
-        _optimizer_names,
-    ),
-    Rule(
-        "untested-optimizer",
-        "error",
-        FAILS_LATER,
-        '"You are using an untested ZeRO Optimizer. Please add <"zero_allow_untested_optimizer": true>"',
-        "ZeRO is tested with DeepSpeed's own optimizers and Adam; others have to be allowed.",
-        'Add "zero_allow_untested_optimizer": true.',
-        _untested,
-    ),
-    Rule(
-        "max-grad-norm-in-optimizer",
-        "error",
-        FAILS_LATER,
-        "\"'max_grad_norm' is not supported as an optimizer parameter\"",
-        "The engine does the clipping, not the optimizer.",
-        "Use `gradient_clipping`.",
-        _max_grad_norm,
-    ),
-    Rule(
-        "muon-at-stage-3",
-        "error",
-        FAILS_LATER,
-        '"Muon and reduce scatter cannot be used together"',
-        "Muon orthogonalises whole matrices, so a rank needs whole gradients.",
-        'Add "reduce_scatter": false.',
-        _muon,
-    ),
-    Rule(
-        "unknown-scheduler",
-        "error",
-        FAILS_LATER,
-        '"DeepSpeed does not recognize LR scheduler ..."',
-        "The name is looked up when the engine is built, first in DeepSpeed's list, then in torch.",
-        "Use an existing schedule.",
-        _scheduler,
-    ),
-    Rule(
-        "unknown-parameter",
-        "error",
-        FAILS_LATER,
-        "\"TypeError: FusedAdam.__init__() got an unexpected keyword argument 'learning_rate'\"",
-        "`params` are the arguments of the class that `type` names; offload takes another class than the GPU.",
-        "Use the class's own names.",
-        _unknown,
-    ),
-    Rule(
-        "parameter-value",
-        "error",
-        FAILS_LATER,
-        "\"warmup_num_steps must be a positive integer, got 0\", \"'<' not supported between instances of 'str' and "
-        '\'float\'", "multi_tensor_adam(): incompatible function arguments"; or the loss becomes NaN',
-        "`params` reach the class as they are: a number in quotes stays a string, and 1e2 is not a whole number.",
-        "Write a number in the range.",
-        _value,
-    ),
-    Rule(
-        "parameter-missing",
-        "error",
-        FAILS_LATER,
-        "\"TypeError: WarmupDecayLR.__init__() missing 1 required positional argument: 'total_num_steps'\"",
-        "The class has no default for it, and the Trainer fills only keys that are present.",
-        "Add it.",
-        _missing,
-    ),
-    Rule(
-        "learning-rate-missing",
-        "warning",
-        WRONG,
-        "learning_rate= has no effect",
-        "The Trainer fills only keys that are present, and DeepSpeed's optimizers have a default.",
-        'Add "lr": "auto".',
-        _rate,
-    ),
-)

@@ -5,7 +5,7 @@ from importlib import metadata
 
 from .. import schema
 from ..model import dimension
-from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, Rule
+from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule
 
 _TENSOR = ("tensor_parallel", "autotp_size")
 _SEQUENCE = ("sequence_parallel_size",)
@@ -25,6 +25,7 @@ def _expert(config: Config) -> int:
     return int(config.number(*_EXPERT) or 1) if config.get("expert_parallel", "enabled") else 0
 
 
+@rule("sequence-parallel-below-stage-3", "error", WRONG)
 def _sequence_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     size = _sequence(config, facts)
     if size > 1 and config.stage in (0, 1, 2):
@@ -32,6 +33,7 @@ def _sequence_stage(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("zero_optimization", "stage"), config.stage, what, "set the stage to 3")
 
 
+@rule("sequence-parallel-without-scatter", "error", WRONG)
 def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("zero_optimization", "reduce_scatter")
     if _sequence(config, facts) > 1 and config.stage == 3 and not config.on(*path, default=True):
@@ -39,6 +41,7 @@ def _sequence_scatter(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, False, what, "remove it", (Edit("remove", path),))
 
 
+@rule("sequence-parallel-alone", "warning", WRONG)
 def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.has(*_SEQUENCE) and not config.has("data_parallel_size"):
         what = "without `data_parallel_size` DeepSpeed creates no sequence groups and only counts the batch differently"
@@ -46,6 +49,7 @@ def _sequence_alone(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_SEQUENCE, config.get(*_SEQUENCE), what, fix)
 
 
+@rule("tensor-parallel-with-lora", "error", FAILS_LATER)
 def _tensor_lora(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.lora and _tensor(config) > 1:
         what = "AutoTP replaces the adapters' layers, which breaks them"
@@ -53,12 +57,14 @@ def _tensor_lora(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_TENSOR, _tensor(config), what, fix)
 
 
+@rule("tensor-parallel-at-stage-3", "warning", FAILS_LATER)
 def _tensor_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and _tensor(config) > 1 and config.stage == 3:
         what = "from_pretrained cannot load most checkpoints into tensor-parallel ZeRO-3 shards"
         yield Hit(_TENSOR, _tensor(config), what, "set the stage to 1 or 2")
 
 
+@rule("unknown-tensor-preset", "warning", WRONG)
 def _tensor_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("tensor_parallel", "preset_model")
     presets = schema.load()["tensor_presets"]
@@ -67,6 +73,7 @@ def _tensor_preset(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("tensor_parallel", "preset_model"), name, what, f"write {', '.join(presets)}, or remove it")
 
 
+@rule("ranks-not-divisible", "error", FAILS_LATER)
 def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
     world = facts.world_size
     if world is None:
@@ -83,6 +90,7 @@ def _divides(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, size, f"{world} ranks are not divisible by {size}")
 
 
+@rule("heads-not-divisible", "error", FAILS_LATER)
 def _heads(config: Config, facts: Facts) -> Iterator[Hit]:
     size = _tensor(config)
     heads = dimension(facts.text_model, "num_attention_heads")
@@ -98,12 +106,14 @@ def _heads(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_SEQUENCE, size, what, "choose a divisor")
 
 
+@rule("pipeline-with-stage-2-or-3", "error", FAILS_LATER)
 def _pipeline(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.pipeline_stages > 1 and config.stage in (2, 3):
         what = f"the pipeline engine rejects ZeRO stage {config.stage}"
         yield Hit(("zero_optimization", "stage"), config.stage, what, "set the stage to 1")
 
 
+@rule("pipeline-with-autotp", "error", WRONG)
 def _pipeline_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.pipeline_stages > 1 and _tensor(config) > 1:
         what = "in a pipeline, AutoTP broadcasts over the wrong groups"
@@ -111,6 +121,7 @@ def _pipeline_tensor(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_TENSOR, _tensor(config), what, fix)
 
 
+@rule("unknown-expert-preset", "error", FAILS_LATER)
 def _expert_preset(config: Config, facts: Facts) -> Iterator[Hit]:
     presets = schema.load()["expert_presets"]
     name = config.get("expert_parallel", "preset_model")
@@ -119,6 +130,7 @@ def _expert_preset(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("expert_parallel", "preset_model"), name, what, f"write {', '.join(presets)}")
 
 
+@rule("expert-parallel-without-optimizer", "error", FAILS_LATER)
 def _expert_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and _expert(config) and not config.section("optimizer"):
         what = "the Trainer's own optimizer does not separate expert parameters"
@@ -126,6 +138,7 @@ def _expert_optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("optimizer",), None, what, fix)
 
 
+@rule("known-bad-versions", "error", FAILS_LATER)
 def _expert_version(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer != "hf" or not _expert(config):
         return
@@ -140,6 +153,7 @@ def _expert_version(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(_EXPERT, _expert(config), what, "install transformers 5.22")
 
 
+@rule("deepcompile-at-stage-0", "warning", WRONG)
 def _deepcompile(config: Config, facts: Facts) -> Iterator[Hit]:
     passes = config.get("compile", "passes")
     if config.on("compile", "deepcompile") and config.stage == 0 and not passes:
@@ -147,6 +161,7 @@ def _deepcompile(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("compile", "deepcompile"), True, what, "set the stage to 1, 2 or 3")
 
 
+@rule("compiled-pass-without-effect", "error", WRONG)
 def _compiled_pass(config: Config, facts: Facts) -> Iterator[Hit]:
     passes = config.get("compile", "passes")
     if not config.on("compile", "deepcompile") or not isinstance(passes, list):
@@ -160,160 +175,9 @@ def _compiled_pass(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("compile", "passes"), passes, what, "add tensor_parallel.autotp_size, or remove the pass")
 
 
+@rule("universal-at-stage-3", "warning", WRONG)
 def _universal(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("checkpoint", "load_universal") and config.stage == 3:
         what = "loading a universal checkpoint gives every parameter group the settings of the first"
         fix = "set the groups' weight decay again after loading"
         yield Hit(("checkpoint", "load_universal"), True, what, fix)
-
-
-RULES = (
-    Rule(
-        "sequence-parallel-below-stage-3",
-        "error",
-        WRONG,
-        "grad_norm is too large by a factor of the sequence ranks, so gradients are clipped too much",
-        "The Trainer's loss sums gradients over the sequence ranks, and stages 0 to 2 do not divide by their number.",
-        "Use stage 3.",
-        _sequence_stage,
-    ),
-    Rule(
-        "sequence-parallel-without-scatter",
-        "error",
-        WRONG,
-        "grad_norm is too large, by up to a factor of the sequence ranks",
-        "Stage 3 divides by the world size only if it uses reduce-scatter.",
-        "Remove `reduce_scatter`; the default is true.",
-        _sequence_scatter,
-    ),
-    Rule(
-        "sequence-parallel-alone",
-        "warning",
-        WRONG,
-        "every rank gets whole sequences; the batch sizes do not add up",
-        "`sequence_parallel_size` creates groups only together with `data_parallel_size`.",
-        "Use accelerate's ParallelismConfig.",
-        _sequence_alone,
-    ),
-    Rule(
-        "tensor-parallel-with-lora",
-        "error",
-        FAILS_LATER,
-        '"KeyError: Parameter containing:", "loss must be a scalar tensor", '
-        "\"'Parameter' object has no attribute 'partition_numel'\"",
-        "AutoTP replaces every linear layer that it supports, including lora_A and lora_B.",
-        "Remove the block; ZeRO-3 shards a model that is too large for one GPU. This project's launcher also splits "
-        "adapters, with `layout.tensor=2`.",
-        _tensor_lora,
-    ),
-    Rule(
-        "tensor-parallel-at-stage-3",
-        "warning",
-        FAILS_LATER,
-        '"NotImplementedError: Weight conversions (e.g., MoE expert fusion) with DeepSpeed Tensor Parallelism are not '
-        'yet implemented"',
-        "transformers' ZeRO-3 loader converts weights while it shards them, which it cannot do with tensor "
-        "parallelism. A model that is built from its config does train.",
-        "Use stage 1 or 2 with tensor parallelism.",
-        _tensor_stage,
-    ),
-    Rule(
-        "unknown-tensor-preset",
-        "warning",
-        WRONG,
-        "the model is split by heuristics, or not at all",
-        "AutoTP skips an unknown preset without a message.",
-        "Remove it; Hugging Face models bring their own plan.",
-        _tensor_preset,
-    ),
-    Rule(
-        "ranks-not-divisible",
-        "error",
-        FAILS_LATER,
-        '"world size ... is not divisible by ..."',
-        "Ranks are divided into groups of equal size.",
-        "Choose a size that divides the number of ranks.",
-        _divides,
-    ),
-    Rule(
-        "heads-not-divisible",
-        "error",
-        FAILS_LATER,
-        '"num_attention_heads ... is not divisible by ..."',
-        "Tensor and sequence parallelism divide whole attention heads between ranks.",
-        "Choose a size that divides the number of heads.",
-        _heads,
-    ),
-    Rule(
-        "pipeline-with-stage-2-or-3",
-        "error",
-        FAILS_LATER,
-        '"ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism"',
-        "The pipeline accumulates gradients over its micro-batches, which sharded gradients do not allow.",
-        "Use stage 1.",
-        _pipeline,
-    ),
-    Rule(
-        "pipeline-with-autotp",
-        "error",
-        WRONG,
-        "the loss differs from that of a data-parallel run; or the run hangs",
-        "AutoTP creates its groups without regard to the pipeline's.",
-        "Shard the layers before deepspeed.initialize.",
-        _pipeline_tensor,
-    ),
-    Rule(
-        "unknown-expert-preset",
-        "error",
-        FAILS_LATER,
-        "\"Unknown preset_model '...'. Available presets: [...]\"",
-        "A preset names the layers of a model family that AutoEP supports.",
-        "Use an existing preset.",
-        _expert_preset,
-    ),
-    Rule(
-        "expert-parallel-without-optimizer",
-        "error",
-        FAILS_LATER,
-        '"None of the param groups are marked as MoE"',
-        "Only an optimizer that DeepSpeed builds has parameter groups of its own for experts.",
-        "Add an `optimizer` block; weight decay then also applies to norms and biases.",
-        _expert_optimizer,
-    ),
-    Rule(
-        "known-bad-versions",
-        "error",
-        FAILS_LATER,
-        '"TypeError: _CanRecordRegistry.get() takes 2 positional arguments but 3 were given"',
-        "transformers 5.23 changed a registry that DeepSpeed 0.19.8's AutoEP reads.",
-        "Install transformers 5.22.",
-        _expert_version,
-    ),
-    Rule(
-        "deepcompile-at-stage-0",
-        "warning",
-        WRONG,
-        "no speed-up",
-        "DeepCompile's passes schedule the communication of ZeRO.",
-        "Set the stage to 1, 2 or 3.",
-        _deepcompile,
-    ),
-    Rule(
-        "compiled-pass-without-effect",
-        "error",
-        WRONG,
-        '"Falling back to the torch compiler" in the log, and as much memory as without',
-        "DeepCompile's passes autosp and autotp each need a stage or a size, without which DeepSpeed leaves them out.",
-        "Set the stage to 0 or 1 for autosp, or tensor_parallel.autotp_size for autotp.",
-        _compiled_pass,
-    ),
-    Rule(
-        "universal-at-stage-3",
-        "warning",
-        WRONG,
-        "after resuming, weight decay also applies to norms and biases",
-        "While loading a universal checkpoint, stage 3 copies the hyperparameters of group 0 to all groups.",
-        "Set them again after loading.",
-        _universal,
-    ),
-)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule, shown
 
 
 def _bf16(config: Config) -> str:
@@ -11,6 +11,7 @@ def _bf16(config: Config) -> str:
     return "bf16" if config.get("bf16") is not None or not config.has("bfloat16") else "bfloat16"
 
 
+@rule("fp16-and-bf16", "error", REJECTED)
 def _both(config: Config, facts: Facts) -> Iterator[Hit]:
     name = _bf16(config)
     if config.on(name, "enabled") and config.on("fp16", "enabled"):
@@ -18,6 +19,7 @@ def _both(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("fp16", "enabled"), True, what, "switch one of them off")
 
 
+@rule("master-weights", "error", REJECTED)
 def _master_weights(config: Config, facts: Facts) -> Iterator[Hit]:
     name = _bf16(config)
     keys = (
@@ -34,6 +36,7 @@ def _master_weights(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, 'add "bf16_master_weights_and_grads": true')
 
 
+@rule("master-weights-without-offload", "error", FAILS_LATER)
 def _master_weights_offload(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (1, 2, 3) or config.offload_device("offload_optimizer"):
         return
@@ -47,6 +50,7 @@ def _master_weights_offload(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, True, "fp16 master weights need an optimizer that is offloaded to the CPU")
 
 
+@rule("overflow-unchecked", "warning", WRONG)
 def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_bf16(config), "check_grad_overflow")
     if config.has(*path) and config.get(*path) != "auto" and not config.on(*path, default=True):
@@ -54,6 +58,7 @@ def _overflow(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
 
 
+@rule("step-of-zeros", "warning", WRONG)
 def _step_of_zeros(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage != 0:
         return
@@ -68,6 +73,7 @@ def _step_of_zeros(config: Config, facts: Facts) -> Iterator[Hit]:
             return
 
 
+@rule("loss-scale", "error", REJECTED)
 def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
     number = _number(scale)
@@ -89,6 +95,7 @@ def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(("fp16", name), value, "a dynamic loss scale needs at least 1", "remove it")
 
 
+@rule("initial-scale-power", "error", FAILS_LATER)
 def _scale_power(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("fp16", "initial_scale_power")
     power = _number(config.get(*path, default=16))
@@ -105,6 +112,7 @@ def _number(value: object) -> float | None:
         return None
 
 
+@rule("accumulation-type-at-stage-0", "error", FAILS_LATER)
 def _accumulate(config: Config, facts: Facts) -> Iterator[Hit]:
     dtype = config.get("data_types", "grad_accum_dtype")
     low = config.on(_bf16(config), "enabled") or config.on("fp16", "enabled")
@@ -114,93 +122,9 @@ def _accumulate(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, dtype, what, "set the stage to 1, or remove it")
 
 
+@rule("activation-checkpointing-unused", "warning", WRONG)
 def _checkpointing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and any(config.section("activation_checkpointing").values()):
         path = ("activation_checkpointing",)
         what = "the section affects only models that call deepspeed.checkpointing; Hugging Face models do not"
         yield Hit(path, config.get(*path), what, "set gradient_checkpointing=True in TrainingArguments")
-
-
-RULES = (
-    Rule(
-        "fp16-and-bf16",
-        "error",
-        REJECTED,
-        '"bfloat16 and fp16 modes cannot be simultaneously enabled"',
-        "A model has a single precision.",
-        'Switch one of them off; with the Trainer write "auto" in both.',
-        _both,
-    ),
-    Rule(
-        "master-weights",
-        "error",
-        REJECTED,
-        '"bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."',
-        "ZeRO's optimizer keeps low-precision master weights, and its states cannot be less precise than the weights.",
-        "Set a stage, or add `bf16_master_weights_and_grads`.",
-        _master_weights,
-    ),
-    Rule(
-        "master-weights-without-offload",
-        "error",
-        FAILS_LATER,
-        '"Master weights feature requires ZeRO-2 Offload with DeepSpeedCPUAdam"',
-        "Without offload, low-precision master weights work only with bf16 states.",
-        "Add `bf16_optimizer_states`, or offload the optimizer.",
-        _master_weights_offload,
-    ),
-    Rule(
-        "overflow-unchecked",
-        "warning",
-        WRONG,
-        "the loss becomes NaN and stays NaN",
-        "A single infinite gradient reaches Adam's running averages.",
-        "Remove `check_grad_overflow`; it is on by default.",
-        _overflow,
-    ),
-    Rule(
-        "step-of-zeros",
-        "warning",
-        WRONG,
-        "the first updates of Adam are 0.74, 0.86, 0.91, ... of what they should be, and weights decay once more",
-        "Without ZeRO, in bf16 and fp16, DeepSpeed 0.19.8 steps the optimizer once when it makes the engine.",
-        "Set the stage to 1. The project's own runs leave that step out.",
-        _step_of_zeros,
-    ),
-    Rule(
-        "loss-scale",
-        "error",
-        REJECTED,
-        '"fp16.min_loss_scale must be > 0 when dynamic loss scaling is enabled (loss_scale=0)"',
-        "The loss scale multiplies every gradient, so it must be positive.",
-        "Use the defaults of the fp16 section.",
-        _loss_scale,
-    ),
-    Rule(
-        "initial-scale-power",
-        "error",
-        FAILS_LATER,
-        '"OverflowError: int too big to convert" in the first backward',
-        "The scale is 2 to this power, as a whole number, which has to fit in 64 bits; fp16 itself ends at 2^16.",
-        "Remove it.",
-        _scale_power,
-    ),
-    Rule(
-        "accumulation-type-at-stage-0",
-        "error",
-        FAILS_LATER,
-        '"NotImplementedError: unsupported mix of model_dtype=torch.bfloat16 and grad_accum_dtype=torch.float32"',
-        "Only ZeRO's optimizers keep gradients in a different precision from the parameters.",
-        "Set the stage to 1.",
-        _accumulate,
-    ),
-    Rule(
-        "activation-checkpointing-unused",
-        "warning",
-        WRONG,
-        "activations take as much memory as without it; no message",
-        "Hugging Face models checkpoint activations with torch, which TrainingArguments switches on.",
-        "Set `gradient_checkpointing=True`; remove the section.",
-        _checkpointing,
-    ),
-)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from ..rule import FAILS_LATER, REJECTED, Config, Facts, Hit, Rule
+from ..rule import FAILS_LATER, REJECTED, Config, Facts, Hit, rule
 
 
 def _problems(kind: str) -> Callable[[Config, Facts], Iterator[Hit]]:
@@ -16,59 +16,9 @@ def _problems(kind: str) -> Callable[[Config, Facts], Iterator[Hit]]:
     return check
 
 
-RULES = (
-    Rule(
-        "duplicate-key",
-        "error",
-        REJECTED,
-        "\"Duplicate keys in DeepSpeed config: ['...']\"; with the Trainer no message, and the last one counts",
-        "A key appears twice in one object.",
-        "Remove one of them.",
-        _problems("duplicate"),
-    ),
-    Rule(
-        "comment",
-        "error",
-        FAILS_LATER,
-        '"json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes"',
-        "The Trainer and accelerate read strict JSON, which has no comments.",
-        "Remove the comments, or move them to another file (`--fix` leaves them).",
-        _problems("comment"),
-    ),
-    Rule(
-        "trailing-comma",
-        "error",
-        FAILS_LATER,
-        '"json.decoder.JSONDecodeError: Illegal trailing comma before end of object"',
-        "The Trainer and accelerate read strict JSON.",
-        "Remove the comma (`--fix` does).",
-        _problems("trailing-comma"),
-    ),
-    Rule(
-        "missing-comma",
-        "error",
-        FAILS_LATER,
-        "\"json.decoder.JSONDecodeError: Expecting ',' delimiter\"",
-        "The Trainer and accelerate read strict JSON; for DeepSpeed itself the end of a line is as good as a comma.",
-        "Add the comma (`--fix` does).",
-        _problems("missing-comma"),
-    ),
-    Rule(
-        "not-a-number",
-        "error",
-        FAILS_LATER,
-        "NaN or Infinity in the file; readers treat it differently",
-        "JSON has only finite numbers.",
-        'Write a finite number (2147483647 for "never").',
-        _problems("not-a-number"),
-    ),
-    Rule(
-        "python-word",
-        "error",
-        FAILS_LATER,
-        '"json.decoder.JSONDecodeError: Expecting value"',
-        "True, False and None are Python, not JSON.",
-        "Write true, false, null (`--fix` does).",
-        _problems("python-word"),
-    ),
-)
+_duplicate_key = rule("duplicate-key", "error", REJECTED)(_problems("duplicate"))
+_comment = rule("comment", "error", FAILS_LATER)(_problems("comment"))
+_trailing_comma = rule("trailing-comma", "error", FAILS_LATER)(_problems("trailing-comma"))
+_missing_comma = rule("missing-comma", "error", FAILS_LATER)(_problems("missing-comma"))
+_not_a_number = rule("not-a-number", "error", FAILS_LATER)(_problems("not-a-number"))
+_python_word = rule("python-word", "error", FAILS_LATER)(_problems("python-word"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Rule, shown
+from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule, shown
 
 _ZERO = "zero_optimization"
 _NEEDS_STAGE_3 = (
@@ -12,6 +12,7 @@ _NEEDS_STAGE_3 = (
 )
 
 
+@rule("needs-stage-3", "error", WRONG)
 def _stage_3_only(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (0, 1, 2):
         return
@@ -24,6 +25,7 @@ def _stage_3_only(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ZERO, name), zero[name], what, "set the stage to 3, or remove it")
 
 
+@rule("stage-3-key-below-stage-3", "warning", COSTS)
 def _stage_3_keys(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (0, 1, 2):
         return
@@ -33,6 +35,7 @@ def _stage_3_keys(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((_ZERO, name), value, what, "remove it, or set the stage to 3")
 
 
+@rule("no-gather-on-save", "warning", WRONG)
 def _gather_on_save(config: Config, facts: Facts) -> Iterator[Hit]:
     names = ("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")
     old = "stage3_gather_fp16_weights_on_model_save"
@@ -45,6 +48,7 @@ def _gather_on_save(config: Config, facts: Facts) -> Iterator[Hit]:
     yield Hit(path, config.get(*path), what, "set it to true", (Edit("set", path, True),))
 
 
+@rule("prefetch-off", "warning", COSTS)
 def _prefetch(config: Config, facts: Facts) -> Iterator[Hit]:
     overlap = config.on(_ZERO, "overlap_comm", default=True)
     if config.stage != 3 or not overlap:
@@ -55,6 +59,7 @@ def _prefetch(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((_ZERO, name), 0, what, 'write "auto", or about 0.9 times the square of the hidden size')
 
 
+@rule("sub-group-size-0", "warning", COSTS)
 def _sub_group(config: Config, facts: Facts) -> Iterator[Hit]:
     size = config.number(_ZERO, "sub_group_size")
     if config.stage == 3 and size == 0:
@@ -62,6 +67,7 @@ def _sub_group(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ZERO, "sub_group_size"), size, what, "remove it (the default is 1e9), or write 1e8")
 
 
+@rule("live-parameters-0", "warning", COSTS)
 def _live_parameters(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage != 3:
         return
@@ -71,6 +77,7 @@ def _live_parameters(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((_ZERO, name), 0, what, "remove it (the default is 1e9)")
 
 
+@rule("grad-norm-off", "error", REJECTED)
 def _grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "compute_grad_norm")
     value = config.get(*path, default=True)
@@ -78,6 +85,7 @@ def _grad_norm(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, value, "works only at stages 1 and 2", "remove it", (Edit("remove", path),))
 
 
+@rule("grad-norm-off-but-needed", "error", FAILS_LATER)
 def _grad_norm_and_clipping(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "compute_grad_norm")
     if config.on(*path, default=True) or config.stage not in (1, 2):
@@ -89,6 +97,7 @@ def _grad_norm_and_clipping(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(path, config.get(*path), f"{why} needs the norm", "remove it")
 
 
+@rule("legacy-stage-1", "error", FAILS_LATER)
 def _legacy_stage_1(config: Config, facts: Facts) -> Iterator[Hit]:
     path = (_ZERO, "legacy_stage1")
     if config.stage in (1, 2, 3) and config.on(*path):
@@ -97,6 +106,7 @@ def _legacy_stage_1(config: Config, facts: Facts) -> Iterator[Hit]:
         )
 
 
+@rule("legacy-zero-format", "warning", COSTS)
 def _legacy_format(config: Config, facts: Facts) -> Iterator[Hit]:
     value = config.get(_ZERO)
     if isinstance(value, bool):
@@ -105,6 +115,7 @@ def _legacy_format(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ZERO,), value, what, f"write {shown(new)}", (Edit("set", (_ZERO,), new),))
 
 
+@rule("scaling-before-scatter", "error", FAILS_LATER)
 def _predivide(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage not in (2, 3) or not config.on(_ZERO, "reduce_scatter", default=True):
         return
@@ -117,6 +128,7 @@ def _predivide(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("gradient_predivide_factor",), factor, what, "remove it")
 
 
+@rule("sum-of-gradients", "error", REJECTED)
 def _sum(config: Config, facts: Facts) -> Iterator[Hit]:
     value = config.text("gradient_allreduce_op")
     if value is None or value.lower() != "sum":
@@ -125,116 +137,3 @@ def _sum(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage == 3 or isinstance(config.zero("zenflow"), dict) or deepcompile:
         what = '"sum" is not supported with ZeRO stage 3, ZenFlow or DeepCompile'
         yield Hit(("gradient_allreduce_op",), value, what, 'write "mean"')
-
-
-RULES = (
-    Rule(
-        "needs-stage-3",
-        "error",
-        WRONG,
-        "ZeRO++ brings no speed-up; no message",
-        "Quantised weights, quantised gradients and hpZ belong to stage 3; lower stages do not read them.",
-        "Set the stage to 3.",
-        _stage_3_only,
-    ),
-    Rule(
-        "stage-3-key-below-stage-3",
-        "warning",
-        COSTS,
-        "none; the keys have no effect",
-        "Only stage 3 reads `stage3_...` keys.",
-        "Remove them.",
-        _stage_3_keys,
-    ),
-    Rule(
-        "no-gather-on-save",
-        "warning",
-        WRONG,
-        '"stage3_gather_16bit_weights_on_model_save=false. Saving the full checkpoint instead"; tensors of '
-        'shape [0] when loaded; with NVMe "FileExistsError: .../offloaded_tensors/rank00"',
-        "At stage 3 no rank has whole weights; unless they are gathered, only DeepSpeed's shards are saved.",
-        "Set `stage3_gather_16bit_weights_on_model_save` to true; rank 0 then needs host memory for the whole model.",
-        _gather_on_save,
-    ),
-    Rule(
-        "prefetch-off",
-        "warning",
-        COSTS,
-        "stage 3 is slow; GPUs wait for parameters",
-        "With a prefetch bucket of 0 elements, no parameters are gathered before the layer that needs them.",
-        'Write "auto".',
-        _prefetch,
-    ),
-    Rule(
-        "sub-group-size-0",
-        "warning",
-        COSTS,
-        "the optimizer step of stage 3 is slow",
-        "Parameters are grouped until a group has this many elements; with 0 each parameter is a group.",
-        "Remove it, or write 1e8 with NVMe.",
-        _sub_group,
-    ),
-    Rule(
-        "live-parameters-0",
-        "warning",
-        COSTS,
-        "stage 3 is slow",
-        "With a budget of 0 live parameters, each layer is released at once.",
-        "Remove it, unless memory lacks room for one more layer.",
-        _live_parameters,
-    ),
-    Rule(
-        "grad-norm-off",
-        "error",
-        REJECTED,
-        '"compute_grad_norm=false is supported only with ZeRO Stage 1 or 2"',
-        "Stages 0 and 3 always compute the norm.",
-        "Remove it.",
-        _grad_norm,
-    ),
-    Rule(
-        "grad-norm-off-but-needed",
-        "error",
-        FAILS_LATER,
-        '"zero_optimization.compute_grad_norm=false requires gradient_clipping=0"',
-        "Clipping needs the norm, and DeepSpeed clips at 1.0 by default.",
-        'Remove it, or write "gradient_clipping": 0.',
-        _grad_norm_and_clipping,
-    ),
-    Rule(
-        "legacy-stage-1",
-        "error",
-        FAILS_LATER,
-        '"The deprecated version of ZeRO Stage 1 is not supported in deepspeed >= 0.5.9"',
-        "The old implementation has been removed, but the key is still accepted.",
-        "Remove it.",
-        _legacy_stage_1,
-    ),
-    Rule(
-        "legacy-zero-format",
-        "warning",
-        COSTS,
-        '"this format of ZeRO optimization setup is deprecated"',
-        "Before ZeRO had stages, the section was a switch.",
-        'Write {"stage": 1}.',
-        _legacy_format,
-    ),
-    Rule(
-        "scaling-before-scatter",
-        "error",
-        FAILS_LATER,
-        '"pre-scale gradients is not yet supported with ZeRO-2 with reduce scatter enabled"',
-        "Reduce-scatter divides gradients after the sum.",
-        "Remove the key.",
-        _predivide,
-    ),
-    Rule(
-        "sum-of-gradients",
-        "error",
-        REJECTED,
-        "\"gradient_allreduce_op='sum' is not supported with ZeRO stage 3\"",
-        "Stage 3, ZenFlow and DeepCompile support only the mean.",
-        'Write "mean".',
-        _sum,
-    ),
-)
