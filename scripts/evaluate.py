@@ -1,4 +1,4 @@
-"""The command `evaluate` of this checkout, documented in src/deepspeed_recipes/commands/evaluate."""
+"""The command `evaluate` of this checkout, documented in src/deepspeed_recipes/commands/evaluate.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `serve` of this checkout, documented in src/deepspeed_recipes/commands/serve."""
+"""The command `serve` of this checkout, documented in src/deepspeed_recipes/commands/serve.py."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `shrink` of this checkout, documented in src/deepspeed_recipes/commands/shrink."""
+"""The command `shrink` of this checkout, documented in src/deepspeed_recipes/commands/shrink.py."""
 
 import sys
 

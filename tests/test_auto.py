@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 from deepspeed_recipes.commands import launch, plan
-from deepspeed_recipes.commands.launch import auto
+from deepspeed_recipes.commands.launch import borrowed
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import paths
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
@@ -86,12 +86,12 @@ def test_size_counts_within_an_architecture_and_architecture_within_ten_times_th
 
 def test_another_architecture_has_its_own_attention_and_template(tmp_path):
     folder = drafted(tmp_path, "olmo2")
-    recipe = auto.borrow(str(folder), "full")
+    recipe = borrowed.borrow(str(folder), "full")
     assert (recipe.model.attention, recipe.model.chat_template) == ("auto", "auto")
     assert recipe.model.path == str(folder) and recipe.model.config["model_type"] == "olmo2"
     page = pages.find(pages.typed(recipe), "full")
     assert (recipe.learning_rate, recipe.global_batch_size) == (page.learning_rate, page.global_batch_size)
-    text = auto.said(recipe)
+    text = borrowed.said(recipe)
     assert f"{folder}, olmo2 with " in text and f"trained as {pages.typed(page)} full" in text
     assert f"learning_rate={page.learning_rate}" in text and f"deepspeed={page.deepspeed}" in text
     assert "other variants: lora" in text and "its own" not in text, "nothing but the model differs"
@@ -100,9 +100,9 @@ def test_another_architecture_has_its_own_attention_and_template(tmp_path):
 def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
     """Bamba's state runs on from one document to the next; OLMo 2 tells them apart."""
     (tmp_path / "config.json").write_text(json.dumps(dimensions("bamba")))
-    recipe = auto.borrow(str(tmp_path), "lora")
-    assert not recipe.packing and not auto._keeps_documents_apart(recipe)
-    assert auto.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
+    recipe = borrowed.borrow(str(tmp_path), "lora")
+    assert not recipe.packing and not borrowed._keeps_documents_apart(recipe)
+    assert borrowed.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
 
 
 @pytest.mark.every
@@ -123,7 +123,7 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
 
 
 def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(capsys):
-    assert auto.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
+    assert borrowed.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
     assert launch.main(["auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "is trained as qwen3-8b lora" in said and "its own" not in said and '"learning_rate": 1e-05' in said
@@ -135,7 +135,7 @@ def test_plans_borrow_the_same_page(tmp_path, capsys):
     answer = json.loads(capsys.readouterr().out)
     assert (
         answer["plans"][0]["fits"]
-        and answer["model"]["parameters"] == auto.borrow(str(tmp_path), "lora").model.parameters
+        and answer["model"]["parameters"] == borrowed.borrow(str(tmp_path), "lora").model.parameters
     )
 
 
@@ -143,7 +143,7 @@ def test_a_run_of_another_model_is_not_resumed(tmp_path, monkeypatch):
     one, other = (drafted(tmp_path / name, "olmo2") for name in ("one", "other"))
     run = RunFolder(tmp_path / "run")
     monkeypatch.setattr(run_folder, "to_resume", lambda *_: run)
-    run_folder.write_recipe(run, paths.locate(auto.borrow(str(one), "lora")))
+    run_folder.write_recipe(run, paths.locate(borrowed.borrow(str(one), "lora")))
     with pytest.raises(UserError, match=f"has a run of {one}, not of {other}"):
         launch.main(["auto", str(other), "--resume"])
     with pytest.raises(UserError, match="has a run of"):

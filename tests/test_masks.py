@@ -10,7 +10,7 @@ import trl
 from transformers import AutoTokenizer
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.commands.page import chat_template
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Model
 from deepspeed_recipes.training.data import chat_templates, tokenize
@@ -256,9 +256,9 @@ def test_the_command_tells_how_a_model_marks_its_turns(capsys, monkeypatch):
 
     assert say("tiny-3m") == 0
     assert "marks the assistant's tokens itself" in capsys.readouterr().out
-    monkeypatch.setattr(chat_template.chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
+    monkeypatch.setattr(chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
     assert say("tiny-3m") == 0 and "TRL has a version that does" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr(chat_template.pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
+    monkeypatch.setattr(pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
     assert say("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
     assert say("tyni") == 2 and "tiny" in capsys.readouterr().err

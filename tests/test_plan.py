@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 
 from deepspeed_recipes.commands import check, launch, main, plan
-from deepspeed_recipes.commands.launch import machines
+from deepspeed_recipes.commands.launch import plan as launch_plan
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import forecast
@@ -495,7 +495,7 @@ def test_offloaded_activations_make_room_for_longer_sequences(answer):
 @pytest.fixture
 def one_a100(monkeypatch):
     """Let the launcher believe in a GPU; nothing is started on it."""
-    monkeypatch.setattr(machines, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: 1)
     monkeypatch.setattr(forecast, "this_machine", lambda: cluster("A100 40GB", 1, host_memory=64))
 
 

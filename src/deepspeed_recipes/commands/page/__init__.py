@@ -47,9 +47,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from . import hub
 
         return int(hub.compare_all(names))
-    from . import chat_template
-
-    print(f"{names[0]}: {chat_template.verdict(names[0])}")
+    print(f"{names[0]}: {verdict(names[0])}")
     return 0
 
 
@@ -71,3 +69,26 @@ def new(family: str, folder: Path) -> Path:
     text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)
     files.write_text(file, text)
     return file
+
+
+def verdict(name: str) -> str:
+    """Return a sentence on how the chat template of a recipe `FAMILY-SIZE` marks the assistant's tokens.
+
+    Raises:
+        UserError: there is no such recipe, or its tokenizer cannot be loaded or trained on.
+    """
+    from ...training.data import chat_templates
+
+    recipe = pages.find(name, "full")
+    tokenizer = chat_templates.load_tokenizer(recipe)
+    chat_templates.marker(recipe, tokenizer)
+    known = {
+        tokenizer.chat_template: "marks the assistant's tokens itself",
+        chat_templates.CHATML: "is missing; this project's ChatML is used instead",
+        None: "does not mark the assistant's tokens, and TRL has no version that does; they are found by rendering it",
+    }
+    how = known.get(
+        chat_templates.training_template(tokenizer),
+        "does not mark the assistant's tokens; TRL has a version that does",
+    )
+    return f"the chat template of {recipe.model.path} {how}"

@@ -11,8 +11,8 @@ model can teach the smaller one (variant `distill`). The smaller model writes no
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...recipe.errors import UserError
-from ..main import Parser
+from ..recipe.errors import UserError
+from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, metavar="N", help="not supported; prints the reason")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new folder")
     options = parser.parse_args(arguments)
-    from ...export import shrink
+    from ..export import shrink
 
     if options.hidden is not None:
         raise UserError(shrink.HIDDEN)

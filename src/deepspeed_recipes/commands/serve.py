@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...export.serve import engines, process, served
-from ...export.serve.served import Served
-from ...machine import children
-from ...recipe import files
-from ...recipe.errors import UserError
-from ...training.model import remote_code
-from ..main import Parser
+from ..export.serve import engines, process, served
+from ..export.serve.served import Served
+from ..machine import children
+from ..recipe import files
+from ..recipe.errors import UserError
+from ..training.model import remote_code
+from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def _transformers(found: Served, options: argparse.Namespace, place: Path) -> en
     beside = place / "models"
     beside.mkdir()
     if found.adapters:
-        from ...training import export
+        from ..training import export
 
         export.write(found.adapters[0].folder, beside / found.asked, merge=True)
     else:

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...export.evaluate import candidates, server
-from ...export.evaluate.candidates import Candidate
-from ...export.serve import environment
-from ...recipe.errors import UserError, printable
-from ...recipe.run_folder import read_json, write_json
-from ...report import write
-from ..main import Parser
+from ..export.evaluate import candidates, server
+from ..export.evaluate.candidates import Candidate
+from ..export.serve import environment
+from ..recipe.errors import UserError, printable
+from ..recipe.run_folder import read_json, write_json
+from ..report import write
+from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +78,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str
     """
     from transformers import utils
 
-    from ...export.evaluate import comparison, held_out, score
+    from ..export.evaluate import comparison, held_out, score
 
     recipe = next((one.recipe for one in found if one.recipe), None)
     utils.logging.disable_progress_bar()
@@ -95,7 +95,7 @@ def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Na
     Raises:
         UserError: no such task, or the harness failed.
     """
-    from ...export.evaluate import comparison, harness
+    from ..export.evaluate import comparison, harness
 
     measured = []
     for one in found:
