@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deepspeed_recipes.launching import node
-from deepspeed_recipes.launching.cloud import jobs, sagemaker_node
+from deepspeed_recipes.launching import cloud, node
+from deepspeed_recipes.launching.cloud import sagemaker_node
 from deepspeed_recipes.recipe.conversions import from_dict
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
@@ -75,7 +75,7 @@ def test_a_sagemaker_script_names_the_run_and_its_files(job):
     assert values["ENVIRONMENT"]["HF_HOME"] == "/opt/ml/input/data/runs/huggingface"
     assert "max_retry_attempts=2" in text and "ml.p5.48xlarge" in text
     recipe = from_dict(json.loads((folder / "recipe.json").read_text()))
-    assert recipe.deepspeed == f"{jobs.RECIPE}/deepspeed.json"
+    assert recipe.deepspeed == f"{cloud.RECIPE}/deepspeed.json"
     assert json.loads((folder / "deepspeed.json").read_text())["zero_optimization"]
 
 

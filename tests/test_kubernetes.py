@@ -12,8 +12,7 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
-from deepspeed_recipes.launching import node, paths
-from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching import kubernetes, node, paths
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.errors import UserError
@@ -70,15 +69,15 @@ def validators():
 
 
 def recipe_of(family, variant, changes):
-    return paths.locate(overrides.apply(pages.find(family, variant), changes), manifests.MOUNT)
+    return paths.locate(overrides.apply(pages.find(family, variant), changes), kubernetes.MOUNT)
 
 
 def objects(name, variant, nodes, gpus, changes, environment=None):
     """Return every object of every file, as a reader of the YAML gets them."""
     recipe = recipe_of(name, variant, changes)
     options = {"image": "registry/recipes:1", "volume": "claim", "environment": environment or {"NCCL_DEBUG": "INFO"}}
-    asked = manifests.allocation(recipe.name, nodes, gpus)
-    texts = manifests.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
+    asked = kubernetes.allocation(recipe.name, nodes, gpus)
+    texts = kubernetes.manifests(asked, recipe, RunFolder(Path("/home/ada/20261121-120000")), options)
     return {file: list(yaml.safe_load_all(text)) for file, text in texts.items()}
 
 
@@ -104,9 +103,9 @@ def test_manifests_are_valid_and_consistent(recipe, validators):
         assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in spec["volumes"]}
         assert spec["securityContext"] == {
             "runAsNonRoot": True,
-            "runAsUser": manifests.USER,
-            "runAsGroup": manifests.USER,
-            "fsGroup": manifests.USER,
+            "runAsUser": kubernetes.USER,
+            "runAsGroup": kubernetes.USER,
+            "fsGroup": kubernetes.USER,
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         }
@@ -236,7 +235,7 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
 
 def test_the_image_has_the_checkout_where_the_manifests_say():
     text = (ROOT / "Dockerfile").read_text()
-    assert f"WORKDIR {manifests.PROJECT}\n" in text and f"PYTHONPATH={manifests.PROJECT}/src " in text
+    assert f"WORKDIR {kubernetes.PROJECT}\n" in text and f"PYTHONPATH={kubernetes.PROJECT}/src " in text
     # It is set up as any machine is, by what `make install` does, with the same pins.
     assert "-m venv" in text and "-m venv" in (ROOT / "Makefile").read_text()
 
@@ -261,9 +260,9 @@ def test_the_image_is_pinned_and_not_roots():
     bases = [line for line in lines if line.startswith("FROM ")]
     assert bases and all(re.fullmatch(r"FROM [\w./-]+:[\w.-]+@sha256:[0-9a-f]{64}", line) for line in bases)
     users = [line for line in lines if line.startswith("USER ")]
-    assert users[-1] == f"USER {manifests.USER}:{manifests.USER}"
+    assert users[-1] == f"USER {kubernetes.USER}:{kubernetes.USER}"
     # What a run writes to belongs to that user.
-    owner = f"--chown={manifests.USER}:{manifests.USER}"
+    owner = f"--chown={kubernetes.USER}:{kubernetes.USER}"
     assert all(owner in line for line in lines if line.startswith("COPY "))
     assert lines.index(users[-1]) < next(index for index, line in enumerate(lines) if "-m venv" in line)
 
@@ -337,6 +336,6 @@ def test_a_node_knows_its_number(variable, value, monkeypatch):
 
 
 def test_two_names_never_become_one_object():
-    assert manifests.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
+    assert kubernetes.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
     with pytest.raises(UserError, match="at least 1"):
-        manifests.allocation("x", 1, 0)
+        kubernetes.allocation("x", 1, 0)

@@ -227,9 +227,9 @@ def test_launch_prints_the_commands_of_other_launchers(tmp_path):
 
 
 def test_the_commands_for_several_nodes_say_what_to_fill_in(tmp_path, capsys):
-    from deepspeed_recipes.launching import other_launchers
+    from deepspeed_recipes.launching import command
 
-    found = other_launchers.commands(RunFolder(tmp_path), 8, 4)
+    found = command.other_launchers(RunFolder(tmp_path), 8, 4)
     assert "--nnodes 4 --rdzv_backend c10d --rdzv_endpoint HOST --nproc_per_node 8" in found["torchrun"]
     assert "mpirun -np 32 --map-by ppr:8:node -x MASTER_ADDR=HOST" in found["mpirun"]
     assert "srun --nodes 4 --ntasks-per-node 8" in found["srun"]

@@ -16,11 +16,9 @@ from deepspeed.launcher import runner
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_recipes.launching import paths
+from deepspeed_recipes.launching import kubernetes, paths, slurm
 from deepspeed_recipes.launching.command import deepspeed_command
-from deepspeed_recipes.launching.kubernetes import manifests
 from deepspeed_recipes.launching.options import Allocation
-from deepspeed_recipes.launching.slurm import batch_job
 from deepspeed_recipes.launching.ssh import hostfile, pdsh_environment
 from deepspeed_recipes.recipe import pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
@@ -160,11 +158,11 @@ def test_a_batch_script_says_what_was_given_or_is_refused(tmp_path, value):
     environment = {"WANDB_NOTES": value, "NCCL_X;touch PWNED;": "1", "TORCH_EXTENSIONS_DIR": value, "PYTHONPATH": value}
     name = re.sub(r"[/\0]", "", value) or "x"
     assume(len(name.encode()) < 200 and name not in (".", ".."))
-    named = batch_job.script(Allocation(value, 1, 2, True), RunFolder(tmp_path / "run"), environment)
+    named = slurm.script(Allocation(value, 1, 2, True), RunFolder(tmp_path / "run"), environment)
     assert re.fullmatch(r"#SBATCH --job-name=([\w.-]+|'[\w.-]*')", named.split("\n")[1])
     try:
         run = run_folder.new(pages.find("tiny", "full"), tmp_path / name)
-        script = batch_job.script(Allocation(value, 1, 2, True), run, environment)
+        script = slurm.script(Allocation(value, 1, 2, True), run, environment)
     except UserError as error:
         assert str(error).startswith("--output-dir") and (re.search(r"[%'\"\\]", name) or not name.isprintable())
         return
@@ -195,9 +193,9 @@ def expanded(text: str) -> str:
 @BOUNDED
 def test_a_manifest_says_what_was_given(tmp_path, value):
     assume(not value.startswith(("/", "~")))  # paths of this machine are left out
-    recipe = paths.locate(pages.find("tiny", "full"), manifests.MOUNT)
+    recipe = paths.locate(pages.find("tiny", "full"), kubernetes.MOUNT)
     options = {"image": "image:1", "volume": "runs", "environment": {"WANDB_NOTES": value, "NCCL_X=\n": "1"}}
-    texts = manifests.manifests(Allocation(value, 1, 2, True), recipe, RunFolder(tmp_path / "run"), options)
+    texts = kubernetes.manifests(Allocation(value, 1, 2, True), recipe, RunFolder(tmp_path / "run"), options)
     job = list(yaml.safe_load_all(texts["job.yaml"]))[-1]
     env = {one["name"]: one.get("value") for one in job["spec"]["template"]["spec"]["containers"][0]["env"]}
     assert expanded(env["WANDB_NOTES"]) == value and not any(name.startswith("NCCL_X") for name in env)
@@ -225,7 +223,7 @@ def test_an_option_that_would_be_a_command_is_refused_in_a_line(option, tmp_path
 
 def test_a_variable_that_is_not_text_is_refused(tmp_path):
     with pytest.raises(UserError, match="WANDB_NOTES: its value is not UTF-8 text"):
-        batch_job.script(
+        slurm.script(
             Allocation("x", 1, 2, True),
             RunFolder(tmp_path),
             {"WANDB_NOTES": "\udcff", "TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p"},
@@ -233,5 +231,5 @@ def test_a_variable_that_is_not_text_is_refused(tmp_path):
 
 
 def test_commands_to_copy_are_quoted(tmp_path):
-    said = manifests.how_to(tmp_path / "a run; touch PWNED")
+    said = kubernetes.how_to(tmp_path / "a run; touch PWNED")
     assert f"kubectl apply -f '{tmp_path}/a run; touch PWNED/job.yaml'" in said

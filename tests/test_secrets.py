@@ -10,11 +10,9 @@ import pytest
 import yaml
 
 from deepspeed_recipes.export.serve import environment as serving
-from deepspeed_recipes.launching import command, paths, variables
-from deepspeed_recipes.launching.kubernetes import manifests
+from deepspeed_recipes.launching import command, kubernetes, paths, slurm, variables
 from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.ray import submit
-from deepspeed_recipes.launching.slurm import batch_job
 from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
@@ -161,11 +159,11 @@ def test_scripts_manifests_and_pdsh_get_what_is_forwarded_and_nothing_else(tmp_p
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     environment = ENVIRONMENT | {"TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p"}
-    script = batch_job.script(Allocation("x", 1, 2, True), run, environment)
+    script = slurm.script(Allocation("x", 1, 2, True), run, environment)
     file = write_environment(run, environment).read_text()
-    recipe = paths.locate(pages.find("tiny", "full"), manifests.MOUNT)
+    recipe = paths.locate(pages.find("tiny", "full"), kubernetes.MOUNT)
     options = {"image": "i", "volume": "v", "environment": environment}
-    pods = manifests.manifests(Allocation("x", 1, 2, True), recipe, run, options)
+    pods = kubernetes.manifests(Allocation("x", 1, 2, True), recipe, run, options)
     for text in (script, file, *pods.values()):
         assert PASSWORD not in text and "aB1" not in text and not any(f"{name}=" in text for name in UNLISTED)
     for name, value in TRAVEL.items():
@@ -254,6 +252,6 @@ def test_what_an_export_tells_of_its_training_has_no_credential(tmp_path):
 
 def test_a_job_that_others_can_read_is_given_no_credential():
     with pytest.raises(UserError, match=r"(tags|vllm)=\S*\*\*\*\S*: its credential could be read in the job"):
-        manifests.files(secret_recipe())
+        kubernetes.files(secret_recipe())
     with pytest.raises(UserError, match=r"grpo\.vllm=http://\*\*\*@h: its credential could be read in the Ray"):
         submit.command("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], {})

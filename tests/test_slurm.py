@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_recipes.launching import slurm
 from deepspeed_recipes.launching.options import Allocation
-from deepspeed_recipes.launching.slurm import batch_job, partitions
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
@@ -52,7 +52,7 @@ HERE = pytest.mark.skipif(bool(without_slurm()), reason=without_slurm() or "a cl
 
 
 def test_a_clusters_partitions_are_read():
-    big, *others = partitions.partitions(SINFO)
+    big, *others = slurm.partitions(SINFO)
     assert (big.name, big.nodes, big.gpus) == ("big", 10, 4)
     assert {(one.name, one.nodes, one.gpus) for one in others} == {("cpu", 4, 0), ("mixed", 2, 0)}
 
@@ -73,20 +73,20 @@ def test_a_followed_job_prints_its_log_and_returns_its_status(facts, status, log
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     if log:
-        batch_job.log(RunFolder(tmp_path)).write_text(log)
-    assert batch_job.follow("7", RunFolder(tmp_path)) == status
+        slurm.log(RunFolder(tmp_path)).write_text(log)
+    assert slurm.follow("7", RunFolder(tmp_path)) == status
     assert capsys.readouterr().out.count("step 1") == bool(log)
 
 
 @pytest.mark.parametrize("text", ["30", "4:00:00", "1-12", "2-00:30", "90:30"])
 def test_slurms_forms_of_a_time_limit_are_accepted(text, monkeypatch):
-    monkeypatch.setattr(partitions.shutil, "which", lambda name: None)
-    assert partitions.allocation("x", 2, 8, None, text, dry_run=True).time == text
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
+    assert slurm.allocation("x", 2, 8, None, text, dry_run=True).time == text
 
 
 def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
-    monkeypatch.setattr(partitions.shutil, "which", lambda name: name)
-    monkeypatch.setattr(partitions, "ask", lambda *command: SINFO)
+    monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slurm, "ask", lambda *command: SINFO)
     for asked, hint in (
         ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed"),
         ({"nodes": 11}, "--nodes 11: partition big has only 10"),
@@ -96,9 +96,9 @@ def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
     ):
         words = {"nodes": None, "ranks": None, "partition": None, "limit": None} | asked
         with pytest.raises(UserError, match=re.escape(hint)):
-            partitions.allocation("x", **words, dry_run=False)
-    assert partitions.allocation("x", 2, None, None, None, dry_run=False) == Allocation("x", 2, 4, True)
-    assert partitions.allocation("x", 2, None, "cpu", None, dry_run=False) == Allocation("x", 2, 2, False, "cpu")
+            slurm.allocation("x", **words, dry_run=False)
+    assert slurm.allocation("x", 2, None, None, None, dry_run=False) == Allocation("x", 2, 4, True)
+    assert slurm.allocation("x", 2, None, "cpu", None, dry_run=False) == Allocation("x", 2, 2, False, "cpu")
 
 
 def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
@@ -109,7 +109,7 @@ def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
         "PYTHONPATH": "/p",
     }
     asked = Allocation("tiny-3m-full", 2, 8, True, "big", "4:00:00")
-    text = batch_job.script(asked, RunFolder(tmp_path / "a run"), environment)
+    text = slurm.script(asked, RunFolder(tmp_path / "a run"), environment)
     for line in (
         "--nodes=2",
         "--gpus-per-node=8",
@@ -122,7 +122,7 @@ def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
     assert "hf_a1B2" not in text and "export NCCL_DEBUG='a b'\n" in text
     assert f"#SBATCH --output='{tmp_path}/a run/slurm.log'\n" in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-    assert "gpus-per-node" not in batch_job.script(Allocation("x", 1, 2, False), RunFolder(tmp_path), environment)
+    assert "gpus-per-node" not in slurm.script(Allocation("x", 1, 2, False), RunFolder(tmp_path), environment)
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="not installed: shellcheck")
@@ -130,7 +130,7 @@ def test_the_script_has_what_was_asked_and_no_secrets(tmp_path):
 def test_shellcheck_has_nothing_to_say_about_the_script(restarts, tmp_path):
     environment = {"NCCL_DEBUG": "a 'b' $c", "TORCH_EXTENSIONS_DIR": "/o", "PYTHONPATH": "/p q"}
     asked = Allocation("tiny-3m-full", 2, 8, True, "big", "4:00:00", restarts)
-    text = batch_job.script(asked, RunFolder(tmp_path / "a run"), environment)
+    text = slurm.script(asked, RunFolder(tmp_path / "a run"), environment)
     done = subprocess.run(["shellcheck", "--shell=bash", "-"], input=text, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout
 
@@ -291,7 +291,7 @@ def test_a_stopped_job_resumes_by_itself(ending, cluster, ranks, model_folder, c
     )
     ours, theirs = ([(row["step"], row["loss"]) for row in read_jsonl(each.metrics)] for each in (run, one))
     assert [step for step, _ in ours] == list(range(1, 61)) and ours == theirs
-    assert not read_json(run.summary)["stopped"] and batch_job.path(run).exists()
+    assert not read_json(run.summary)["stopped"] and slurm.path(run).exists()
     assert not cluster.ask("squeue", "-h")
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deepspeed_recipes.machine import gpu_readings
-from deepspeed_recipes.machine.host_readings import Host
+from deepspeed_recipes.machine import readings
+from deepspeed_recipes.machine.readings import Host
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import system_log
@@ -77,7 +77,7 @@ def nvml(monkeypatch):
 
 def test_readings_have_their_units(nvml):
     nvml("")
-    gpu = gpu_readings.Gpu("GPU-3")
+    gpu = readings.Gpu("GPU-3")
     first = gpu.read()
     assert not any(name.startswith("nvlink") for name in first), "a rate needs two readings"
     time.sleep(0.05)
@@ -89,7 +89,7 @@ def test_readings_have_their_units(nvml):
 
 def test_what_a_gpu_lacks_is_left_out_without_a_word(nvml):
     nvml("unsupported nvlink")
-    gpu = gpu_readings.Gpu("GPU-0")
+    gpu = readings.Gpu("GPU-0")
     for _ in range(2):
         found = gpu.read()
         assert set(found) >= GPU and not gpu.errors

@@ -10,12 +10,9 @@ from ..recipe.conversions import to_dict
 from ..recipe.errors import UserError
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
-from . import restarts
-from .cloud import jobs
+from . import cloud, kubernetes, restarts, slurm
 from .command import rank_environment, record
-from .kubernetes import manifests
 from .options import IMAGE, VOLUME, Allocation, LaunchOptions
-from .slurm import batch_job, partitions
 from .templates import write
 
 
@@ -31,13 +28,13 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     """
     if options.engine == "slurm":
         wanted = (options.nodes, options.gpus, options.partition, options.time)
-        asked = partitions.allocation(name, *wanted, dry_run=options.dry_run)
-    elif options.engine in ("kubernetes", *jobs.ENGINES):
+        asked = slurm.allocation(name, *wanted, dry_run=options.dry_run)
+    elif options.engine in ("kubernetes", *cloud.ENGINES):
         if options.resume and options.kubernetes:
             raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
         if options.resume:
             raise UserError("--resume: start the job again; a run in the same folder resumes by itself.")
-        asked = manifests.allocation(name, options.nodes, options.gpus)
+        asked = kubernetes.allocation(name, options.nodes, options.gpus)
     else:
         return None
     return replace(asked, restarts=options.max_restarts)
@@ -54,13 +51,13 @@ def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Ru
         del environment["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
     image, volume = options.image or IMAGE, options.volume or VOLUME
     if options.slurm:
-        script = batch_job.script(asked, folder, environment)
-        texts = {str(batch_job.path(folder)): script}
+        script = slurm.script(asked, folder, environment)
+        texts = {str(slurm.path(folder)): script}
     elif options.kubernetes:
         given = {"image": image, "volume": volume, "environment": environment}
-        texts = manifests.manifests(asked, recipe, folder, given)
+        texts = kubernetes.manifests(asked, recipe, folder, given)
     else:
-        texts = jobs.texts(str(options.engine), image, volume, asked, recipe, folder)
+        texts = cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
     if options.dry_run:
         print(json.dumps(to_dict(recipe), indent=2))
         for name, text in texts.items():
@@ -73,12 +70,12 @@ def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Ru
     record(folder)
     if options.slurm:
         try:
-            number = batch_job.submit(folder, script, environment)
+            number = slurm.submit(folder, script, environment)
         except UserError:
             if new:
                 shutil.rmtree(folder.path)
             raise
-        return batch_job.follow(number, folder)
+        return slurm.follow(number, folder)
     written = write(folder.path / str(options.engine), texts)
-    print(manifests.how_to(written) if options.kubernetes else jobs.how_to(str(options.engine), written))
+    print(kubernetes.how_to(written) if options.kubernetes else cloud.how_to(str(options.engine), written))
     return 0

@@ -12,8 +12,8 @@ from pathlib import Path
 from ..recipe.project import CONSTRAINTS, command
 from . import ops as built_ops
 from . import supported
-from .checks import Check, output
 from .ops import Op
+from .system import Check, output
 
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
 

@@ -1,17 +1,42 @@
-"""Checks of the system: memory limits, disks, logins to other hosts, and the W&B account."""
+"""Checks of `ds-recipes doctor`: their result, and those of memory limits, disks, logins and the W&B account."""
 
 import mmap
 import os
 import resource
 import shutil
+import subprocess
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from .checks import Check, output
+from typing import Literal
 
 GIB = 2**30
 _BLOCK = 8 * 2**20  # bytes per request; drives reach full speed from about 1 MiB
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check: a line of the doctor's table."""
+
+    name: str
+    state: Literal["ok", "warning", "error", "unknown"]
+    """`error` stops every run; `warning` stops or slows down some runs."""
+    found: str
+    fix: str = ""
+
+    def as_json(self) -> dict:
+        """Return the line as data."""
+        return asdict(self)
+
+
+def output(*command: str, timeout: float = 20) -> str | None:
+    """Return a command's output, or None if the command is missing, fails, or takes too long."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()
 
 
 def memory() -> list[Check]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from ...launching.ssh import hostfile
 from ...machine import ops, software, system
-from ...machine.checks import Check
+from ...machine.system import Check
 from ...planning.hardware import machine_file
 from ...recipe import files
 from ...recipe.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
-from ...machine import checks, children, system
+from ...machine import children, system
 from ...planning.hardware import machine_file
 from ...recipe.errors import UserError, cannot_write
 from ...recipe.project import require
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         "version": machine_file.VERSION,
         "date": date.today().isoformat(),
         "device": environment["gpus"][0] if environment["gpus"] else "CPU",
-        "driver": checks.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
+        "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "ranks": ranks,
         **found,
         **({"nvme_gbs": min(drive)} if drive else {}),
@@ -73,7 +73,7 @@ def refuse_busy(gpus: int) -> None:
         if load > BUSY * cores:
             print(f"This machine is busy (load {load:.1f} on {cores} cores): the figures will be too low.", flush=True)
         return
-    listed = checks.output("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
+    listed = system.output("nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader")
     if listed:
         raise UserError(
             f"--measure: the GPUs are in use ({'; '.join(listed.splitlines()[:3])}), so the figures would be wrong; "

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...launching import paths, preflight, restarts, scheduler
-from ...launching.cloud import jobs
+from ...launching import cloud, paths, preflight, restarts, scheduler
 from ...launching.command import rank_count, visible_gpus
 from ...launching.options import Allocation, LaunchOptions
 from ...launching.ray import cluster as ray_cluster
@@ -89,7 +88,7 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     if machines.hardware and not request.recipe.draft.enabled:
         documents = workload.document_length(request.recipe)
     chosen = with_deepspeed_file(request, overrides.keys_of(options.overrides), machines.hardware, documents)
-    located = paths.locate(chosen, jobs.mount(options.engine))
+    located = paths.locate(chosen, cloud.mount(options.engine))
     check(located, request, machines, options)
     estimate = None
     if machines.hardware and not options.no_plan:

@@ -4,9 +4,9 @@ import json
 import shlex
 import shutil
 
-from ...launching import other_launchers, restarts, scheduler
+from ...launching import restarts, scheduler
 from ...launching.attempts import HostAttempts, LocalAttempts
-from ...launching.command import compile_ops, deepspeed_command, record
+from ...launching.command import compile_ops, deepspeed_command, other_launchers, record
 from ...launching.options import LaunchOptions
 from ...launching.ray import cluster as ray_cluster
 from ...launching.ray import submit
@@ -59,7 +59,7 @@ def prepare(plan: LaunchPlan) -> int:
         run_folder.write_recipe(plan.folder, plan.recipe)
         record(plan.folder)
     print(f"{plan.folder.path} is prepared for {plan.machines.ranks} ranks; start or restart them with one of:")
-    found = other_launchers.commands(plan.folder, plan.machines.ranks_each, plan.options.nodes or 1)
+    found = other_launchers(plan.folder, plan.machines.ranks_each, plan.options.nodes or 1)
     for name, command in found.items():
         print(f"{name:12} {command}")
     return 0

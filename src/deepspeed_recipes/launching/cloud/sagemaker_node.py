@@ -17,7 +17,7 @@ from ...recipe import files
 from ...recipe.errors import UserError, redact
 from ...recipe.run_folder import RunFolder, read_json
 from .. import node
-from .jobs import ML
+from . import ML
 
 SHOWN = 1024
 """Characters of a failure that SageMaker shows.

@@ -1,1 +1,161 @@
-"""Runs as Kubernetes manifests."""
+"""Writes a run's Kubernetes manifests, one file for each kind of cluster, from the templates in this folder.
+
+`job.yaml` needs only Kubernetes (an indexed Job), `jobset.yaml` the JobSet controller, `trainjob.yaml` Kubeflow
+Trainer. In each of them a pod is a node: it runs `launching.node`, and after a restart resumes from the newest complete
+checkpoint.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...recipe.conversions import to_dict
+from ...recipe.errors import UserError, check_no_credential
+from ...recipe.project import PACKAGE
+from ...recipe.recipe import Recipe, names
+from ...recipe.run_folder import RunFolder
+from .. import variables
+from ..options import Allocation
+from ..templates import fill
+
+MOUNT = "/runs"
+"""Mount point of the shared volume (ReadWriteMany) in pods: run folders, data, Hugging Face's cache."""
+PROJECT = "/workspace"
+"""Folder of this checkout in the image (Dockerfile)."""
+USER = 1000
+"""The image's user id (Dockerfile)."""
+RECIPE_MOUNT = "/recipe"
+APP = "deepspeed-recipes"
+"""The label of all pods, and the name of a Secret that may hold HF_TOKEN and WANDB_API_KEY; it is optional."""
+PORT = 29500
+RESTARTS = 3
+"""Default number of restarts, without `--max-restarts`."""
+SHARED_MEMORY = "16Gi"
+"""Limit of /dev/shm, which counts as the pod's memory."""
+GRACE = 300
+"""Seconds between SIGTERM and SIGKILL."""
+HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that describe this machine, like paths."""
+FILES = ("job.yaml", "jobset.yaml", "trainjob.yaml")
+
+
+def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
+    """Return the allocation to request from the cluster, with a GPU for each rank.
+
+    Raises:
+        UserError: fewer than one node or rank.
+    """
+    nodes, ranks = 1 if nodes is None else nodes, 1 if ranks is None else ranks
+    if nodes < 1 or ranks < 1:
+        raise UserError("--nodes and --gpus must be at least 1.")
+    return Allocation(name, nodes, ranks, gpus=True)
+
+
+def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the manifests as YAML, by file name.
+
+    Args:
+        asked: nodes and ranks.
+        recipe: the recipe, with absolute local paths.
+        folder: the run's folder; the run has the same name on the volume.
+        options: `image`, `volume`, and under `environment` the variables of the ranks.
+
+    Raises:
+        UserError: the recipe uses a file that pods cannot read, or the image or the volume has an invalid name.
+    """
+    check_names(options["image"], options["volume"])
+    values = {
+        "name": object_name(f"{recipe.name}-{folder.path.name}"),
+        "files": files(recipe),
+        "nodes": asked.nodes,
+        "gpus": asked.ranks_per_node,
+        "restarts": asked.restarts or RESTARTS,
+        "image": options["image"],
+        "volume": options["volume"],
+        "environment": environment(options["environment"]),
+        "secrets": variables.SECRETS,
+        "app": APP,
+        "user": USER,
+        "mount": MOUNT,
+        "recipe_mount": RECIPE_MOUNT,
+        "port": PORT,
+        "grace": GRACE,
+        "shared_memory": SHARED_MEMORY,
+    }
+    return {file: fill(Path(__file__).with_name(f"{file}.jinja"), **values) for file in FILES}
+
+
+def check_names(image: str, volume: str) -> None:
+    """Refuse invalid names of an image or a volume claim.
+
+    Raises:
+        UserError: names the option.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
+        raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
+        raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
+
+
+def object_name(text: str) -> str:
+    """Return a valid name for Kubernetes objects: a DNS label, short enough for what controllers append."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower())[:44].strip("-")
+
+
+def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:
+    """Return the recipe and its DeepSpeed configuration, with their paths in pods.
+
+    Args:
+        recipe: the recipe, with absolute local paths.
+        mount: the shared volume's mount point in pods.
+        recipe_mount: the folder of these files in pods.
+
+    Raises:
+        UserError: a file is neither in this checkout nor on the volume.
+    """
+    check_no_credential(to_dict(recipe), "in the job's files")
+    config = Path(recipe.deepspeed).read_text(encoding="utf-8")
+    fields = to_dict(recipe) | {"deepspeed": f"{recipe_mount}/deepspeed.json"}
+    fields["model"] = fields["model"] | {"path": _in_pod("model.path", recipe.model.path, mount)}
+    fields["model"]["chat_template"] = _in_pod("model.chat_template", recipe.model.chat_template, mount)
+    fields["data"] = fields["data"] | {"path": _each_in_pod("data.path", recipe.data.path, mount)}
+    fields["data"]["validation"] = recipe.data.validation and _each_in_pod(
+        "data.validation", recipe.data.validation, mount
+    )
+    return {"recipe.json": json.dumps(fields, indent=2), "deepspeed.json": config}
+
+
+def _each_in_pod(key: str, paths: str, mount: str) -> str:
+    return ",".join(_in_pod(key, path, mount) for path in names(paths))
+
+
+def _in_pod(key: str, path: str, mount: str) -> str:
+    if not path.startswith("/") or path.startswith(f"{mount}/"):
+        return path
+    if Path(path).is_relative_to(PACKAGE):
+        return f"{PROJECT}/src/deepspeed_recipes/{Path(path).relative_to(PACKAGE)}"
+    inside = f"{mount}/{Path(path).name}"
+    raise UserError(f"{key}={path}: pods cannot read this file; copy it to the volume and set {key}={inside}.")
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of this environment that also apply in a pod, without secrets."""
+    kept = {
+        name: value
+        for name, value in variables.forwarded(ours).items()
+        if name not in HERE_ONLY and not value.startswith(("/", "~"))
+    }
+    return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes
+
+
+def how_to(written: Path) -> str:
+    """Return the commands that use the manifests."""
+    job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)
+    return f"""manifests: {written}
+apply one:  kubectl apply -f {job}       (plain Kubernetes)
+            kubectl apply -f {jobset}    (with the JobSet controller)
+            kubectl apply -f {trainjob}  (with Kubeflow Trainer)
+follow it:  kubectl logs -f -l app.kubernetes.io/name={APP}"""

@@ -1,1 +1,201 @@
-"""Runs as SLURM batch jobs."""
+"""Runs a recipe as a SLURM batch job: asks for nodes, fills `job.sbatch.jinja`, submits it, and follows its log."""
+
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...recipe import files
+from ...recipe.errors import UserError
+from ...recipe.project import IMPORT_ROOT
+from ...recipe.run_folder import REWIND, RunFolder
+from .. import variables
+from ..options import Allocation
+from ..templates import fill
+
+TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
+WAIT = 15
+"""Seconds within which the other nodes must end after the first node has ended."""
+WARNING = 300
+"""Seconds before the time limit at which the ranks receive the signal to write a checkpoint."""
+POLL = 2.0
+"""Seconds between two reads of the queue while the log is followed."""
+UNFINISHED = (
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"),
+    *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"),
+)
+"""States of a job that may still run; all other states are final.
+https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
+
+
+def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str]) -> str:
+    """Return the batch script. The user sets other options with SBATCH_ACCOUNT, SBATCH_QOS and similar variables.
+
+    Raises:
+        UserError: a run folder whose name SLURM would read differently.
+    """
+    if wrong := re.search(r"[%'\"\\]", str(folder.path)):  # sbatch has its own rules for quotes, and %j is the job
+        raise UserError(
+            f"--output-dir {folder.path}: with --slurm the path may not contain {wrong[0]}; choose another folder."
+        )
+    exports = variables.forwarded(environment)
+    exports |= {name: environment[name] for name in ("TORCH_EXTENSIONS_DIR", "PYTHONPATH")}
+    return fill(
+        TEMPLATE,
+        asked=asked,
+        name=re.sub(r"[^\w.-]+", "-", asked.name),  # a page's name is a file's
+        log=log(folder),
+        warning=WARNING,
+        wait=WAIT,
+        rewind=REWIND,
+        exports=exports,
+        root=IMPORT_ROOT,
+        python=sys.executable,
+        bin=Path(sys.executable).parent,
+        run=folder.path,
+    )
+
+
+def log(folder: RunFolder) -> Path:
+    """Return the file for a job's output."""
+    return folder.path / "slurm.log"
+
+
+def path(folder: RunFolder) -> Path:
+    """Return the path of the batch script."""
+    return folder.path / "slurm.sbatch"
+
+
+def submit(folder: RunFolder, text: str, environment: Mapping[str, str]) -> str:
+    """Write the script to the run folder, submit it, and return the job's number.
+
+    Raises:
+        UserError: SLURM rejects the job.
+    """
+    files.write_text(path(folder), text)
+    done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise UserError((done.stderr.strip().splitlines() or ["sbatch: failed"])[-1])
+    return done.stdout.strip().partition(";")[0]
+
+
+def follow(number: str, folder: RunFolder) -> int:
+    """Print the job's log as it grows, also after requeues, and return the job's exit status.
+
+    Ctrl-C stops following and leaves the job running.
+    """
+    print(f"job {number}: log in {log(folder)} (Ctrl-C leaves it running; scancel {number} ends it)", flush=True)
+    shown, state, reason = 0, "", ""
+    try:
+        while True:
+            facts = subprocess.run(["scontrol", "-o", "show", "job", number], capture_output=True, text=True).stdout
+            found = re.search(r"JobState=(\w+) Reason=(\w+)", facts)
+            shown = _print_from(log(folder), shown)
+            if found and found.groups() != (state, reason):
+                state, reason = found.groups()
+                print(f"job {number}: {state.lower()}{'' if reason == 'None' else f' ({reason})'}", flush=True)
+            if not found or state not in UNFINISHED:
+                break
+            time.sleep(POLL)
+    except KeyboardInterrupt:
+        return 0
+    if state == "COMPLETED":
+        return 0
+    status = re.search(r"ExitCode=(\d+):(\d+)", facts)
+    code, number_of_signal = map(int, status.groups()) if status else (0, 0)
+    return code or (128 + number_of_signal if number_of_signal else 1)
+
+
+def _print_from(file: Path, start: int) -> int:
+    if not file.exists():
+        return start
+    with file.open("rb") as text:
+        text.seek(start)
+        new = text.read()
+    sys.stdout.write(new.decode(errors="replace"))
+    sys.stdout.flush()
+    return start + len(new)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition of the cluster."""
+
+    name: str
+    nodes: int
+    gpus: int
+    """Number of GPUs on the node with the fewest."""
+
+
+def partitions(listing: str) -> Iterator[Partition]:
+    """Yield the partitions in the output of `sinfo -h -o '%P|%D|%G'`, the default partition first."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for line in listing.split():
+        name, nodes, resources = line.split("|")
+        # gpu:8, gpu:h100:8(S:0-1), gpu:a100:4,gpu:h100:4; commas also separate other resources.
+        gpus = sum(int(count) for count in re.findall(r"\bgpu(?::[^:,()]+)?:(\d+)", resources))
+        found.setdefault(name, []).append((int(nodes), gpus))
+    for name in sorted(found, key=lambda name: not name.endswith("*")):
+        kinds = found[name]
+        yield Partition(name.rstrip("*"), sum(nodes for nodes, _ in kinds), min(gpus for _, gpus in kinds))
+
+
+def allocation(
+    name: str, nodes: int | None, ranks: int | None, partition: str | None, limit: str | None, dry_run: bool
+) -> Allocation:
+    """Return the allocation to request from the cluster.
+
+    Raises:
+        UserError: SLURM is not installed, no such partition, too many nodes or GPUs, or an invalid time limit.
+    """
+    # https://slurm.schedmd.com/sbatch.html#OPT_time: minutes, minutes:seconds, hours:..., days-hours...
+    if limit is not None and not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", limit):
+        raise UserError(f"--time: invalid time limit {limit}; write minutes, hours:minutes:seconds or days-hours.")
+    if partition is not None and not re.fullmatch(r"[\w.,-]+", partition):
+        raise UserError(f"--partition {partition!r}: not a partition's name.")
+    nodes = 1 if nodes is None else nodes
+    if nodes < 1 or (ranks is not None and ranks < 1):
+        raise UserError("--nodes and --gpus must be at least 1.")
+    known = _partitions_here(dry_run)
+    if known is None:
+        return Allocation(name, nodes, ranks or 1, True, partition, limit)
+    wanted = next((one for one in known if partition in (None, one.name)), None)
+    if wanted is None:
+        names = ", ".join(one.name for one in known) or "none"
+        raise UserError(f"--partition {partition}: no such partition; this cluster has {names}.")
+    if nodes > wanted.nodes:
+        raise UserError(f"--nodes {nodes}: partition {wanted.name} has only {wanted.nodes}.")
+    if wanted.gpus and ranks and ranks > wanted.gpus:
+        raise UserError(f"--gpus {ranks}: nodes in partition {wanted.name} have only {wanted.gpus}.")
+    return Allocation(name, nodes, ranks or wanted.gpus or 2, wanted.gpus > 0, partition, limit)
+
+
+def _partitions_here(dry_run: bool) -> list[Partition] | None:
+    """Return this cluster's partitions, or None in a dry run without a cluster."""
+    if not shutil.which("sinfo") or not shutil.which("sbatch"):
+        if dry_run:
+            return None
+        raise UserError("--slurm: sbatch is not installed here; use a login node, or --dry-run to print the script.")
+    try:
+        return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
+    except UserError:
+        if dry_run:
+            return None
+        raise
+
+
+def ask(*command: str) -> str:
+    """Return the output of a SLURM command.
+
+    Raises:
+        UserError: the command fails; quotes its last line.
+    """
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
+        raise UserError(f"{command[0]}: {last.removeprefix(f'{command[0]}: ')}")
+    return done.stdout

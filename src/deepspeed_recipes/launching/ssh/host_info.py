@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from ...machine import software
-from ...machine.checks import output
+from ...machine.system import output
 from ...recipe.project import CONFIGS, PACKAGE, PAGES
 
 GIB = 2**30

@@ -14,8 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ...machine.gpu_readings import Gpu
-from ...machine.host_readings import Host
+from ...machine.readings import Gpu, Host
 from ...recipe.errors import first_line
 from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl, write_jsonl
 from ..console import say

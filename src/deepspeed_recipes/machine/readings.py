@@ -1,12 +1,14 @@
-"""Reads one GPU's load, memory, power, temperature and traffic from NVML; needs the optional package `nvidia-ml-py`.
+"""Reads the load of a GPU, from NVML, and of this machine, by all processes.
 
-A reading is slow compared with a kernel launch and covers all processes of the machine: do not call it in a training
-step.
+NVML needs the optional package `nvidia-ml-py`. A reading of a GPU is slow compared with a kernel launch and covers all
+processes of the machine: do not call it in a training step.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import psutil
 
 GIB = 2**30
 ALL_LINKS = 0xFFFFFFFF
@@ -90,3 +92,37 @@ class Gpu:
                 self.before[name] = (now, value.value.ullVal)
                 if now > since:
                     yield name, round((value.value.ullVal - count) * 1024 / (now - since))
+
+
+LOOPBACK = "lo"
+
+
+class Host:
+    """The machine, read repeatedly; rates are means since the last reading."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+        self.before = _counters()
+        psutil.cpu_percent()  # its first value is meaningless
+
+    def read(self) -> dict[str, float]:
+        """Return percentages, GiB and bytes per second, without values that the system does not count."""
+        now, counted, memory = time.monotonic(), _counters(), psutil.virtual_memory()
+        seconds = max(now - self.since, 1e-3)
+        rates = {
+            f"{name}_bytes_per_second": round(max(0, count - self.before[name]) / seconds)
+            for name, count in counted.items()
+            if name in self.before
+        }
+        self.since, self.before = now, counted
+        used = {"host_memory_gib": round((memory.total - memory.available) / GIB, 3)}
+        return {"cpu_utilization": psutil.cpu_percent(), "host_memory_percent": memory.percent, **used, **rates}
+
+
+def _counters() -> dict[str, int]:
+    """Return bytes since the machine was started."""
+    disks = psutil.disk_io_counters()  # None in a container that hides them
+    networks = [one for name, one in psutil.net_io_counters(pernic=True).items() if name != LOOPBACK]
+    found = {"disk_read": disks.read_bytes, "disk_written": disks.write_bytes} if disks else {}
+    received, sent = sum(one.bytes_recv for one in networks), sum(one.bytes_sent for one in networks)
+    return {**found, "network_received": received, "network_sent": sent}
