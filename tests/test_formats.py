@@ -541,7 +541,7 @@ OPTIONS = {
     "stream of so many": (
         Data("a.jsonl", streaming=True, max_examples=5),
         {},
-        "data.max_examples=5: a stream cannot be sampled; use data.max_examples=none",
+        "data.max_examples=5 with data.streaming=true: a stream cannot be sampled; use data.max_examples=none",
     ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),

@@ -466,7 +466,7 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
         with pytest.raises(UserError, match=f"gradient_checkpointing=selective with .*: .*{why}"):
             overrides.apply(recipe, ["gradient_checkpointing=selective", word])
     for word in ("gradient_checkpointing=false", "compile=regional", "layout.pipeline=2"):
-        with pytest.raises(UserError, match=f"activation_offloading=true with {word}: use"):
+        with pytest.raises(UserError, match=f"activation_offloading=true with {word}: .*; use"):
             overrides.apply(recipe, ["gradient_checkpointing=true", "activation_offloading=true", word])
     split = overrides.apply(recipe, ["gradient_checkpointing=selective", "layout.tensor=2"])
     with pytest.raises(UserError, match=r"layout.tensor=2.*: gradient_checkpointing=selective keeps the products"):
@@ -480,9 +480,9 @@ def test_unavailable_optimisations_are_refused(model_folder, conversations):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(UserError, match="pip install liger-kernel"):
         kernels.fuse(model)
-    with pytest.raises(UserError, match=r"compile=regional: zero3.json is ZeRO-3"):
+    with pytest.raises(UserError, match=r"compile=regional with deepspeed=zero3.json: ZeRO-3 .*; use .*zero2.json"):
         recipe = small(model_folder, conversations, "zero3.json", compile="regional")
-        kernels.check(recipe, deepspeed_file.read(recipe.deepspeed), on_gpu=True)
+        limits.check(recipe, 1, deepspeed_file.read(recipe.deepspeed))
     recipe = small(model_folder, conversations, "deepcompile.json")
     file = deepspeed_file.read(recipe.deepspeed)
     kernels.check(recipe, file, on_gpu=True)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
+from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import bubble, data_parallel_size, rank_position
@@ -323,8 +323,8 @@ def test_unknown_dimensions_are_not_checked():
 def test_every_family_reason_is_of_a_technique_and_of_a_real_architecture():
     from transformers import CONFIG_MAPPING
 
-    assert set(limits.FAMILIES) == {"tensor", "pipeline", "sequence", "expert"}
-    assert all(kind in CONFIG_MAPPING for reasons in limits.FAMILIES.values() for kind in reasons)
+    assert set(compatibility.FAMILIES) == {"tensor", "pipeline", "sequence", "expert"}
+    assert all(kind in CONFIG_MAPPING for reasons in compatibility.FAMILIES.values() for kind in reasons)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from deepspeed_recipes.commands import export as export_script
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.training_setup import training_setup
-from deepspeed_recipes.recipe import deepspeed_file, limits, pages
+from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
@@ -47,7 +47,7 @@ def test_families_without_a_classification_model_are_refused_at_once():
             continue
         with pytest.raises(UserError, match=f"^method=reward: .* does not have for the type {kind}"):
             limits.check(asked, 1, deepspeed_file.DeepSpeedFile(stage=3))
-    assert {recipe.model.config["model_type"] for recipe in recipes} > set(limits.NO_CLASSIFIER)
+    assert {recipe.model.config["model_type"] for recipe in recipes} > set(compatibility.NO_CLASSIFIER)
 
 
 def test_a_head_that_is_there_is_kept(model_folder, tmp_path):

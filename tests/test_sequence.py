@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from deepspeed_recipes.recipe import limits, pages
+from deepspeed_recipes.recipe import compatibility, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import rank_position
 from deepspeed_recipes.recipe.recipe import Layout
@@ -42,9 +42,9 @@ def test_every_family_computes_the_same_over_parts_or_is_refused_before_the_run(
     sizes = [f"{family}-{size}" for family in language_families() for size in pages.page(family).SIZES]
     assert len(sizes) > 40 and set(sizes) < set(found)
     for name in sizes:
-        assert is_right(found[name]) == (found[name]["model_type"] not in limits.FAMILIES["sequence"]), name
+        assert is_right(found[name]) == (found[name]["model_type"] not in compatibility.FAMILIES["sequence"]), name
     refused = {found[name]["model_type"] for name in sizes if not is_right(found[name])}
-    assert refused and refused <= set(limits.FAMILIES["sequence"])
+    assert refused and refused <= set(compatibility.FAMILIES["sequence"])
 
 
 @pytest.mark.every
@@ -76,7 +76,7 @@ def test_parts_make_up_the_sequence_and_no_label_is_lost():
 
 def without_the_list(folder):
     """Run as if nobody had listed what goes wrong; executed on every rank."""
-    limits.FAMILIES = {**limits.FAMILIES, "sequence": {}}
+    compatibility.FAMILIES = {**compatibility.FAMILIES, "sequence": {}}
     training_run.main(folder)
 
 

@@ -358,3 +358,43 @@ def test_a_replaced_function_is_noticed(tmp_path):
         "import os\nfrom ..model import load, check\nos.environ = {}\nload.config = check.config = lambda: 1\nx.y = 2"
     )
     assert patched(page) == {"load.config", "check.config"}
+
+
+TABLE = ("recipe/compatibility.py", "recipe/limits.py", "recipe/methods/")
+"""The table, the module that reads it for layouts, and the methods, which check their own settings."""
+COMBINED = re.compile(r"layout\b|(?:[\w.]|\{\})+=\S+ with (?!model\.attention)(?:[\w.]|\{\})+=|method=\S+ with ")
+
+
+def refused_combinations(path: Path) -> list[str]:
+    """Return the messages with which a file refuses a layout, or two settings that it names: `KEY=... with KEY=...`."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            parts = node.exc.args[0].values if isinstance(node.exc.args[0], ast.JoinedStr) else [node.exc.args[0]]
+            texts = [part.value if isinstance(part, ast.Constant) else "{}" for part in parts]
+            if ast.unparse(node.exc.func) == "UserError" and COMBINED.match("".join(map(str, texts))):
+                found.append("".join(map(str, texts)))
+    return found
+
+
+def test_one_table_refuses_combinations():
+    files = [file for file in PACKAGE.rglob("*.py") if not str(file.relative_to(PACKAGE)).startswith(TABLE)]
+    assert len(files) > 200
+    assert {str(file): found for file in files if (found := refused_combinations(file))} == {}
+    assert len(refused_combinations(PACKAGE / "recipe" / "limits.py")) >= 2
+
+
+def test_a_combination_that_is_refused_elsewhere_is_noticed(tmp_path):
+    file = tmp_path / "elsewhere.py"
+    file.write_text(
+        'raise UserError(f"layout.tensor={size}: no")\n'
+        'raise UserError(f"fp8=true with {key}={value}: no")\n'
+        'raise UserError("method=dpo with adapters: no")\n'
+        'raise UserError(f"data.path={path}: no such file")\n'
+        'raise ValueError(f"layout.tensor={size}")\n'
+    )
+    assert refused_combinations(file) == [
+        "layout.tensor={}: no",
+        "fp8=true with {}={}: no",
+        "method=dpo with adapters: no",
+    ]

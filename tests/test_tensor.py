@@ -8,8 +8,8 @@ from transformers import AutoConfig
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.recipe import deepspeed_file, limits
+from deepspeed_recipes.recipe.compatibility import TENSOR_PARALLEL_TYPES
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.limits import TENSOR_PARALLEL_TYPES
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL

@@ -85,7 +85,7 @@ def test_experts_are_counted_under_any_name(tmp_path, tokenizer):
 @pytest.mark.parametrize("kind", ["mamba", "rwkv"])
 def test_sequence_parallelism_needs_attention(tmp_path, tokenizer, kind):
     with pytest.raises(
-        UserError, match=rf"layout\.sequence=2: {kind} has no attention heads .* Leave layout\.sequence"
+        UserError, match=rf"layout\.sequence=2: {kind} has no attention heads .* leave layout\.sequence"
     ):
         sequence.check(recipe_for(tmp_path, kind, layout=Layout(sequence=2)), tokenizer)
 

@@ -217,7 +217,7 @@ def test_deepspeed_joins_split_matrices_incorrectly(ranks, tmp_path, model_folde
 
 @pytest.mark.every
 def test_deepspeed_distributes_no_experts_in_a_pipeline(ranks, tmp_path, conversations):
-    """`_expert` in recipe/limits.py can let pipelines pass when AutoEP finds the experts of a stage."""
+    """A row of recipe/compatibility.py can let pipelines pass when AutoEP finds the experts of a stage."""
     run = RunFolder(tmp_path / "run")
     recipe = small(tmp_path, conversations, "expert_parallel.json", layout=Layout(pipeline=2, expert=2), max_steps=1)
     model = pages.find("mixtral-8x7b", "expert").model

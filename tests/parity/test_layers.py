@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
@@ -148,5 +148,5 @@ def test_there_are_none_where_they_would_be_wrong(tmp_path, models, conversation
     file = deepspeed_file.read(str(ROOT / "configs" / recipe.deepspeed))
     assert not training_run.measures_layers(recipe, file)
     assert training_run.measures_layers(replace(recipe, layout=Layout()), file)
-    with pytest.raises(UserError, match="layer_stats=true does not work with tensor parallelism"):
-        training_run.measures_layers(replace(recipe, layer_stats=True), file)
+    with pytest.raises(UserError, match=r"layer_stats=true with deepspeed=.*: it does not work with tensor"):
+        limits.check(replace(recipe, layer_stats=True), 8, file)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.recipe import limits, pages
+from deepspeed_recipes.recipe import compatibility, pages
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
@@ -170,7 +170,7 @@ def test_adapters_initialised_differently_are_synchronised(ranks, tmp_path, mode
 
 
 def families_to_split() -> list[str]:
-    return [name for name in language_families() if not {_type(name)} & set(limits.FAMILIES["tensor"])]
+    return [name for name in language_families() if not {_type(name)} & set(compatibility.FAMILIES["tensor"])]
 
 
 def _type(family: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from deepspeed_recipes.recipe import limits, pages
+from deepspeed_recipes.recipe import compatibility, limits, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Reward, Simpo
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
@@ -56,7 +56,7 @@ def render() -> str:
     notes = [f"{number}. {reason[0].upper()}{reason[1:]}." for number, reason in enumerate(reasons, start=1)]
     families = [
         f"- {technique}, not {', '.join(f'`{kind}`' for kind, other in kinds.items() if other == reason)}: {reason}."
-        for technique, kinds in limits.FAMILIES.items()
+        for technique, kinds in compatibility.FAMILIES.items()
         for reason in dict.fromkeys(kinds.values())
     ]
     return "\n".join([*lines, "", *notes, "", *families]) + "\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import deepspeed_file, limits
+from ..recipe import compatibility, deepspeed_file, limits
 from ..recipe import files as spec_files
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
@@ -130,7 +130,7 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     if recipe.draft.enabled:
         heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
         sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
-        sizes |= dict.fromkeys(limits.EXPERT_COUNTS, EXPERTS)
+        sizes |= dict.fromkeys(compatibility.EXPERT_COUNTS, EXPERTS)
         sizes["num_hidden_layers"] = recipe.draft.layers
         config |= {name: size for name, size in sizes.items() if name in config}
     else:
@@ -224,24 +224,6 @@ def _check_options(recipe: Recipe) -> None:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
     formats.column_fields(data.columns)
-    if not data.streaming:
-        return
-    if not recipe.method.packs:  # TRL's trainer tokenizes before the first step
-        title, examples = recipe.method.title, recipe.method.examples
-        raise UserError(
-            f"data.streaming=true: {title} reads all {examples} before training starts; remove data.streaming."
-        )
-    if data.max_examples is not None:
-        raise UserError(
-            f"data.max_examples={data.max_examples}: a stream cannot be sampled; use data.max_examples=none, and "
-            "end it with max_steps."
-        )
-    if recipe.max_steps is None:
-        raise UserError("data.streaming=true: a stream has no length; add max_steps=1000 or another number.")
-    if data.validation_share and not data.validation:
-        raise UserError(
-            f"data.validation_share={data.validation_share}: a stream cannot be split; set data.validation to a file."
-        )
 
 
 def check_file(

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from .compatibility import refusal
 from .errors import UserError
 from .methods import Grpo
 from .recipe import Layout, Recipe
@@ -82,7 +83,7 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
         UserError: there are fewer layers than stages.
     """
     if len(costs) < count:
-        raise UserError(f"layout.pipeline={count}: the model has {len(costs)} layers; use at most that many stages.")
+        raise refusal("too few layers", size=count, layers=len(costs))
     until = [0, *accumulate(costs)]
     # By the end of the last stage: the highest cost, the sum of squares (which breaks ties evenly), the stages.
     best: dict[int, tuple[float, float, list[range]]] = {0: (0, 0, [])}

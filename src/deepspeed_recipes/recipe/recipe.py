@@ -5,11 +5,11 @@ The field names are the override keys of the command line (`learning_rate=5e-5 l
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from . import bounds
+from . import bounds, compatibility
 from .bounds import Bounds
 from .errors import UserError
 from .methods import METHODS, Method, Sft
@@ -301,43 +301,9 @@ class Recipe:
                 raise UserError(f"method={bounds.shown(self.method)}: must be one of {', '.join(METHODS)}.")
             object.__setattr__(self, "method", METHODS[self.method]())
         bounds.check(self)
-        if self.eval_examples and not self.eval_steps:
-            raise UserError(f"eval_examples={self.eval_examples}: measured during training; add eval_steps=100.")
-        _check_adapters(self)
-        _check_optimizer(self)
-        _check_selective(self)
-        _check_offloading(self)
-        _check_fp8(self)
-        _check_vision(self)
         trackers.check(names(self.tracking))
-        if self.data.thinking != "learn" and self.method.examples != "conversations":
-            raise UserError(
-                f"data.thinking={self.data.thinking}: {self.method.title} reads no conversations; leave data.thinking "
-                "out, and edit the reasoning in the data."
-            )
+        compatibility.check(compatibility.Case(self), "recipe")
         self.method.check(self)
-        if self.router_aux_loss_coef and self.method.own_loss:
-            raise UserError(
-                f"router_aux_loss_coef={self.router_aux_loss_coef}: {self.method.title} trains without the "
-                "load-balancing loss of a mixture of experts; use router_aux_loss_coef=0."
-            )
-        if self.model.quantization != "none" and self.lora is None:
-            raise UserError(
-                f"model.quantization={self.model.quantization}: 4-bit weights cannot be trained; add adapters, e.g. "
-                "lora.rank=16, or use the variant qlora."
-            )
-        if self.tiled_loss:
-            for key, used, why in (
-                ("method", self.method.whole_loss, self.method.whole_loss),
-                ("layout.pipeline", self.layout.pipeline > 1, "a pipeline's last stage returns whole logits"),
-                ("router_aux_loss_coef", self.router_aux_loss_coef, "TRL's tiles use the model's own coefficient"),
-            ):
-                if used:
-                    raise UserError(f"tiled_loss=true with {key}={_get(self, key)}: {why}; use tiled_loss=false.")
-        for key in ("on_nan", "on_spike"):
-            if _get(self, key) == "rewind" and (not self.save_steps or self.data.streaming):
-                missing = "numbered examples, so not data.streaming=true" if self.save_steps else "save_steps above 0"
-                raise UserError(f"{key}=rewind: needs {missing}; or use {key}=stop.")
         if rest := self.global_batch_size % self.micro_batch_size:
             batch, micro = self.global_batch_size, self.micro_batch_size
             fitting = math.gcd(batch, micro)
@@ -374,155 +340,6 @@ def changed(recipe: Recipe, **changes: Any) -> Recipe | None:
         return replace(recipe, **changes)
     except UserError:
         return None
-
-
-def _check_adapters(recipe: Recipe) -> None:
-    lora = recipe.lora
-    if lora is None:
-        return
-    if lora.init == "pissa":
-        for key, used, why in (
-            (
-                "model.quantization",
-                recipe.model.quantization != "none",
-                "PiSSA moves a part of each weight into the adapter, which 4-bit weights do not allow",
-            ),
-            ("lora.dora", lora.dora, "DoRA's magnitudes are those of the weights before PiSSA changes them"),
-            ("lora.target_parameters", lora.target_parameters, "PEFT decomposes linear layers only"),
-            (
-                "method",
-                recipe.method.reference,
-                f"without its adapters the model is not {recipe.method.name}'s reference",
-            ),
-        ):
-            if used:
-                raise UserError(f"lora.init=pissa with {key}={_get(recipe, key)}: {why}; use lora.init=zero.")
-    if lora.fused:
-        selective = recipe.gradient_checkpointing == "selective"
-        for key, used, why in (
-            ("lora.dora", lora.dora, "DoRA rescales the sum of both outputs, so the product cannot simply be added"),
-            ("gradient_checkpointing", selective, "it keeps layers' outputs, and fused adapters add to them in place"),
-            ("compile", recipe.compile != "off", "compiled layers fuse scaling and addition themselves"),
-        ):
-            if used:
-                raise UserError(f"lora.fused=true with {key}={_get(recipe, key)}: {why}; use lora.fused=false.")
-
-
-def _check_optimizer(recipe: Recipe) -> None:
-    if recipe.neftune_alpha and not recipe.method.packs:
-        raise UserError(f"neftune_alpha={recipe.neftune_alpha}: NEFTune is for sft and pretrain; use neftune_alpha=0.")
-    if recipe.optimizer != "muon":
-        return
-    if recipe.lora is not None:
-        raise UserError(
-            "optimizer=muon with adapters: Muon orthogonalises updates of whole matrices, and an adapter is a product "
-            "of two matrices; use optimizer=adamw, or a full variant."
-        )
-    if recipe.max_grad_norm:
-        raise UserError(
-            f"max_grad_norm={recipe.max_grad_norm} with optimizer=muon: DeepSpeed would clip the orthogonalised "
-            "updates, whose norm is far above 1 whatever the gradients are; set max_grad_norm=0."
-        )
-
-
-def _check_selective(recipe: Recipe) -> None:
-    """Refuse `selective` with layers that are not plain operators; `limits` refuses the layouts."""
-    if recipe.gradient_checkpointing != "selective":
-        return
-    for key, used, why in (
-        ("compile", recipe.compile != "off", "compiled layers choose by themselves what to keep"),
-        ("tiled_mlp", recipe.tiled_mlp, "it would keep the activations that tiles discard"),
-        ("model.vision", recipe.model.vision, "it is not tested with a vision tower"),
-    ):
-        if used:
-            raise UserError(
-                f"gradient_checkpointing=selective with {key}={_get(recipe, key)}: {why}; use "
-                "gradient_checkpointing=true or feed_forward."
-            )
-
-
-def _check_offloading(recipe: Recipe) -> None:
-    """Refuse activation offloading without checkpointed inputs, and where it is not tested."""
-    if not recipe.activation_offloading:
-        return
-    cases = (
-        ("model.vision", recipe.model.vision, "activation_offloading=false"),
-        ("gradient_checkpointing", recipe.gradient_checkpointing is not True, "gradient_checkpointing=true"),
-        ("compile", recipe.compile != "off", "compile=off"),
-        ("layout.pipeline", recipe.layout.pipeline > 1, "layout.pipeline=1: stages keep their inputs themselves"),
-    )
-    _refuse(recipe, "activation_offloading=true", cases)
-
-
-def _check_fp8(recipe: Recipe) -> None:
-    """Refuse 8-bit products where they are not tested."""
-    if not recipe.fp8:
-        return
-    layout = recipe.layout
-    cases = (
-        ("lora", recipe.lora is not None, "fp8=false: adapters' products are too small to gain"),
-        ("model.vision", recipe.model.vision, "fp8=false"),
-        ("precision", recipe.precision != "bf16", "precision=bf16"),
-        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: DeepSpeed replaces the layers that it splits"),
-        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1"),
-        ("layout.expert", layout.expert > 1, "layout.expert=1"),
-    )
-    _refuse(recipe, "fp8=true", cases)
-
-
-def _refuse(recipe: Recipe, setting: str, cases: Sequence[tuple[str, bool, str]]) -> None:
-    """Refuse a setting together with the first conflicting key that is `used`.
-
-    Cases that need the setting itself removed come first: after fixing another key, the user would be refused again.
-
-    Args:
-        recipe: the recipe to check.
-        setting: the setting as typed, such as `fp8=true`.
-        cases: a key, whether the recipe uses it, and what to use instead.
-    """
-    for key, used, fix in cases:
-        if used:
-            value = _get(recipe, key)
-            shown = "..." if is_dataclass(value) else str(value).lower()
-            raise UserError(f"{setting} with {key}={shown}: use {fix}.")
-
-
-def _check_vision(recipe: Recipe) -> None:
-    """Refuse settings that vision-language models do not have, or with which they are not tested."""
-    if not recipe.model.vision:
-        if recipe.model.train_vision:
-            raise UserError(
-                "model.train_vision=true: the model is loaded without its vision tower; add model.vision=true."
-            )
-        return
-    if recipe.method.name != "sft":
-        how = "leave out distill.teacher" if recipe.method.name == "distill" else "train the variant full or lora"
-        raise UserError(
-            f"method={recipe.method.name} with model.vision=true: only supervised fine-tuning reads images; {how}."
-        )
-    layout = recipe.layout
-    for key, used, fix in (
-        ("packing", recipe.packing, "packing=false: sequences with images are not packed"),
-        ("data.streaming", recipe.data.streaming, "data.streaming=false"),
-        ("layout.tensor", layout.tensor > 1, "layout.tensor=1: tensor parallelism does not split the tower"),
-        ("layout.pipeline", layout.pipeline > 1, "layout.pipeline=1: a pipeline has no stage for the tower"),
-        ("layout.sequence", layout.sequence > 1, "layout.sequence=1: images are not split"),
-        ("layout.expert", layout.expert > 1, "layout.expert=1"),
-        ("neftune_alpha", recipe.neftune_alpha, "neftune_alpha=0: the noise would be added to images too"),
-        ("layer_decay", recipe.layer_decay != 1, "layer_decay=1: the tower has its own layers"),
-        ("tiled_mlp", recipe.tiled_mlp, "tiled_mlp=false"),
-        ("compile", recipe.compile != "off", "compile=off"),
-        ("liger_kernel", recipe.liger_kernel, "liger_kernel=false"),
-    ):
-        if used:
-            raise UserError(f"{key}={_get(recipe, key)} with model.vision=true: set {fix}.")
-
-
-def _get(recipe: Recipe, key: str) -> Any:
-    value: Any = recipe
-    for part in key.split("."):
-        value = None if value is None else getattr(value, part)
-    return value.name if isinstance(value, Method) else value
 
 
 def names(text: str | None) -> list[str]:

@@ -8,7 +8,6 @@ from transformers import TrainingArguments
 
 from ..recipe import limits
 from ..recipe.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
-from ..recipe.errors import UserError
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
@@ -115,12 +114,6 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each derives the size from the rest.
         config.pop("train_batch_size", None)
     if layout.expert > 1:
-        if file.stage == 0:
-            # DeepSpeed clips at the mean of the ranks' norms: `test_deepspeed_averages_the_norms_of_different_experts`.
-            raise UserError(
-                f"layout.expert={layout.expert}: without ZeRO, DeepSpeed computes the wrong gradient norm; set "
-                f"zero_optimization.stage to 1 in {file.name}, which also needs less memory."
-            )
         config["expert_parallel"] |= {"autoep_size": layout.expert, **expert.mixture(recipe).keys}
         config.pop("optimizer", None)  # for other Trainers: ours groups the experts itself, and does not decay norms
     if layout.pipeline > 1:

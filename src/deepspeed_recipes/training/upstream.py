@@ -36,7 +36,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
 from ..machine import ops, supported
-from ..recipe.errors import UserError
+from ..recipe.compatibility import refusal
 from ..recipe.recipe import Layout
 
 try:
@@ -307,10 +307,7 @@ def check_version(layout: Layout) -> None:
     installed = metadata.version("deepspeed")
     for key, (first, why) in supported.LAYOUTS.items():
         if (size := getattr(layout, key)) > 1 and supported.is_before(installed, first):
-            raise UserError(
-                f"layout.{key}={size}: DeepSpeed {installed} {why}: "
-                f"pip install 'deepspeed>={first}', or layout.{key}=1."
-            )
+            raise refusal("old DeepSpeed", key=key, size=size, installed=installed, why=why, first=first)
 
 
 def has_vocabulary_parallel_heads() -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ...recipe.limits import positions
+from ...recipe.compatibility import positions
 from .plans import PlanRequest, SearchResult
 from .strategies import search
 

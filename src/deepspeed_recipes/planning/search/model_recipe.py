@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...recipe import pages
+from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
-from ...recipe.limits import positions
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders

@@ -16,9 +16,10 @@ from ...machine import children
 from ...machine.capacity import check_disk
 from ...recipe import deepspeed_file
 from ...recipe.bounds import shown
+from ...recipe.compatibility import EXPERT_COUNTS, refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
-from ...recipe.limits import EXPERT_COUNTS, as_overrides
+from ...recipe.limits import as_overrides
 from ...recipe.project import python_path
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
@@ -65,10 +66,7 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
     saved, asked = Layout(**complete["layout"]), recipe.layout
     for name in _unchangeable(saved, asked, saved_file.stage):
         size = getattr(saved, name)
-        raise UserError(
-            f"layout.{name}={getattr(asked, name)}: {checkpoint} was written with {size}, and DeepSpeed cannot convert "
-            f"that; use layout.{name}={size}."
-        )
+        raise refusal("layout of a checkpoint", name=name, size=getattr(asked, name), checkpoint=checkpoint, saved=size)
     _check_model(recipe, read_recipe(run), checkpoint)
     why = _not_convertible(saved_file, saved, recipe)
     if why and is_needed(asked, run, world_size):

@@ -130,7 +130,8 @@ class RunDistillTrainer(Averaging, Trainer):
         self, batch: dict[str, Any], of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
-        recipe, distill = self.context.recipe, self.distill
+        recipe = self.context.recipe
+        distill = Distill.of(recipe)
         log_probs = (logits / distill.temperature).log_softmax(-1)
         if self.teacher and of_teacher is not None:
             wanted = self.teacher.log_probs(of_teacher[tokens])

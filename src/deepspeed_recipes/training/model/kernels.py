@@ -66,7 +66,7 @@ def _check_fp8(on_gpu: bool) -> None:
 
 
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
-    """Refuse compiled layers under ZeRO-3, which break each layer's graph at every weight, and what needs CUDA.
+    """Refuse what needs CUDA on CPUs, and passes of DeepCompile for other programs.
 
     Raises:
         UserError: the message has the file and the fix.
@@ -89,11 +89,6 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
         raise UserError(
             f"deepspeed={file.name}: compile.passes has {split[0]}, for which a program has to mark its inputs; in a "
             f"recipe write layout.{key}=2, and remove the pass."
-        )
-    if recipe.compile == "regional" and file.stage == 3:
-        raise UserError(
-            f"compile=regional: {file.name} is ZeRO-3, which fetches weights between kernels; use zero2.json, or leave "
-            "compile out."
         )
 
 

@@ -22,8 +22,8 @@ from deepspeed.utils import groups, logger
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ...recipe.errors import UserError, first_line
-from ...recipe.limits import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES
+from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusal
+from ...recipe.errors import first_line
 from ...recipe.recipe import Recipe
 from .. import distributed, upstream
 from ..model import draft, load, packing_check
@@ -148,10 +148,7 @@ def mixture(recipe: Recipe) -> Mixture:
     """
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:
-        raise UserError(
-            f"router_aux_loss_coef={recipe.router_aux_loss_coef}: AutoEP returns router logits for "
-            f"{', '.join(EXPERT_PARALLEL_TYPES)} only; set it to 0, or use layout.expert=1."
-        )
+        raise refusal("no router logits", weight=recipe.router_aux_loss_coef, kinds=", ".join(EXPERT_PARALLEL_TYPES))
     return found
 
 
@@ -160,10 +157,7 @@ def _mixture(path: str, trust_remote_code: bool) -> Mixture:
     config = load.language_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
     for name in JITTER:
         if value := getattr(config, name, 0):
-            raise UserError(
-                f"layout.expert: {name}={value} in {path}/config.json adds noise to the routers' inputs, and "
-                "DeepSpeed's AutoEP adds none; set it to 0 there, or use layout.expert=1."
-            )
+            raise refusal("noisy routers", name=name, value=value, path=path)
     return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
 
 
@@ -177,15 +171,10 @@ def find(config: PreTrainedConfig) -> Mixture:
     try:
         whole = packing_check.draft_of(config, tokenizer, "eager", torch.float32)
     except Exception as error:  # a model's own code may raise anything
-        raise UserError(
-            f"layout.expert: cannot be checked on a shrunken {config.model_type}: {first_line(error)}\n"
-            "Use layout.expert=1."
-        ) from error
+        raise refusal("experts not checked", kind=config.model_type, error=first_line(error)) from error
     found = blocks(whole)
     if not found or config is not config.get_text_config():
-        raise UserError(
-            f"layout.expert: AutoEP finds no layers of experts in {config.model_type}; use layout.expert=1."
-        )
+        raise refusal("no experts found", kind=config.model_type)
     name, parts = next(iter(found.items()))
     block = whole.get_submodule(name)
     router = block.get_submodule(parts["router_pattern"])
@@ -207,10 +196,7 @@ def find(config: PreTrainedConfig) -> Mixture:
         if off < packing_check.LEAK[torch.float32]:
             return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))
         reason = f"a shrunken model differs by {off:.0e}"
-    raise UserError(
-        f"layout.expert: DeepSpeed's AutoEP does not compute {config.model_type}'s experts as transformers does "
-        f"({reason}); use layout.expert=1."
-    )
+    raise refusal("experts differ", kind=config.model_type, error=reason)
 
 
 def blocks(model: nn.Module) -> dict[str, dict[str, Any]]:

@@ -29,7 +29,8 @@ from transformers import (
 from transformers import masking_utils as masking
 
 from ...recipe import layout as layouts
-from ...recipe.errors import UserError, first_line
+from ...recipe.compatibility import refusal
+from ...recipe.errors import first_line
 from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
@@ -260,19 +261,14 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     size = recipe.layout.sequence
     config = load_config(recipe).get_text_config()
     if not getattr(config, "num_attention_heads", None):
-        raise UserError(
-            f"layout.sequence={size}: {config.model_type} has no attention heads that ranks could share; its layers "
-            "carry a state along the sequence. Leave layout.sequence out."
-        )
+        raise refusal("no heads to share", size=size, kind=config.model_type)
     heads = config.num_attention_heads // recipe.layout.tensor
     if heads % size:  # the launcher may not have had a Hub model's dimensions
-        raise UserError(f"layout.sequence={size}: each rank's {heads} attention heads are not divisible by {size}.")
+        raise refusal("heads of a sequence", size=size, heads=heads)
     error = difference_over_two(config, tokenizer, recipe.model.attention)
     if error is not None:
-        raise UserError(
-            f"layout.sequence={size}: {config.model_type} with model.attention={recipe.model.attention} trains "
-            f"differently over several ranks ({error}); use layout.sequence=1."
-        )
+        attention = recipe.model.attention
+        raise refusal("sequence differs", size=size, kind=config.model_type, attention=attention, error=error)
 
 
 def difference_over_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> str | None:

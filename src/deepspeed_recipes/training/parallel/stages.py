@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ...recipe.compatibility import refusal
 from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
@@ -30,17 +31,12 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         UserError: the model cannot be split, or computes something else in stages.
     """
+    size = recipe.layout.pipeline
     if recipe.model.trust_remote_code or recipe.model.quantization != "none":
-        raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: stages need a model whose code is in transformers, in 16 or 32 "
-            "bits; use layout.pipeline=1."
-        )
+        raise refusal("foreign pipeline", size=size)
     whole = load.load_config(recipe)
     if type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: {whole.model_type} is not a language model that transformers "
-            "loads by itself; name the folder of its text model, or train it with layout.pipeline=1."
-        )
+        raise refusal("pipeline of another class", size=size, kind=whole.model_type)
     load.say_left_out(recipe, stored.check(recipe.model.path, _without_weights(recipe)))
     config = whole.get_text_config()
     try:
@@ -48,15 +44,9 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     except UserError:
         raise
     except Exception as error:  # a model's own code may raise anything
-        raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: cannot be checked on a shrunken {config.model_type}: {error}\n"
-            "Use layout.pipeline=1."
-        ) from error
+        raise refusal("pipeline not checked", size=size, kind=config.model_type, error=error) from error
     if difference > packing_check.LEAK[torch.float32]:
-        raise UserError(
-            f"layout.pipeline={recipe.layout.pipeline}: {config.model_type} computes different logits in stages "
-            f"(they differ by {difference:.0e}); use layout.pipeline=1."
-        )
+        raise refusal("pipeline differs", size=size, kind=config.model_type, difference=difference)
 
 
 @torch.no_grad()
@@ -254,10 +244,7 @@ def _layers(whole: PreTrainedModel) -> nn.ModuleList:
     count = whole.config.get_text_config().num_hidden_layers
     found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     if decoder is whole or len(found) != 1 or whole.get_output_embeddings() is None:
-        raise UserError(
-            f"layout.pipeline: {type(whole).__name__} is not a decoder of the usual shape (an embedding, one list of "
-            "num_hidden_layers layers, a norm, a head); use layout.pipeline=1."
-        )
+        raise refusal("pipeline of another shape", kind=type(whole).__name__)
     return found[0]
 
 

@@ -15,7 +15,7 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...recipe.errors import UserError
+from ...recipe.compatibility import refusal
 
 WHOLE = "replicated_with_grad_allreduce"
 """Style of a weight that every rank holds whole and uses for its own heads only."""
@@ -90,7 +90,7 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
     size = group.size()
     width = linear.in_features if style.startswith("rowwise") else linear.out_features
     if width % size:
-        raise UserError(f"layout.tensor={size}: a layer's width of {width} is not divisible by {size}.")
+        raise refusal("width of a layer", size=size, width=width)
     _gather(linear)
     if style == "rowwise":
         return LinearAllreduce(linear, group)
@@ -102,7 +102,7 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
 def _splitting_its_input() -> type:
     kind = getattr(autotp, "LinearAllreduceWithReplicatedInput", None)
     if kind is None:
-        raise UserError("layout.tensor: this model needs DeepSpeed 0.19.8 or later: pip install -U deepspeed.")
+        raise refusal("split inputs")
     return kind
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from ...recipe.errors import UserError, first_line
-from ...recipe.limits import TENSOR_PARALLEL_TYPES
+from ...recipe.compatibility import TENSOR_PARALLEL_TYPES, refusal
+from ...recipe.errors import first_line
 from ...recipe.recipe import Recipe
 from .. import distributed
 from ..console import say
@@ -66,7 +66,7 @@ def _check_heads(config: PreTrainedConfig, size: int) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)  # also where the configuration maps another name to it
         if heads and heads % size:
-            raise UserError(f"layout.tensor={size}: the model's {heads} {name} are not divisible by {size}.")
+            raise refusal("heads of a type", size=size, heads=heads, name=name)
 
 
 def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
@@ -81,10 +81,7 @@ def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
     dist.broadcast_object_list(answer, src=0, device=distributed.device())
     found, rest, reason = answer[0]
     if not found:
-        raise UserError(
-            f"layout.tensor: none of the layers of {config.model_type} can be split "
-            f"({reason or ', '.join(rest)}); use layout.tensor=1."
-        )
+        raise refusal("no layers to split", kind=config.model_type, error=reason or ", ".join(rest))
     whole = f"; whole on every rank: {', '.join(rest)}" if rest else ""
     layers = [name for name, style in found.items() if style not in (tensor.WHOLE, tensor.SHARE)]
     say(f"tensor parallelism of {config.model_type}: {', '.join(layers)}{whole}")
