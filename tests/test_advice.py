@@ -1,4 +1,4 @@
-"""Whoever follows the advice of a refusal ends with a run that is accepted, not with a refusal of the advice."""
+"""The advice of a refusal and the plans of the planner are accepted by the launcher, not refused in turn."""
 
 import contextlib
 import io
@@ -8,6 +8,9 @@ from functools import cache
 import pytest
 
 from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.planning.hardware.cluster import cluster
+from deepspeed_recipes.planning.search import model_recipe
+from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from tests.tiers import tiered
@@ -148,3 +151,32 @@ def test_the_ways_of_a_message_are_read():
     ]
     assert ways("fp8=true with lora=...: use fp8=false: too small to gain.") == [["fp8=false"]]
     assert not ways("lora.rank=x: must be a whole number.")
+
+
+HARDWARE = (
+    *(("RTX 3090", 1, 1), ("RTX 4090", 2, 1), ("L4", 4, 1), ("A10G", 8, 1), ("V100 16GB", 8, 1), ("A100 40GB", 8, 1)),
+    *(("A100 80GB", 4, 1), ("H100", 1, 1), ("H100", 8, 1), ("H100", 8, 4), ("H200", 8, 2), ("B200", 8, 8)),
+)
+"""GPUs, their number per node, and nodes; each page's variants meet all of them in turn, three at a time."""
+
+
+@pytest.mark.parametrize("family", tiered(pages.families(), ("gpt2", "tiny", "tiny_vision")))
+def test_every_plan_that_is_printed_is_accepted_by_the_launcher(family):
+    page, planned = pages.page(family), 0
+    size = next(iter(page.SIZES))
+    for number, variant in enumerate(pages.variants(page)):
+        recipe = pages.find(f"{family}-{size}", variant)
+        for gpu, gpus, nodes in HARDWARE[number % 4 :: 4]:
+            hardware = cluster(gpu, gpus, nodes, host_memory=1000)
+            found = search(plan_request(recipe, hardware, model_recipe.pinned(recipe)))
+            for plan in (*found.plans, *found.tight):
+                words = tuple(overrides.differences(recipe, plan.recipe))
+                message = refusal(f"{family}-{size}", variant, hardware.gpus, words)
+                assert message is None, f"{family}-{size} {variant} on {gpus} {gpu} {' '.join(words)}: {message}"
+                planned += 1
+    assert planned > 3 * len(pages.variants(page))
+
+
+def test_a_plan_that_the_launcher_refuses_is_noticed():
+    words = ("layout.tensor=2", "lora.dora=true", "deepspeed=tensor_parallel.json")
+    assert "DoRA needs the norm of each whole matrix" in str(refusal("tiny-3m", "lora", 2, words))
