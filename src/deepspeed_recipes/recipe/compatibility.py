@@ -559,10 +559,10 @@ def beside(key: str) -> Iterator[str]:
     """Yield the settings that a key cannot be combined with, each with the reason: a line of `--help KEY`."""
     for row in TABLE:
         if not callable(row.when) and "{" not in row.reason:
-            ours, theirs = (condition for condition in (row.setting, row.when))
-            for one, other in ((ours, theirs), (theirs, ours)):
+            for one, other in ((row.setting, row.when), (row.when, row.setting)):
                 if _parsed(one)[0][0] == key:
-                    yield f"{one} with {other}: {row.reason}"
+                    named = other.replace("file.", "the DeepSpeed file's ")
+                    yield f"{one} with {named}: {row.reason}"
 
 
 def _shown(case: Case, row: Row) -> str:

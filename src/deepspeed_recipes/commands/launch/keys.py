@@ -10,7 +10,7 @@ import types
 import typing
 from typing import Any
 
-from ...recipe import overrides
+from ...recipe import compatibility, overrides
 from ...recipe.conversions import dataclass_in
 from ...recipe.errors import UserError
 from ...recipe.methods import METHODS
@@ -38,9 +38,11 @@ class Key:
         return f"  {self.name:<27} {self.kind}{self._default()}\n      {about}"
 
     def long(self) -> str:
-        """Return name, type, default and the whole meaning."""
+        """Return name, type, default, the whole meaning, and the settings that exclude the key."""
         meaning = textwrap.indent(textwrap.fill(self.meaning, WIDTH), "    ")
-        return f"{self.name}: {self.kind}{self._default()}\n{meaning}"
+        refused = (f"refused: {line}" for line in compatibility.beside(self.name))
+        lines = [textwrap.fill(f"    {line}", WIDTH, subsequent_indent="      ") for line in refused]
+        return "\n".join([f"{self.name}: {self.kind}{self._default()}", meaning, *lines])
 
     def _default(self) -> str:
         return f" (default: {self.default})" if self.default else ""
