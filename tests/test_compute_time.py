@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.software import Software
 from deepspeed_recipes.planning.cost.time.host_time import (
     ADAPTER,
     BACKWARD_HOOKS,
@@ -79,7 +80,7 @@ def test_zero_takes_each_trained_weights_gradient_by_itself():
     kind, known = llama().layer_kinds[0], constants("H100")
     (ahead, plain), first, second, fsdp = (
         host_seconds(kind, replace(BASE, **about), known)
-        for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "fsdp": True})
+        for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "software": Software(fsdp=True)})
     )
     assert first == second == (ahead, pytest.approx(plain + GRADIENT_HOOK * kind.modules)) and fsdp == (ahead, plain)
     four = replace(BASE, zero_stage=1, gradient_accumulation_steps=4)
@@ -132,7 +133,7 @@ def test_kernels_are_counted_by_what_a_layer_has():
     assert kernels(dense, replace(BASE, lora=Lora()), 0) == KERNELS + 7 * ADAPTER
     assert kernels(dense, replace(BASE, liger_kernel=True), 0) < KERNELS
     assert kernels(routed, BASE, 8) == KERNELS
-    assert kernels(routed, replace(BASE, grouped_experts=False), 8) == KERNELS + 8 * EXPERT
+    assert kernels(routed, replace(BASE, software=Software(grouped_experts=False)), 8) == KERNELS + 8 * EXPERT
     assert hooked_modules(dense, replace(BASE, lora=Lora())) == 23
 
 
@@ -143,9 +144,9 @@ def elementwise(**changes) -> float:
 def test_fused_kernels_move_less_and_fp32_more():
     assert elementwise(liger_kernel=True) == elementwise(compile=True) < 0.5 * elementwise()
     lora = Lora(dropout=0.1)
-    assert elementwise(lora=lora, fp32_adapters=True) > 1.3 * elementwise(lora=lora)
+    assert elementwise(lora=lora, software=Software(fp32_adapters=True)) > 1.3 * elementwise(lora=lora)
     quantized = {"lora": lora, "quantized": True}
-    assert elementwise(**quantized, fp32_activations=True) > 1.4 * elementwise(**quantized)
+    assert elementwise(**quantized, software=Software(fp32_activations=True)) > 1.4 * elementwise(**quantized)
 
 
 def test_adapters_cost_where_they_are():
@@ -196,7 +197,7 @@ def test_experts_one_by_one_are_launched_one_by_one():
     )
     many = replace(mixture(), layer_kinds=(small,))
     grouped = step_time(many, BASE, H100)
-    single = step_time(many, replace(BASE, grouped_experts=False), H100)
+    single = step_time(many, replace(BASE, software=Software(grouped_experts=False)), H100)
     assert experts_on_rank(many.layer_kinds[0], BASE) == pytest.approx(128, rel=1e-3)
     assert experts_on_rank(many.layer_kinds[0], replace(BASE, layout=Layout(expert=8))) == pytest.approx(16, rel=1e-3)
     assert experts_on_rank(llama().layer_kinds[0], BASE) == 0

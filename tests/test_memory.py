@@ -21,6 +21,7 @@ from deepspeed_recipes.planning.cost.memory.peak_memory import (
 )
 from deepspeed_recipes.planning.cost.memory.stage_shards import stage_shards
 from deepspeed_recipes.planning.cost.memory.states import state_bytes
+from deepspeed_recipes.planning.cost.software import Software
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -299,7 +300,7 @@ def test_megatrons_tensor_ranks_divide_what_deepspeeds_hold_whole():
     """Rows of Megatron and torchtitan are planned as such: inputs of layers and logits are divided, too."""
     profile = profile_of("llama3", "8b")
     ours = TrainingSetup(8, layout=Layout(tensor=8), zero_stage=1, sequence_length=8192, packing=False)
-    theirs = replace(ours, tensor_splits_all=True)
+    theirs = replace(ours, software=Software(tensor_splits_all=True))
     here, there = (
         {moment.moment: moment.components for moment in peak_memory(profile, setup, NODE).moments}["loss"]
         for setup in (ours, theirs)

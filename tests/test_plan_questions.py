@@ -411,6 +411,18 @@ def test_a_shorter_sequence_is_suggested(capsys):
 
 # Mistakes.
 
+
+def test_other_software_is_planned_by_its_own_memory(answer, capsys):
+    """TRL with PEFT holds adapters and Adam's states in fp32 beside whole logits of 14 bytes: more than here."""
+    words = ("llama3-8b", "lora", "--gpu", "A100-80GB", "micro_batch_size=1", "gradient_checkpointing=true")
+    ours, theirs = (answer(*words, *more)["plans"][0] for more in ((), ("software=trl",)))
+    assert theirs["gpu_peak_gib"] > 1.03 * ours["gpu_peak_gib"]
+    assert plan.main([*words, "software=peft"]) == 0
+    assert "Memory and speed are those of software=peft" in capsys.readouterr().out
+    with pytest.raises(UserError, match="software=unsloth: unknown; choose from peft, trl"):
+        plan.main([*words, "software=unsloth"])
+
+
 MISTAKES = {
     ("llama3-8b", *EIGHT, "--tokens", "many"): "--tokens many: must be a number above 0",
     ("llama3-8b", *EIGHT, "--tokens", "0"): "--tokens 0: must be a number above 0",

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.memory.stage_shards import stage_ranges
+from deepspeed_recipes.planning.cost.software import Software
 from deepspeed_recipes.planning.cost.time.communication import Group, all_reduce, all_to_all, gather, send
 from deepspeed_recipes.planning.cost.time.optimizer_time import CORE_ADAM, CPU_STEP, updated_bytes
 from deepspeed_recipes.planning.cost.time.roofline import model_flops
@@ -268,7 +269,7 @@ def test_a_step_moves_the_bytes_that_were_counted(stage, ranks, micro_batches, p
 @pytest.mark.parametrize("bf16_states", [False, True])
 def test_adam_moves_three_times_as_much_operation_by_operation(stage, beside, foreach, bf16_states):
     """Counted in tests/workers/moved_bytes.py; in bf16 each number is half as wide, but not the norm in fp64."""
-    setup = TrainingSetup(8, zero_stage=stage, foreach_adam=foreach, bf16_states=bf16_states)
+    setup = TrainingSetup(8, zero_stage=stage, software=Software(foreach_adam=foreach), bf16_states=bf16_states)
     adam = (84 if foreach else 28) / (2 if bf16_states else 1)
     assert updated_bytes(setup) == adam + ({12: 6, 44: 32}[beside] if bf16_states else beside)
 
@@ -286,7 +287,9 @@ def test_zero_3_gathers_as_many_matrices_at_once_as_it_prefetches():
     reductions = 2
     assert messages() == pytest.approx((2 * layers * matrices + reductions), rel=0.05)
     assert messages(prefetch_bucket_size=10**9) == pytest.approx(2 * layers + reductions, rel=0.05)
-    assert messages(fsdp=True) == pytest.approx(3 * layers, rel=0.05), "FSDP gathers and reduces layers"
+    assert messages(software=Software(fsdp=True)) == pytest.approx(3 * layers, rel=0.05), (
+        "FSDP gathers and reduces layers"
+    )
 
 
 def test_zero_3_gathers_once_what_it_still_holds():

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import modeling_utils
 
 from deepspeed_recipes.machine import ops
+from deepspeed_recipes.planning.cost.software import Software
 from deepspeed_recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.recipe import pages
@@ -120,7 +121,8 @@ def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, f
     ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())
-    setup = TrainingSetup(world_size, zero_stage=stage, foreach_adam=not fused, bf16_states=bf16_states)
+    software = Software(foreach_adam=not fused)
+    setup = TrainingSetup(world_size, zero_stage=stage, software=software, bf16_states=bf16_states)
     assert step * world_size == pytest.approx(updated_bytes(setup), rel=0.05)
     assert REDUCTION - 4 <= backward - 8 / world_size <= REDUCTION + 1, "one rank copies nothing flat"
 

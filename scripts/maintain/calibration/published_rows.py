@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from deepspeed_recipes.planning.cost.software import Software
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import Gpu, find, with_memory
@@ -91,12 +92,12 @@ class PublishedRow:
     dora: bool = False
     quantization: Literal["none", "nf4", "gptq"] = "none"
     fp32_adapters: bool = False
-    """As in `TrainingSetup`."""
+    """As in `Software`."""
     fp32_activations: bool = False
-    """As in `TrainingSetup`."""
+    """As in `Software`."""
     frozen_fp32: bool = False
     quantized_experts: bool = False
-    """Both as in `TrainingSetup`."""
+    """Both as in `Software`."""
     grouped_experts: bool = False
     """Experts are one tensor and multiplied together, as in transformers 5; assumed for all other software."""
     liger: bool = False
@@ -111,7 +112,7 @@ class PublishedRow:
     """In elements; None stands for the Trainer's value."""
     tiled_mlp: bool = False
     foreach_adam: bool = False
-    """As in `TrainingSetup`: torch's AdamW without `fused`, the Trainer's default up to transformers 4.56 or torch
+    """As in `Software`: torch's AdamW without `fused`, the Trainer's default up to transformers 4.56 or torch
     2.7."""
     compile: bool = False
     preferences: bool = False
@@ -224,23 +225,25 @@ class PublishedRow:
             lora=self.lora,
             quantized=self.method == "qlora",
             tiled_loss=(self.liger and not self.whole_logits) or self.chunked_loss,
-            tensor_splits_all=self.stack in SPLIT_ALL,
-            frozen_fp32=self.frozen_fp32,
-            quantized_experts=self.quantized_experts,
-            fsdp=self.sharding == "fsdp",
             kept_weights=0 if self.sharding == "fsdp" else KEPT_WEIGHTS,
-            logit_bytes=self.logit_bytes,
             reduce_bucket_size=self.reduce_bucket_size,
             tiled_mlp=self.tiled_mlp,
-            foreach_adam=self.foreach_adam,
-            fp32_adapters=self.fp32_adapters,
-            fp32_activations=self.fp32_activations,
             liger_kernel=self.liger,
             compile=self.compile,
-            grouped_experts=self.grouped_experts or not self.is_same_stack,
             offload_optimizer="none" if self.offload == "none" else "cpu",
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
             bf16_states=self.states == "bf16",
+            software=Software(
+                tensor_splits_all=self.stack in SPLIT_ALL,
+                frozen_fp32=self.frozen_fp32,
+                quantized_experts=self.quantized_experts,
+                fsdp=self.sharding == "fsdp",
+                logit_bytes=self.logit_bytes,
+                foreach_adam=self.foreach_adam,
+                fp32_adapters=self.fp32_adapters,
+                fp32_activations=self.fp32_activations,
+                grouped_experts=self.grouped_experts or not self.is_same_stack,
+            ),
         )
 
     @property

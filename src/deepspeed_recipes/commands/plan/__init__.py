@@ -24,6 +24,7 @@ FAMILY` lists them.
 
 key=value changes the recipe as in ds-recipes launch. The planner keeps every setting that you give
 (deepspeed=zero3.json, layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
+software=peft, trl, llama-factory, fsdp or megatron plans for that software instead of this project's.
 
 Exit status: 0; 1 if no plan certainly fits (the table shows the nearest plans); 2 for a mistake on the command line, or
 a deadline that no plan meets.
@@ -95,6 +96,8 @@ def _remarks(
     """Yield remarks on the best plan: the length or deadline that was searched for, and what other methods reach."""
     if result.best is None:
         return
+    for name in arguments.software:
+        yield f"Memory and speed are those of software={name}; the command below starts this project's."
     if arguments.longest:
         yield longest.sentence(request)
     if arguments.deadline and work:

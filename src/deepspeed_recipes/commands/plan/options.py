@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from ...planning.cost.software import KNOWN, named
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, with_measurements
 from ...planning.search import asked_layout, model_recipe, past_runs, strategies
@@ -100,15 +101,22 @@ def _length(text: str) -> int:
 def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the variant as its `method`, given as the second word or with --method.
 
+    `software=NAME`, which is not a setting of the recipe, becomes `software`.
+
     Raises:
-        UserError: two variants are named.
+        UserError: two variants are named, or unknown software.
     """
     words = [word for word in arguments.overrides if "=" not in word]
     names = [*words, *([arguments.method] if arguments.method else [])]
     if len(set(names)) > 1:
         raise UserError(f"{' and '.join(names)}: name one variant; settings are written key=value.")
-    changes = [change for change in arguments.overrides if change not in words]
-    return argparse.Namespace(**vars(arguments) | {"overrides": changes, "method": names[0] if names else "full"})
+    software = [change.partition("=")[2] for change in arguments.overrides if change.startswith("software=")]
+    for name in software:
+        if name not in KNOWN:
+            raise UserError(f"software={name}: unknown; choose from {', '.join(KNOWN)}, or leave it out for ours.")
+    changes = [change for change in arguments.overrides if change not in words and not change.startswith("software=")]
+    found = {"overrides": changes, "method": names[0] if names else "full", "software": software[-1:]}
+    return argparse.Namespace(**vars(arguments) | found)
 
 
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
@@ -130,7 +138,10 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         except UserError as error:
             lacking = asked_layout.beyond(strategies.plan_request(recipe, hardware), recipe.layout)
             raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
-    return strategies.plan_request(recipe, hardware, keys)
+    request = strategies.plan_request(recipe, hardware, keys)
+    for name in arguments.software:
+        request = replace(request, software=named(name, recipe.model.quantization != "none"))
+    return request
 
 
 def hardware_of(arguments: argparse.Namespace) -> Cluster:

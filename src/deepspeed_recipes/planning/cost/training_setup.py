@@ -12,6 +12,7 @@ from ...recipe.methods import Distill, Grpo
 from ...recipe.optimization.optimizers import Optimizer
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
 from ..model_profile import teacher
+from .software import OWN, Software
 
 
 @dataclass(frozen=True)
@@ -56,38 +57,15 @@ class TrainingSetup:
     """None if all weights are trained."""
     quantized: bool = False
     """The frozen linear layers are in 4 bits."""
-    quantized_experts: bool = False
-    """Routed experts are in 4 bits too: the case for experts made of linear layers (transformers before 5), but not for
-    fused experts."""
-    frozen_fp32: bool = False
-    """Weights that are not in 4 bits and activations between layers are in fp32, after PEFT's
-    `prepare_model_for_kbit_training`. Never set in this project, which does not call it."""
-    fsdp: bool = False
-    """FSDP shards the model instead of ZeRO-3: layer by layer, and 4-bit weights while loading rather than after."""
     tiled_loss: bool | None = False
     """The loss is computed in tiles, so that whole logits never exist. None tiles only if the logits would be large."""
-    tensor_splits_all: bool = False
-    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan.
-    DeepSpeed's AutoTP only divides the activations inside a layer's matrices."""
-    logit_bytes: float | None = None
-    """Bytes per token and vocabulary entry of whole, uncapped logits in other software. None uses the profile."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
-    fp32_adapters: bool = False
-    """Adapters are in fp32 next to a model in bf16: PEFT's default, which this project changes."""
-    fp32_activations: bool = False
-    """Activations between 4-bit matrices are in fp32, after PEFT's `prepare_model_for_kbit_training`. Never set in this
-    project."""
     liger_kernel: bool = False
     """Norms, rotary embedding and activation functions are one kernel each."""
     compile: bool = False
     """Element-wise operations are fused by torch.compile."""
-    grouped_experts: bool = True
-    """All experts of a layer are computed in one product, as in transformers 5; otherwise one after the other."""
     optimizer: Optimizer = "adamw"
-    foreach_adam: bool = False
-    """Adam on the GPU is a series of operations instead of one kernel, as in torch without `fused`. Never set in this
-    project."""
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
     """Stage 3 only."""
@@ -109,6 +87,8 @@ class TrainingSetup:
     kept_weights: int = KEPT_WEIGHTS
     """Maximum number of gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP,
     which frees each layer."""
+    software: Software = OWN
+    """What trains; this project's by default."""
     sub_group_size: int = 10**9
 
     @property

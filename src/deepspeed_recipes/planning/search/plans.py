@@ -8,6 +8,7 @@ from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.recipe import Recipe
 from ..cost.memory.peak_memory import Memory
 from ..cost.ranges import memory_range, speed_range
+from ..cost.software import OWN, Software
 from ..cost.time.step_time import StepTime
 from ..cost.training_setup import TrainingSetup
 from ..hardware.cluster import Cluster, Correction
@@ -60,6 +61,8 @@ class PlanRequest:
     """Override keys whose value in the recipe must not change."""
     document_length: float | None = None
     """As in `TrainingSetup`; None if the data was not read."""
+    software: Software = OWN
+    """What will train: this project, unless the user asks what another stack would need."""
 
 
 @dataclass(frozen=True)

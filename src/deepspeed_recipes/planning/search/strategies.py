@@ -19,6 +19,7 @@ from ...recipe.layout import data_parallel_size
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe, changed
 from ..cost.memory.peak_memory import peak_memory
+from ..cost.software import OWN
 from ..cost.time.step_time import step_time
 from ..cost.training_setup import TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
@@ -125,6 +126,8 @@ def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
 
 def _setup(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile) -> TrainingSetup:
     setup = training_setup(recipe, file, request.cluster.gpus)
+    if request.software != OWN:  # which tiles a loss only on request
+        setup = replace(setup, software=request.software, tiled_loss=bool(setup.tiled_loss))
     return replace(setup, document_length=request.document_length)
 
 

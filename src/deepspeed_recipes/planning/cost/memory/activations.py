@@ -77,7 +77,7 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
     total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
     total += sequences * own_length * _frozen_inputs(kind, setup)
-    if setup.tensor_splits_all:
+    if setup.software.tensor_splits_all:
         total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
     return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
 
@@ -89,7 +89,7 @@ def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
     attention's last matrix, which attention saves anyway, and the inputs of matrices with an adapter without dropout,
     which the adapter saves. 4-bit matrices do not use this function.
     """
-    if setup.zero_stage < 3 or setup.fsdp or setup.lora is None or setup.lora.fused or setup.quantized:
+    if setup.zero_stage < 3 or setup.software.fsdp or setup.lora is None or setup.lora.fused or setup.quantized:
         return 0.0
     inner = sum(inputs for inputs, _ in kind.feed_forward[-1:])
     feed_forward = kind.checkpoint_bytes + 2 * inner / setup.layout.tensor if inner else 0.0
@@ -119,7 +119,7 @@ def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> flo
         return 0.0
     norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
     inner = _inner_results(kind) if _is_gated(kind) else 0
-    ranks = setup.layout.tensor if setup.tensor_splits_all else 1
+    ranks = setup.layout.tensor if setup.software.tensor_splits_all else 1
     return tokens * (norms / ranks + (INNER - INNER_FUSED) * inner / setup.layout.tensor)
 
 
@@ -153,7 +153,8 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     if setup.selective:
         return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) + _product_bytes(kind, setup)
     if setup.recomputes_layers:
-        return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) * (FP32 if setup.frozen_fp32 else 1)
+        width = FP32 if setup.software.frozen_fp32 else 1
+        return width * _in_precision(kind.checkpoint_bytes * _tokens(setup), setup)
     again = feed_forward_bytes(kind, setup) if setup.recomputes_feed_forward else 0.0
     return layer_bytes(kind, setup) - again
 
@@ -229,9 +230,9 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     if setup.tiles(profile.vocab_size):
         return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
     both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
-    other = 0.0 if setup.logit_bytes is None else setup.logit_bytes - PROFILED_LOGITS
+    other = 0.0 if setup.software.logit_bytes is None else setup.software.logit_bytes - PROFILED_LOGITS
     total = both.per_token * tokens + both.fixed + other * tokens * profile.vocab_size
-    if setup.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
+    if setup.software.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
         total += 2 * profile.vocab_size * profile.hidden_size
     return _in_precision(max(total, 2.0 * head), setup)
 
@@ -239,7 +240,7 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the bytes that the caching allocator reserves but cannot use at the peak of whole logits."""
     whole = not (setup.scores or setup.tiles(profile.vocab_size))
-    if not whole or setup.logit_bytes is not None or setup.precision == "fp32":
+    if not whole or setup.software.logit_bytes is not None or setup.precision == "fp32":
         return 0.0
     tokens = _tokens(setup)
     return TOO_SMALL_LOGITS * tokens * profile.vocab_size
@@ -259,7 +260,7 @@ def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
 
 def _tokens(setup: TrainingSetup) -> float:
     """Return the number of tokens per pass whose hidden states and logits are on one rank."""
-    ranks = setup.layout.sequence * (setup.layout.tensor if setup.tensor_splits_all else 1)
+    ranks = setup.layout.sequence * (setup.layout.tensor if setup.software.tensor_splits_all else 1)
     return setup.sequences_per_pass * setup.sequence_length / ranks
 
 

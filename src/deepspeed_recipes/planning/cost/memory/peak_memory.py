@@ -198,7 +198,7 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
         "bf16_states": setup.bf16_states,
         "sub_group": setup.sub_group_size,
         "moments": _moments(shard, setup),
-        "foreach": setup.foreach_adam,
+        "foreach": setup.software.foreach_adam,
     }
     if setup.layout.expert > 1 and setup.lora is None:
         dense = shard.parameters - shard.expert_parameters

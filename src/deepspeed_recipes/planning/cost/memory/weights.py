@@ -12,9 +12,9 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of a stage's loaded weights, with quantised ones in 4 bits."""
-    experts = shard.expert_parameters if setup.quantized_experts else 0
+    experts = shard.expert_parameters if setup.software.quantized_experts else 0
     quantized = shard.linear_parameters + experts if setup.quantized else 0
-    width = WIDTH["fp32" if setup.frozen_fp32 else setup.precision]
+    width = WIDTH["fp32" if setup.software.frozen_fp32 else setup.precision]
     return width * (shard.parameters - quantized) + NF4 * quantized
 
 
@@ -37,7 +37,7 @@ def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes on a GPU while weights are loaded. ZeRO-3 shards them one by one, except 4-bit weights."""
     weights = loaded_bytes(shard, setup)
-    if setup.quantized and not setup.fsdp:
+    if setup.quantized and not setup.software.fsdp:
         # Each matrix is copied unquantised, and packed on the GPU.
         largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
         return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
@@ -85,7 +85,7 @@ def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     weight alive, and the backward pass gathers it a second time. Recomputed layers save nothing. Observed with
     DeepSpeed 0.19.8 in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` prevents it for dense layers.
     """
-    if not setup.gathers or setup.gradient_checkpointing or setup.quantized_experts:
+    if not setup.gathers or setup.gradient_checkpointing or setup.software.quantized_experts:
         return 0.0
     return WIDTH[setup.precision] * experts / setup.layout.expert
 

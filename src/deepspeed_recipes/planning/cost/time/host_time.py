@@ -43,7 +43,7 @@ def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
         count
         + per_matrix * adapted_matrices(kind, setup)
         + quantized
-        + (0 if setup.grouped_experts else EXPERT * experts)
+        + (0 if setup.software.grouped_experts else EXPERT * experts)
     )
 
 
@@ -74,7 +74,7 @@ def groups_experts(setup: TrainingSetup, constants: Constants) -> bool:
 
     torch has such a kernel for compute capability 9 and 10 in bf16, the GPUs on which it also uses cuDNN's attention.
     """
-    return setup.grouped_experts and setup.precision == "bf16" and "cudnn" in constants.kernels
+    return setup.software.grouped_experts and setup.precision == "bf16" and "cudnn" in constants.kernels
 
 
 def waiting_seconds(experts: float, products: float, setup: TrainingSetup, constants: Constants) -> float:
@@ -86,7 +86,7 @@ def waiting_seconds(experts: float, products: float, setup: TrainingSetup, const
         setup: the training setup, with grouped experts or not.
         constants: the seconds per kernel.
     """
-    if not setup.grouped_experts or groups_experts(setup, constants):
+    if not setup.software.grouped_experts or groups_experts(setup, constants):
         return 0.0
     return max(0.0, ONE_BY_ONE * experts * constants.launch - products)
 
@@ -106,7 +106,7 @@ def host_seconds(
     hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks = hooked_modules(kind, setup) * hook
     launches = kernels(kind, setup, experts) * constants.launch
-    taken = 0.0 if setup.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
+    taken = 0.0 if setup.software.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
     if setup.zero_stage == 1:
         taken /= setup.gradient_accumulation_steps
     return launches + hooks, BACKWARD_LAUNCHES * launches + BACKWARD_HOOKS * hooks + taken

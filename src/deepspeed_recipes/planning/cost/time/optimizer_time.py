@@ -49,7 +49,7 @@ def launch_seconds(trained_weights: float, setup: TrainingSetup, known: Constant
 def updated_bytes(setup: TrainingSetup) -> float:
     """Return the bytes that an optimizer step on the GPU moves per updated parameter of a rank."""
     width = 0.5 if setup.bf16_states else 1.0
-    adam = width * ADAM * (FOREACH if setup.foreach_adam else 1.0)
+    adam = width * ADAM * (FOREACH if setup.software.foreach_adam else 1.0)
     if setup.zero_stage == 0:
         return adam + width * CLIPPING
     return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)

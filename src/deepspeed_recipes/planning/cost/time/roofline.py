@@ -130,7 +130,7 @@ def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the number of 4-bit weights of a layer on one rank, including experts only if each is its own module."""
     if not setup.quantized:
         return 0.0
-    experts = 0.0 if setup.grouped_experts else kind.expert_parameters / setup.layout.expert
+    experts = 0.0 if setup.software.grouped_experts else kind.expert_parameters / setup.layout.expert
     return sum(map(prod, kind.linears)) + experts
 
 
@@ -221,7 +221,7 @@ def _moved_bytes(
     tensor, hidden = setup.layout.tensor, profile.hidden_size
     # One side of each matrix has the hidden size; the other sides add up to the layer's results.
     passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
-    passes *= FP32_PASSES if setup.fp32_activations else 1.0
+    passes *= FP32_PASSES if setup.software.fp32_activations else 1.0
     moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
     if setup.attention == "eager" and kind.attention_width:
         moved += tokens * setup.sequence_length * profile.attention_heads / tensor * constants.scores
@@ -237,7 +237,7 @@ def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> floa
     per_input, per_output = 6.0 if lora.dropout else 2.0, 6.0
     if lora.fused:  # products add to the output, and to the input's gradient, in place
         per_input, per_output = per_input if lora.dropout else FUSED_ADAPTER_BYTES, FUSED_ADAPTER_BYTES
-    if setup.fp32_adapters:
+    if setup.software.fp32_adapters:
         # The input is cast to fp32 (2 + 4), with dropout read and written with a mask (4 + 4 + 1), cast back by
         # autocast (4 + 2) and read (2); the result is written (2), scaled (2 + 2) and added (2 + 2 + 2).
         per_input, per_output = 23 if lora.dropout else 14, 12

@@ -262,7 +262,7 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
     A collective contains as many matrices as ZeRO-3 prefetches. FSDP gathers a whole layer.
     """
     matrices = len(kind.linears)
-    if not matrices or setup.fsdp:
+    if not matrices or setup.software.fsdp:
         return 1.0
     ahead = setup.prefetched(profile.hidden_size, kind.parameters)
     return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
@@ -270,7 +270,7 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
 
 def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return how many collectives reduce a rank's gradients: by buckets in ZeRO, by layers in FSDP and DDP."""
-    if setup.fsdp or not setup.zero_stage:
+    if setup.software.fsdp or not setup.zero_stage:
         return stage.layers
     return min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
 
