@@ -73,7 +73,7 @@ def test_every_gpu_is_found_by_its_own_name_and_has_whole_figures():
 
 
 def test_every_instance_has_gpus_that_are_known():
-    assert len(INSTANCES) == 60
+    assert len(INSTANCES) == 73
     for name, instance in INSTANCES.items():
         node = cluster(name)
         assert node.gpu is find(instance.gpu)
@@ -131,7 +131,7 @@ def test_another_model_of_the_same_number_is_another_gpu(name):
         ({"gpu": "H900"}, "did you mean H800, H200, H100? GPUs with about 79 GiB (H800): "),
         ({"gpu": "8xH100"}, "--gpu 8xH100: give the number as a separate option: --gpu H100 --gpus 8."),
         ({"gpu": "8 x A100 80GB"}, "--gpu A100-80GB --gpus 8."),
-        ({"gpu": "gpu_8x_h100_sxm5"}, "--gpu h100_sxm5 --gpus 8."),
+        ({"gpu": "gpu_8x_l40s"}, "--gpu l40s --gpus 8."),
         ({"gpu": "h100x8"}, "--gpu h100 --gpus 8."),
         ({"gpu": "Quux 48GB"}, "none has a similar name. GPUs with about 48 GiB: A6000, RTX 6000 Ada, L40."),
         ({"gpu": "V100"}, "which one? V100-16GB, V100-32GB"),

@@ -10,11 +10,10 @@ import pytest
 
 from deepspeed_recipes.commands import main, plan
 from deepspeed_recipes.commands.plan import workload
-from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster, of_instance
+from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import DESKTOP
-from deepspeed_recipes.planning.hardware.instances import INSTANCES
-from deepspeed_recipes.planning.hardware.prices import LISTED, prices
-from deepspeed_recipes.planning.search import longest, model_recipe, which_gpu
+from deepspeed_recipes.planning.hardware.instances import INSTANCES, prices
+from deepspeed_recipes.planning.search import extremes, model_recipe, which_gpu
 from deepspeed_recipes.planning.search.run_cost import RESTART, Workload
 from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe.errors import UserError
@@ -76,7 +75,7 @@ def test_hours_and_dollars_follow_from_speed_and_price(answer):
         assert one["hours"] == pytest.approx(1.5e9 / speed / 3600)
         assert one["dollars"] == pytest.approx(one["hours"] * 2 * 30)
     listed = answer("llama3-8b", *EIGHT, "--tokens", "1e9")["plans"][0]
-    assert listed["dollars"] == pytest.approx(listed["hours"] * LISTED["p5.48xlarge"])
+    assert listed["dollars"] == pytest.approx(listed["hours"] * INSTANCES["p5.48xlarge"].dollars)
     unknown = answer("llama3-8b", "--gpu", "H100", "--gpus", "8", "--tokens", "1e9")["plans"][0]
     assert unknown["hours"] == pytest.approx(listed["hours"], rel=0.2) and unknown["dollars"] is None
     assert "hours" not in answer("llama3-8b", *EIGHT)["plans"][0], "nobody has said how much"
@@ -157,11 +156,13 @@ def test_a_deadline_has_a_unit(text, hours):
 
 
 def test_every_price_is_of_an_instance_and_dated():
-    assert len(LISTED) == 41 and set(LISTED) <= set(INSTANCES) and all(price > 0 for price in LISTED.values())
+    dated = [one for one in INSTANCES.values() if one.dollars]
+    assert len(dated) == 54 and all(re.fullmatch(r"2026-\d\d", one.date) and one.dollars > 0 for one in dated)
+    assert INSTANCES["gpu_8x_h100_sxm5"].dollars == 31.92, "3.99 per GPU: lambda.ai/instances, 2026-09-20"
     given = prices(["p5.48xlarge=$30", "standard_nd96isr_h100_v5=40 USD"])
-    assert given.per_hour(of_instance("p5.48xlarge")) == 30 and given.per_hour(of_instance("ND96isr_H100_v5")) == 40
-    assert given.per_hour(of_instance("p4d.24xlarge")) == LISTED["p4d.24xlarge"]
-    assert given.per_hour(cluster("H100", 8)) is None
+    assert given.of_node("p5.48xlarge") == 30 and given.of_node("ND96isr_H100_v5") == 40
+    assert given.of_node("p4d.24xlarge") == INSTANCES["p4d.24xlarge"].dollars
+    assert given.of_node("") is None
 
 
 # A deadline.
@@ -257,7 +258,7 @@ def test_what_is_known_or_small_is_not_remarked_on(capsys):
 
 def test_of_two_gpus_with_as_much_memory_the_cheaper_one_is_smaller():
     request = asked("llama3-70b", "qlora", "H100", 1)
-    assert which_gpu.smallest(request, Workload(1e9)).cluster.instance == "a2-ultragpu-1g"
+    assert which_gpu.smallest(request, Workload(1e9)).cluster.instance == "gpu_1x_h100_pcie"
 
 
 # The longest sequence.
@@ -268,17 +269,17 @@ def test_of_two_gpus_with_as_much_memory_the_cheaper_one_is_smaller():
 )
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu, gpus):
     request = asked(name, method, gpu, gpus, host_memory=200)
-    found, result = longest.longest(request)
+    found, result = extremes.longest(request)
     assert result.best and result.best.setup.sequence_length == found.recipe.sequence_length > 4096
     longer = found.recipe.sequence_length * 17 // 16 // 1024 * 1024 + 1024
     assert search(replace(request, recipe=replace(request.recipe, sequence_length=longer))).best is None
-    assert "to within about 6 %" in longest.sentence(found)
+    assert "to within about 6 %" in extremes.longest_in_words(found)
 
 
 def test_no_sequence_is_longer_than_the_model_can_read():
-    found, result = longest.longest(asked("llama3-1b"))
+    found, result = extremes.longest(asked("llama3-1b"))
     assert result.best and found.recipe.sequence_length == 131072
-    assert "the model has no more positions" in longest.sentence(found)
+    assert "the model has no more positions" in extremes.longest_in_words(found)
 
 
 # Which hardware.
@@ -291,7 +292,7 @@ def test_the_cheapest_and_the_smallest_are_what_they_are_called():
     costs = [choice.dollars for choice in choices]
     assert costs == sorted(costs) and len(costs) >= 20
     first = choices[0]
-    assert first.dollars == pytest.approx(first.hours * LISTED[first.cluster.instance] * first.cluster.nodes)
+    assert first.dollars == pytest.approx(first.hours * INSTANCES[first.cluster.instance].dollars * first.cluster.nodes)
     dear = Workload(1e8, prices([f"{first.cluster.instance}=9999"]))
     assert which_gpu.by_price(request, dear)[0].cluster.instance != first.cluster.instance
     least = which_gpu.smallest(request, work)

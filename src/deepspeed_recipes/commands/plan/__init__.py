@@ -38,7 +38,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ...planning.search import asked_layout, deadline, longest, model_recipe, strategies, suggestions
+from ...planning.search import asked_layout, extremes, model_recipe, strategies, suggestions
 from ...planning.search.plans import PlanRequest, SearchResult
 from ...planning.search.run_cost import Workload
 from ...planning.show import table
@@ -99,9 +99,9 @@ def _remarks(
     for name in arguments.software:
         yield f"Memory and speed are those of software={name}; the command below starts this project's."
     if arguments.longest:
-        yield longest.sentence(request)
+        yield extremes.longest_in_words(request)
     if arguments.deadline and work:
-        yield deadline.sentence(result.best, work, workload.deadline(arguments.deadline))
+        yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline))
     if work and (few := workload.few_steps(result.best, work)):
         yield few
     if added := asked_layout.added(request, result.best):
@@ -122,8 +122,8 @@ def answer(
         hours = workload.deadline(arguments.deadline)
         if work is None or arguments.longest:
             raise UserError("--deadline needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
-        return deadline.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
-    return longest.longest(request) if arguments.longest else (request, strategies.search(request))
+        return extremes.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
+    return extremes.longest(request) if arguments.longest else (request, strategies.search(request))
 
 
 def console() -> Console:

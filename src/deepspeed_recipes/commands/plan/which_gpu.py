@@ -3,15 +3,18 @@
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
 from ...planning.search import strategies, which_gpu
 from ...planning.search.run_cost import Workload, in_words
 from ...planning.search.which_gpu import Choice
-from ...planning.show import hardware, table
+from ...planning.show import table
 from ...recipe.errors import UserError
 from ...recipe.project import command
 from . import workload
@@ -21,6 +24,10 @@ USUAL = 1e9
 """Number of tokens with which hardware is compared, if the user gives none."""
 OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "figure")
 """Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
+
+
+SHOWN = 8
+"""Number of choices in the table."""
 
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
@@ -41,17 +48,17 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
     priced = which_gpu.by_price(request, work, hours)
     least = which_gpu.smallest(request, work, hours)
-    shown = hardware.rows(priced, least)
+    shown = _rows(priced, least)
     if not shown:
         raise UserError(_nothing(arguments, request, work, hours))
     first = shown[0]
     on_first = strategies.plan_request(recipe, first.cluster, keys, work.document_length)
     if arguments.json:
         found = table.as_json(on_first, strategies.search(on_first), work)
-        print(json.dumps(found | {"which_gpu": hardware.as_json(shown, least, work)}, indent=2))
+        print(json.dumps(found | {"which_gpu": _as_json(shown, least, work)}, indent=2))
         return 0
     console.print(f"{table.asked(on_first)}, {work.tokens:,.0f} tokens")
-    console.print(hardware.table(shown, least, work))
+    console.print(_table(shown, least, work))
     console.print("\nSmallest: the fewest GPUs, and among equal numbers the least memory.")
     for note in table.cost_notes(first.plan, work):
         console.print(f"\n{note}")
@@ -83,3 +90,65 @@ def _nothing(
         f"--deadline {arguments.deadline}: no hardware meets it with up to {which_gpu.NODES[-1]} nodes; the fastest "
         f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
     )
+
+
+def _rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
+    """Return the choices to show: the cheapest, and the smallest if it is not among them."""
+    shown = list(choices[:SHOWN])
+    return shown if least is None or any(one.cluster == least.cluster for one in shown) else [*shown, least]
+
+
+def _table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> Table:
+    """Return the choices as a table, the cheapest first."""
+    result = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("", "hardware", "config", "layout", "GPU full", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
+        left = name in ("", "hardware", "config", "layout")
+        result.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for choice in shown:
+        plan, cluster = choice.plan, choice.cluster
+        hourly = workload.per_hour(cluster)
+        result.add_row(
+            ", ".join(_names(choice, shown, least)),
+            _in_words(cluster),
+            plan.recipe.deepspeed.removesuffix(".json"),
+            table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            f"{plan.share:.0%}",
+            f"{plan.host_gib:,.0f}",
+            f"{plan.speed * plan.setup.world_size:,.0f}",
+            "-" if hourly is None else f"{hourly:,.2f}",
+            *table.cost(plan, workload),
+        )
+    return result
+
+
+def _in_words(cluster: Cluster) -> str:
+    if not cluster.instance:
+        return table.hardware_in_words(cluster)
+    return f"{cluster.nodes} x {cluster.instance} ({cluster.gpus_per_node} x {cluster.gpu.name})"
+
+
+def _names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> list[str]:
+    """Return the labels of a choice: `cheapest`, `smallest`, both or none."""
+    priced = [one for one in shown if one.dollars is not None]
+    cheapest = ["cheapest"] if priced and choice is priced[0] else []
+    return [*cheapest, *(["smallest"] if least and choice.cluster == least.cluster else [])]
+
+
+def _as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[dict[str, Any]]:
+    """Return the choices as data."""
+    return [
+        {
+            "is": _names(choice, shown, least),
+            "instance": choice.cluster.instance or None,
+            "gpu": choice.cluster.gpu.name,
+            "gpus_per_node": choice.cluster.gpus_per_node,
+            "nodes": choice.cluster.nodes,
+            "config": choice.plan.recipe.deepspeed,
+            "gpu_peak_gib": choice.plan.gpu_gib,
+            "host_gib": choice.plan.host_gib,
+            "dollars_per_hour": workload.per_hour(choice.cluster),
+            "hours": choice.hours,
+            "dollars": choice.dollars,
+        }
+        for choice in shown
+    ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...planning.hardware.prices import prices
+from ...planning.hardware.instances import prices
 from ...planning.search.plans import Plan
 from ...planning.search.run_cost import Workload
 from ...recipe.errors import UserError

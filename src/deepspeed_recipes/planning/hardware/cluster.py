@@ -10,7 +10,7 @@ from pathlib import Path
 from ...recipe.errors import UserError
 from . import machine_file
 from .gpus import Gpu, all_names, find, host_gbs, with_memory
-from .instances import INSTANCES
+from .instances import INSTANCES, instance_name
 from .machine_file import Machine
 
 GIB = 2**30
@@ -108,7 +108,7 @@ def cluster(
 
 
 def _refuse_count(gpu: str | None) -> None:
-    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_h100_sxm5`, `h100x8`.
+    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`.
 
     Raises:
         UserError: names the option for the number of GPUs.
@@ -150,12 +150,6 @@ def of_instance(name: str) -> Cluster:
         cores=instance.cores,
         instance=name,
     )
-
-
-def instance_name(name: str) -> str | None:
-    """Return the name of an instance in `instances.INSTANCES`, ignoring case and Azure's prefix, or None if unknown."""
-    known = {known.lower(): known for known in INSTANCES}
-    return known.get(name.lower().removeprefix("standard_"))
 
 
 def this_machine() -> Cluster | None:

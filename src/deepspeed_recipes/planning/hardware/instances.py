@@ -1,6 +1,16 @@
-"""Nodes that clouds rent out and makers sell, by the names under which they are ordered."""
+"""Nodes that clouds rent out and makers sell, by the names under which they are ordered, with their hourly prices."""
 
-from dataclasses import dataclass
+import csv
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+
+from ...recipe.errors import UserError
+
+FILE = Path(__file__).with_name("instances.csv")
 
 
 @dataclass(frozen=True)
@@ -17,86 +27,104 @@ class Instance:
     """Bandwidth to other nodes, in Gbit/s per direction, all cards together."""
     cores: int
     """CPU cores as the vendor counts them; in clouds, virtual cores."""
+    dollars: float | None
+    """List price per hour, or None if it was not found."""
+    date: str
+    """Month in which the price was recorded."""
 
 
-def _gib(gigabytes: float) -> float:
-    return gigabytes * 1e9 / 2**30
+def _gib(size: str) -> float:
+    return float(size[:-2]) * 1e9 / 2**30 if size.endswith("GB") else float(size)
 
 
-# https://aws.amazon.com/ec2/instance-types/ (accelerated computing)
-_AWS = {
-    "p3.2xlarge": Instance("V100 16GB", 1, 61, 0, 10, 8),
-    "p3.8xlarge": Instance("V100 16GB", 4, 244, 0, 10, 32),
-    "p3.16xlarge": Instance("V100 16GB", 8, 488, 0, 25, 64),
-    "p3dn.24xlarge": Instance("V100 32GB", 8, 768, _gib(1800), 100, 96),
-    "p4d.24xlarge": Instance("A100 40GB", 8, 1152, _gib(8000), 400, 96),
-    "p4de.24xlarge": Instance("A100 80GB", 8, 1152, _gib(8000), 400, 96),
-    "p5.4xlarge": Instance("H100", 1, 256, _gib(3840), 100, 16),
-    "p5.48xlarge": Instance("H100", 8, 2048, _gib(30720), 3200, 192),
-    "p5e.48xlarge": Instance("H200", 8, 2048, _gib(30720), 3200, 192),
-    "p5en.48xlarge": Instance("H200", 8, 2048, _gib(30720), 3200, 192),
-    "p6-b200.48xlarge": Instance("B200", 8, 2048, _gib(30720), 3200, 192),
-    "p6-b300.48xlarge": Instance("B300", 8, 4096, _gib(30720), 6400, 192),
-    "g4dn.xlarge": Instance("T4", 1, 16, _gib(125), 25, 4),
-    "g4dn.12xlarge": Instance("T4", 4, 192, _gib(900), 50, 48),
-    "g5.xlarge": Instance("A10G", 1, 16, _gib(250), 10, 4),
-    "g5.2xlarge": Instance("A10G", 1, 32, _gib(450), 10, 8),
-    "g5.4xlarge": Instance("A10G", 1, 64, _gib(600), 25, 16),
-    "g5.8xlarge": Instance("A10G", 1, 128, _gib(900), 25, 32),
-    "g5.16xlarge": Instance("A10G", 1, 256, _gib(1900), 25, 64),
-    "g5.12xlarge": Instance("A10G", 4, 192, _gib(3800), 40, 48),
-    "g5.24xlarge": Instance("A10G", 4, 384, _gib(3800), 50, 96),
-    "g5.48xlarge": Instance("A10G", 8, 768, _gib(7600), 100, 192),
-    "g6.xlarge": Instance("L4", 1, 16, _gib(250), 10, 4),
-    "g6.12xlarge": Instance("L4", 4, 192, _gib(3760), 40, 48),
-    "g6.48xlarge": Instance("L4", 8, 768, _gib(7520), 100, 192),
-    "g6e.xlarge": Instance("L40S", 1, 32, _gib(250), 20, 4),
-    "g6e.12xlarge": Instance("L40S", 4, 384, _gib(3800), 100, 48),
-    "g6e.24xlarge": Instance("L40S", 4, 768, _gib(3800), 200, 96),
-    "g6e.48xlarge": Instance("L40S", 8, 1536, _gib(7600), 400, 192),
-    "g7e.2xlarge": Instance("RTX PRO 6000", 1, 64, _gib(1900), 50, 8),
-    "g7e.12xlarge": Instance("RTX PRO 6000", 2, 512, _gib(3800), 400, 48),
-    "g7e.24xlarge": Instance("RTX PRO 6000", 4, 1024, _gib(7600), 800, 96),
-    "g7e.48xlarge": Instance("RTX PRO 6000", 8, 2048, _gib(15200), 1600, 192),
-}
+def _read() -> dict[str, Instance]:
+    lines = (line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    return {
+        row["instance"]: Instance(
+            row["gpu"],
+            int(row["gpus"]),
+            _gib(row["host_memory"]),
+            _gib(row["nvme"]),
+            float(row["network_gbits"]),
+            int(row["cores"]),
+            float(row["dollars"]) if row["dollars"] else None,
+            row["date"],
+        )
+        for row in csv.DictReader(lines)
+    }
 
-# https://cloud.google.com/compute/docs/gpus (accelerator-optimized machines; a2-highgpu has local SSDs on request)
-_GOOGLE = {
-    "a2-highgpu-1g": Instance("A100 40GB", 1, _gib(85), 0, 24, 12),
-    "a2-highgpu-2g": Instance("A100 40GB", 2, _gib(170), 0, 32, 24),
-    "a2-highgpu-4g": Instance("A100 40GB", 4, _gib(340), 0, 50, 48),
-    "a2-highgpu-8g": Instance("A100 40GB", 8, _gib(680), 0, 100, 96),
-    "a2-megagpu-16g": Instance("A100 40GB", 16, _gib(1360), 0, 100, 96),
-    "a2-ultragpu-1g": Instance("A100 80GB", 1, _gib(170), 375, 24, 12),
-    "a2-ultragpu-2g": Instance("A100 80GB", 2, _gib(340), 750, 32, 24),
-    "a2-ultragpu-4g": Instance("A100 80GB", 4, _gib(680), 1500, 50, 48),
-    "a2-ultragpu-8g": Instance("A100 80GB", 8, _gib(1360), 3000, 100, 96),
-    "a3-highgpu-8g": Instance("H100", 8, _gib(1872), 6000, 1000, 208),
-    "a3-megagpu-8g": Instance("H100", 8, _gib(1872), 6000, 1800, 208),
-    "a3-ultragpu-8g": Instance("H200", 8, _gib(2952), 12000, 3600, 224),
-    "a4-highgpu-8g": Instance("B200", 8, _gib(3968), 12000, 3600, 224),
-    "a4x-highgpu-4g": Instance("GB200", 4, _gib(884), 12000, 2000, 140),
-}
 
-# https://learn.microsoft.com/azure/virtual-machines/sizes/overview (GPU accelerated)
-_AZURE = {
-    "ND40rs_v2": Instance("V100 32GB", 8, 672, 2948, 100, 40),
-    "ND96asr_v4": Instance("A100 40GB", 8, 900, 6000, 1600, 96),
-    "ND96amsr_A100_v4": Instance("A100 80GB", 8, 1900, 6000, 1600, 96),
-    "ND96isr_H100_v5": Instance("H100", 8, 1900, 28000, 3200, 96),
-    "ND96isr_H200_v5": Instance("H200", 8, 1850, 28000, 3200, 96),
-    "ND96isr_MI300X_v5": Instance("MI300X", 8, 1850, 28000, 3200, 96),
-    "NC24ads_A100_v4": Instance("A100 80GB PCIe", 1, 220, 960, 20, 24),
-    "NC48ads_A100_v4": Instance("A100 80GB PCIe", 2, 440, 1920, 40, 48),
-    "NC96ads_A100_v4": Instance("A100 80GB PCIe", 4, 880, 3840, 80, 96),
-}
+INSTANCES: Mapping[str, Instance] = _read()
 
-# NVIDIA's datasheets
-_DGX = {
-    "DGX-A100": Instance("A100 80GB", 8, _gib(2048), _gib(30720), 1600, 128),
-    "DGX-H100": Instance("H100", 8, _gib(2048), _gib(30720), 3200, 112),
-    "DGX-H200": Instance("H200", 8, _gib(2048), _gib(30720), 3200, 112),
-    "DGX-B200": Instance("B200", 8, _gib(2048), _gib(30720), 3200, 112),
-}
 
-INSTANCES = {**_AWS, **_GOOGLE, **_AZURE, **_DGX}
+def instance_name(name: str) -> str | None:
+    """Return the name of an instance in `INSTANCES`, ignoring case and Azure's prefix, or None if unknown."""
+    known = {known.lower(): known for known in INSTANCES}
+    return known.get(name.lower().removeprefix("standard_"))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of nodes, from the user or from `INSTANCES`."""
+
+    any_node: float | None = None
+    """The user's price of the planned node, in US dollars per hour."""
+    given: Mapping[str, float] = field(default_factory=dict)
+    """The user's prices by instance; all others have their list price."""
+
+    def of_node(self, instance: str) -> float | None:
+        """Return the price of a node in US dollars per hour, or None if it is unknown; `instance` may be empty."""
+        if self.any_node is not None or instance not in INSTANCES:
+            return self.any_node
+        return self.given.get(instance, INSTANCES[instance].dollars)
+
+    def known(self) -> list[str]:
+        """Return the instances that have a price."""
+        return [name for name in INSTANCES if self.of_node(name) is not None]
+
+    def smallest_with(self, gpu: str) -> list[str]:
+        """Return the two smallest instances with this GPU and a price."""
+        equipped = [name for name in self.known() if INSTANCES[name].gpu == gpu]
+        return sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
+
+    def source(self, instance: str) -> str:
+        """Return the source of a node's price, as the end of a sentence."""
+        own = self.any_node is not None or instance in self.given
+        return "as given" if own else f"on demand, {INSTANCES[instance].date}; --price overrides it"
+
+
+def prices(words: Iterable[str]) -> Prices:
+    """Return the prices given with `--price`: `DOLLARS` for any node, or `INSTANCE=DOLLARS`.
+
+    Raises:
+        UserError: a word is not a price in dollars, names an unknown instance, or repeats an instance.
+    """
+    found: dict[str, float] = {}
+    for word in words:
+        name, equals, text = word.rpartition("=")
+        price = _dollars(word, text)
+        instance = instance_name(name) if equals else ""
+        if instance is None:
+            near = get_close_matches(name, INSTANCES, n=1)
+            hint = f"did you mean {near[0]}?" if near else "the price of the planned node needs no name."
+            raise UserError(f"--price {word}: there is no instance {name}; {hint}")
+        if instance in found:
+            what = instance or "a node"
+            raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give only one.")
+        found[instance] = price
+    return Prices(found.pop("", None), found)
+
+
+def _dollars(word: str, text: str) -> float:
+    number = re.fullmatch(r"\$?\s*([0-9.]+)\s*(?:\$|usd|dollars?)?", text.strip(), re.IGNORECASE)
+    try:
+        price = float(number[1]) if number else math.nan
+    except ValueError:
+        price = math.nan
+    if math.isnan(price) or not price:
+        if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
+            raise UserError(f"--price {word}: use a decimal point: {text.strip().replace(',', '.')}.")
+        other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
+        what = f"{other[0].upper()} is not supported, convert it;" if other else "not a price;"
+        raise UserError(f"--price {word}: {what} give US dollars per hour of one node, such as --price 2.50.")
+    return price

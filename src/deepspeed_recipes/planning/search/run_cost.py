@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, field
 
-from ..hardware.prices import Prices
+from ..hardware.cluster import Cluster
+from ..hardware.instances import Prices
 from .plans import Plan
 
 RESTART = 0.25
@@ -58,5 +59,10 @@ class Workload:
 
     def dollars(self, plan: Plan) -> float | None:
         """Return the price of the run in dollars, or None if the nodes' price is unknown."""
-        hourly = self.prices.per_hour(plan.cluster)
+        hourly = self.per_hour(plan.cluster)
         return None if hourly is None else hourly * self.hours(plan)
+
+    def per_hour(self, cluster: Cluster) -> float | None:
+        """Return the price of all nodes of a cluster in US dollars per hour, or None if it is unknown."""
+        node = self.prices.of_node(cluster.instance)
+        return None if node is None else node * cluster.nodes

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from ...recipe import overrides, pages
 from ...recipe.errors import UserError
-from ...recipe.limits import NODE
+from .extremes import growing
 from .model_recipe import METHODS, method_of, pinned
 from .plans import REFUSE, Plan, PlanRequest, SearchResult
 from .reasons import tightness
 from .strategies import plan_request, search
 
-MOST_NODES = 128
 TILES = ("tiled_loss=true", "tiled_mlp=true")
 OFFLOADED = ("activation_offloading=true",)
 FEW_GPUS = 64
@@ -123,19 +122,12 @@ def _less_at_once(request: PlanRequest) -> Iterator[str]:
 def _more_hardware(request: PlanRequest) -> Iterator[str]:
     """Yield more GPUs or nodes, more host memory, and NVMe drives."""
     cluster = request.cluster
-    gpus = cluster.gpus_per_node * 2
-    while not cluster.instance and cluster.nodes == 1 and gpus <= NODE:
-        if found := _tried(f"--gpus {gpus}", replace(request, cluster=replace(cluster, gpus_per_node=gpus))):
+    for larger in (one for one in growing(cluster) if one != cluster):
+        gpus = f"--gpus {larger.gpus_per_node}" if larger.gpus_per_node != cluster.gpus_per_node else ""
+        nodes = f"--nodes {larger.nodes}" if larger.nodes != cluster.nodes else ""
+        if found := _tried(f"{gpus} {nodes}".strip(), replace(request, cluster=larger)):
             yield found
             break
-        gpus *= 2
-    else:
-        nodes = cluster.nodes * 2
-        while nodes <= MOST_NODES:
-            if found := _tried(f"--nodes {nodes}", replace(request, cluster=replace(cluster, nodes=nodes))):
-                yield found
-                break
-            nodes *= 2
     if cluster.host_memory_gib:
         offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
         if offloaded:

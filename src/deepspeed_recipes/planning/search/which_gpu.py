@@ -48,7 +48,7 @@ def smallest(request: PlanRequest, workload: Workload, hours: float | None = Non
     nodes = [*(Cluster(gpu, host_memory_gib=DESKTOP_HOST) for gpu in DESKTOP), *map(of_instance, INSTANCES)]
 
     def size(one: Cluster) -> tuple[float, ...]:
-        price = workload.prices.per_hour(one) or math.inf
+        price = workload.per_hour(one) or math.inf
         return one.gpus, round(one.gpu.memory_gib), bool(one.instance), price, one.host_memory_gib
 
     ordered = sorted(nodes, key=size)

@@ -223,9 +223,9 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
             f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the "
             f"newest checkpoint (save_steps={plan.recipe.save_steps}). Run with --max-restarts."
         )
-    hourly = workload.prices.per_hour(plan.cluster)
+    hourly = workload.per_hour(plan.cluster)
     if hourly is None:
-        instances = workload.prices.instances(plan.cluster.gpu)
+        instances = workload.prices.smallest_with(plan.cluster.gpu.name)
         named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
         what = plan.cluster.instance or plan.cluster.gpu.name
         yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{named}."
@@ -233,7 +233,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     nodes, gpus = plan.cluster.nodes, plan.cluster.gpus
     where = "the node" if nodes == 1 else f"{nodes} nodes"
     each = "" if gpus == 1 else f", {hourly / gpus:,.2f} per GPU"
-    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster)}."
+    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster.instance)}."
     idle = INSTANCES[plan.cluster.instance].gpus - plan.cluster.gpus_per_node if plan.cluster.instance else 0
     if idle > 0:
         yield f"{plan.cluster.instance} has {_counted(idle, 'more GPU')}, idle but paid for."
