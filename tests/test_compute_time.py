@@ -138,7 +138,7 @@ def test_kernels_are_counted_by_what_a_layer_has():
 
 
 def elementwise(**changes) -> float:
-    return step_time(llama(), replace(BASE, **changes), A100).elementwise
+    return step_time(llama(), replace(BASE, **changes), A100).components["elementwise"]
 
 
 def test_fused_kernels_move_less_and_fp32_more():
@@ -157,15 +157,18 @@ def test_adapters_cost_where_they_are():
     assert adapted_share(kind, setup) == 1
     assert adapted_share(some, setup) == pytest.approx(13312 / sum(map(sum, kind.linears)))
     fewer, all_of_them = (replace(llama(), layer_kinds=(one,)) for one in (some, kind))
-    assert step_time(fewer, setup, A100).elementwise < 0.8 * step_time(all_of_them, setup, A100).elementwise
+    assert (
+        step_time(fewer, setup, A100).components["elementwise"]
+        < 0.8 * step_time(all_of_them, setup, A100).components["elementwise"]
+    )
 
 
 def test_offloaded_weights_travel_in_four_bits_and_are_hidden_like_collectives():
     setup = replace(BASE, zero_stage=3, lora=Lora(), offload_optimizer="cpu", offload_parameters="cpu")
-    whole = step_time(llama(), setup, A100).offload
-    packed = step_time(llama(), replace(setup, quantized=True), A100).offload
+    whole = step_time(llama(), setup, A100).components["offload"]
+    packed = step_time(llama(), replace(setup, quantized=True), A100).components["offload"]
     assert packed < 0.4 * whole
-    assert step_time(llama(), replace(setup, overlap_comm=False), A100).offload > whole
+    assert step_time(llama(), replace(setup, overlap_comm=False), A100).components["offload"] > whole
 
 
 def test_unpacking_four_bits_does_not_depend_on_the_batch():
@@ -201,10 +204,12 @@ def test_experts_one_by_one_are_launched_one_by_one():
     assert experts_on_rank(many.layer_kinds[0], BASE) == pytest.approx(128, rel=1e-3)
     assert experts_on_rank(many.layer_kinds[0], replace(BASE, layout=Layout(expert=8))) == pytest.approx(16, rel=1e-3)
     assert experts_on_rank(llama().layer_kinds[0], BASE) == 0
-    assert single.launch > grouped.launch
+    assert single.components["launch"] > grouped.components["launch"]
     short, a100 = replace(BASE, sequence_length=512), constants("A100 80GB")
     fused = replace(a100, kernels={**a100.kernels, "cudnn": (0.5, 0.5)})
-    waiting = step_time(many, short, A100).launch - step_time(many, short, A100, fused).launch
+    waiting = (
+        step_time(many, short, A100).components["launch"] - step_time(many, short, A100, fused).components["launch"]
+    )
     read = 2 * 128 * one / (2039e9 * a100.memory)
     passes = 3 + BASE.gradient_checkpointing
     assert waiting == pytest.approx(passes * len(many.layer_order) * (2 * 128 * a100.launch - read), rel=0.01)
@@ -230,8 +235,8 @@ def test_preferences_compute_both_answers_and_the_reference():
         step_time(llama(), replace(BASE, reference=on, sequences_per_example=1 + on), H100) for on in (False, True)
     )
     assert pairs.tokens == 2 * single.tokens
-    assert pairs.matmul > 1.8 * single.matmul
-    assert pairs.recomputation > 3.6 * single.recomputation
+    assert pairs.components["matmul"] > 1.8 * single.components["matmul"]
+    assert pairs.components["recomputation"] > 3.6 * single.components["recomputation"]
     assert pairs.tokens_per_second_per_gpu < single.tokens_per_second_per_gpu
 
 
@@ -241,8 +246,8 @@ def test_a_tiled_feed_forward_part_is_computed_once_more():
     fused = replace(kind, linears=(*kind.linears[:4], (4096, 2 * 14336), (14336, 4096)))
     assert feed_forward_share(fused) == feed_forward_share(kind)
     whole, tiled = (step_time(llama(), replace(BASE, tiled_mlp=on), H100) for on in (False, True))
-    assert whole.recomputation < tiled.recomputation < 2 * whole.recomputation
-    assert tiled.matmul == whole.matmul
+    assert whole.components["recomputation"] < tiled.components["recomputation"] < 2 * whole.components["recomputation"]
+    assert tiled.components["matmul"] == whole.components["matmul"]
 
 
 @pytest.mark.parametrize(
@@ -266,12 +271,13 @@ def test_a_loss_in_tiles_moves_no_fp32_copies_of_logits(changes, per_logit):
 def test_fused_adapters_take_fewer_passes_and_launches():
     """PEFT scales and adds in passes of their own; here a product adds to what is there (`training.adapters.fused`)."""
     plain, fused = (replace(BASE, lora=Lora(target_modules="all-linear", fused=each)) for each in (False, True))
-    slow, fast = (step_time(llama(), setup, H100) for setup in (plain, fused))
-    assert fast.elementwise < slow.elementwise and fast.launch <= slow.launch and fast.matmul == slow.matmul
+    slow, fast = (step_time(llama(), setup, H100).components for setup in (plain, fused))
+    assert fast["elementwise"] < slow["elementwise"] and fast["matmul"] == slow["matmul"]
+    assert fast["launch"] <= slow["launch"]
     (kind,) = llama().layer_kinds
     saved = 2 * len(kind.linears) * (ADAPTER - FUSED_ADAPTER) / 2
     assert kernels(kind, plain, 0) - kernels(kind, fused, 0) == saved
-    moved = (slow.elementwise - fast.elementwise) * H100.gpu.memory_gbs * 1e9 * constants("H100").memory
+    moved = (slow["elementwise"] - fast["elementwise"]) * H100.gpu.memory_gbs * 1e9 * constants("H100").memory
     per_token = moved / BASE.sequence_length / len(llama().layer_order)
     widths = [sum(each) for each in zip(*kind.linears, strict=True)]
     assert per_token == pytest.approx((6 - 4) * widths[0] + (18 - 4) * widths[1])

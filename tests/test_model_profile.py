@@ -22,6 +22,7 @@ from deepspeed_recipes.recipe.recipe import Draft, Lora
 from deepspeed_recipes.training import activation_checkpointing, upstream
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model.draft import TINY_MODEL, shrink
+from scripts.maintain.calibration import shipped_profiles
 from tests import ROOT
 from tests.small import language_families
 from tests.tiers import tiered
@@ -193,9 +194,9 @@ def test_a_layer_of_llama_saves_what_counting_by_hand_gives():
 
 def test_every_size_of_the_catalogue_is_committed_for_this_version_of_transformers():
     stored = {name: one for file in lookup.PROFILES.glob("*.json") for name, one in lookup.read(file).items()}
-    names = {lookup.key(config): (name, config) for name, config, _ in lookup.catalogue()}
+    names = {lookup.key(config): (name, config) for name, config, _ in shipped_profiles.catalogue()}
     assert set(stored) == set(names) and len(names) > 40, (
-        "python -m deepspeed_recipes.planning.model_profile.lookup writes them again"
+        "python -m scripts.maintain.calibration.shipped_profiles writes them again"
     )
     for family in pages.families():
         for model in pages.page(family).SIZES.values():
@@ -204,10 +205,10 @@ def test_every_size_of_the_catalogue_is_committed_for_this_version_of_transforme
             assert len(profile.layer_order) == AutoConfig.for_model(**model.config).get_text_config().num_hidden_layers
 
 
-@pytest.mark.parametrize("name", tiered([name for name, _, _ in lookup.catalogue()], ("llama3-1b",)))
+@pytest.mark.parametrize("name", tiered([name for name, _, _ in shipped_profiles.catalogue()], ("llama3-1b",)))
 def test_shipped_profiles_are_what_profiling_gives(name):
-    config, loras = next((config, loras) for found, config, loras in lookup.catalogue() if found == name)
-    again = lookup.to_dict(lookup.compute_profile(config, loras[:1]))
+    config, loras = next((config, loras) for found, config, loras in shipped_profiles.catalogue() if found == name)
+    again = lookup.to_dict(shipped_profiles.compute_profile(config, loras[:1]))
     committed = lookup.to_dict(lookup.profile_of(config))
     for kind, known in zip(again["layer_kinds"], committed["layer_kinds"], strict=True):
         for part in ("adapter_parameters", "saved", "backward_peak"):

@@ -29,8 +29,8 @@ def test_four_stages_and_sixteen_micro_batches_have_a_bubble_of_three_nineteenth
     even = llama(vocabulary=64)  # no head to speak of: every stage is as long
     setup = TrainingSetup(4, Layout(pipeline=4), zero_stage=0, gradient_accumulation_steps=16)
     time = step_time(even, setup, Cluster(find("H100"), 4))
-    busy = time.seconds - time.optimizer - time.zero
-    assert time.bubble / busy == pytest.approx(3 / 19)
+    busy = time.seconds - time.components["optimizer"] - time.components["zero"]
+    assert time.components["bubble"] / busy == pytest.approx(3 / 19)
     assert bubble(4, 16) == 3 / 19
 
 
@@ -88,44 +88,59 @@ def changed(**changes):
 
 def test_each_choice_costs_what_it_must():
     base = changed()
-    assert changed(gradient_checkpointing=False).recomputation == 0
+    assert changed(gradient_checkpointing=False).components["recomputation"] == 0
     split = changed(layout=Layout(sequence=2))
     once = changed(layout=Layout(sequence=2), gradient_checkpointing=False)
-    assert split.sequence == pytest.approx(1.5 * once.sequence)  # two forward passes and a backward one, or one and one
+    assert split.components["sequence"] == pytest.approx(
+        1.5 * once.components["sequence"]
+    )  # two forward passes and a backward one, or one and one
     assert changed(gradient_checkpointing=False).seconds < base.seconds
-    assert changed(lora=Lora()).matmul < base.matmul * 0.7  # 4 instead of 6 operations per weight
-    assert changed(lora=Lora(dropout=0.1)).elementwise > changed(lora=Lora()).elementwise
-    assert changed(lora=Lora(), quantized=True).elementwise > changed(lora=Lora()).elementwise
-    assert changed(lora=Lora()).zero < base.zero
+    assert (
+        changed(lora=Lora()).components["matmul"] < base.components["matmul"] * 0.7
+    )  # 4 instead of 6 operations per weight
+    assert changed(lora=Lora(dropout=0.1)).components["elementwise"] > changed(lora=Lora()).components["elementwise"]
+    assert (
+        changed(lora=Lora(), quantized=True).components["elementwise"] > changed(lora=Lora()).components["elementwise"]
+    )
+    assert changed(lora=Lora()).components["zero"] < base.components["zero"]
     assert changed(attention="eager").seconds > base.seconds
-    assert changed(tiled_loss=True).logits > base.logits
-    assert changed(zero_stage=2).zero < base.zero
-    assert changed(overlap_comm=False).zero > base.zero
-    assert changed(partition_size=4).zero < base.zero  # the second gathering stays inside the node
-    assert changed(precision="fp32").matmul == pytest.approx(2 * base.matmul)
-    assert changed(offload_optimizer="cpu").optimizer > 5 * base.optimizer
-    assert changed(offload_optimizer="cpu").offload > 0 == base.offload
-    assert changed(offload_optimizer="nvme").nvme > 0 == base.nvme
-    assert changed(offload_optimizer="cpu", offload_parameters="cpu").offload > changed(offload_optimizer="cpu").offload
+    assert changed(tiled_loss=True).components["logits"] > base.components["logits"]
+    assert changed(zero_stage=2).components["zero"] < base.components["zero"]
+    assert changed(overlap_comm=False).components["zero"] > base.components["zero"]
+    assert (
+        changed(partition_size=4).components["zero"] < base.components["zero"]
+    )  # the second gathering stays inside the node
+    assert changed(precision="fp32").components["matmul"] == pytest.approx(2 * base.components["matmul"])
+    assert changed(offload_optimizer="cpu").components["optimizer"] > 5 * base.components["optimizer"]
+    assert changed(offload_optimizer="cpu").components["offload"] > 0 == base.components["offload"]
+    assert changed(offload_optimizer="nvme").components["nvme"] > 0 == base.components["nvme"]
+    assert (
+        changed(offload_optimizer="cpu", offload_parameters="cpu").components["offload"]
+        > changed(offload_optimizer="cpu").components["offload"]
+    )
 
 
 def test_parallelism_is_paid_for_over_the_right_link():
     alone = TrainingSetup(1, zero_stage=0)
     one = Cluster(find("H100"), 8)
-    assert step_time(llama(), alone, one).tensor == step_time(llama(), alone, one).zero == 0
+    assert step_time(llama(), alone, one).components["tensor"] == step_time(llama(), alone, one).components["zero"] == 0
     setup = TrainingSetup(8, Layout(tensor=8), zero_stage=0, micro_batch_size=8)
     inside = step_time(llama(), setup, one)
     across = step_time(llama(), setup, Cluster(find("H100"), 4, 2, network_gbs=25.0))
-    assert 0 < inside.tensor * 3 < across.tensor
-    assert step_time(llama(), TrainingSetup(8, Layout(sequence=8), sequence_length=16384), one).sequence > 0
+    assert 0 < inside.components["tensor"] * 3 < across.components["tensor"]
+    assert (
+        step_time(llama(), TrainingSetup(8, Layout(sequence=8), sequence_length=16384), one).components["sequence"] > 0
+    )
     spread = step_time(mixture(), TrainingSetup(8, Layout(expert=8), zero_stage=2), one)
     whole = step_time(mixture(), TrainingSetup(8, zero_stage=2), one)
-    assert spread.expert > 0 == whole.expert
-    assert spread.zero < whole.zero
-    assert 0 < spread.optimizer < whole.optimizer, "a rank copies the gradients of its own experts alone"
+    assert spread.components["expert"] > 0 == whole.components["expert"]
+    assert spread.components["zero"] < whole.components["zero"]
+    assert 0 < spread.components["optimizer"] < whole.components["optimizer"], (
+        "a rank copies the gradients of its own experts alone"
+    )
     assert (
-        step_time(mixture(chosen=4), TrainingSetup(8), one).matmul
-        > 1.5 * step_time(mixture(), TrainingSetup(8), one).matmul
+        step_time(mixture(chosen=4), TrainingSetup(8), one).components["matmul"]
+        > 1.5 * step_time(mixture(), TrainingSetup(8), one).components["matmul"]
     )
 
 
@@ -233,7 +248,7 @@ def test_collectives_take_as_long_as_their_bytes(stage, micro_batches):
     sent = zero_traffic(stage, total, total, 2, micro_batches, kept=0)
     passed = sum(size * (2 if kind == "all-reduce" else 1) for kind, size in sent.items()) * 7 / 8
     seconds = passed / (one.gpu.link_gbs * 1e9 * known.link)
-    assert step_time(model, setup, one, known).zero == pytest.approx(seconds, rel=0.02)
+    assert step_time(model, setup, one, known).components["zero"] == pytest.approx(seconds, rel=0.02)
 
 
 @pytest.mark.parametrize(("stage", "per_weight"), [(1, 0.8e-4), (3, 1.3e-4)])
@@ -242,13 +257,15 @@ def test_a_small_models_step_is_launched_weight_by_weight(stage, per_weight):
     model, one, known = llama(), cluster("H100", 8), constants("H100")
 
     def seconds(memory):
-        return step_time(model, TrainingSetup(8, zero_stage=stage), one, replace(known, memory=memory)).optimizer
+        return step_time(model, TrainingSetup(8, zero_stage=stage), one, replace(known, memory=memory)).components[
+            "optimizer"
+        ]
 
     weights = len(model.layer_kinds[0].linears) + 2
     assert seconds(1e6) == pytest.approx(per_weight * weights * len(model.layer_order), rel=1e-3)
     assert seconds(known.memory) > seconds(1e6)
     adapters = TrainingSetup(8, zero_stage=stage, lora=Lora(target_modules="all-linear"))
-    launched = step_time(model, adapters, one, replace(known, memory=1e6)).optimizer
+    launched = step_time(model, adapters, one, replace(known, memory=1e6)).components["optimizer"]
     assert launched == pytest.approx(seconds(1e6) * 2 * (weights - 2) / weights, rel=1e-3), "two for each matrix"
 
 
@@ -260,7 +277,7 @@ def test_a_step_moves_the_bytes_that_were_counted(stage, ranks, micro_batches, p
     """What tests/workers/moved_bytes.py counts: the step's on each rank's own, the reductions' on all it trains."""
     model, one, known = llama(), cluster("H100", 8), replace(constants("H100"), memory=1e-4)
     setup = TrainingSetup(ranks, zero_stage=stage, gradient_accumulation_steps=micro_batches)
-    moved = step_time(model, setup, one, known).optimizer * one.gpu.memory_gbs * 1e9 * known.memory
+    moved = step_time(model, setup, one, known).components["optimizer"] * one.gpu.memory_gbs * 1e9 * known.memory
     assert moved / model.parameters == pytest.approx(per_parameter, rel=1e-3)
 
 
@@ -282,7 +299,7 @@ def test_zero_3_gathers_as_many_matrices_at_once_as_it_prefetches():
     layers, matrices = len(model.layer_order), len(model.layer_kinds[0].linears)
 
     def messages(**changes):
-        return step_time(model, replace(setup, **changes), cluster("H100", 8), known).zero
+        return step_time(model, replace(setup, **changes), cluster("H100", 8), known).components["zero"]
 
     reductions = 2
     assert messages() == pytest.approx((2 * layers * matrices + reductions), rel=0.05)
@@ -299,9 +316,9 @@ def test_zero_3_gathers_once_what_it_still_holds():
     small = llama(hidden=1024, wide=3584, layers=8, heads=8, vocabulary=32000)
     one = step_time(small, setup, cluster("H100", 8), known)
     other = step_time(small, replace(setup, kept_weights=0), cluster("H100", 8), known)
-    assert other.zero / one.zero == pytest.approx(1.5, rel=0.02)
+    assert other.components["zero"] / one.components["zero"] == pytest.approx(1.5, rel=0.02)
     large = [step_time(llama(), replace(setup, kept_weights=kept), cluster("H100", 8)) for kept in (10**9, 0)]
-    assert 1.01 < large[1].zero / large[0].zero < 1.05
+    assert 1.01 < large[1].components["zero"] / large[0].components["zero"] < 1.05
 
 
 def test_adam_on_the_host_is_as_fast_as_its_memory_or_its_cores():
@@ -309,7 +326,7 @@ def test_adam_on_the_host_is_as_fast_as_its_memory_or_its_cores():
 
     def seconds(gpu, gpus=1, cores=0):
         one = replace(cluster(gpu, gpus), cores=cores)
-        return step_time(llama(), setup, one).optimizer
+        return step_time(llama(), setup, one).components["optimizer"]
 
     updated = llama().parameters * CPU_STEP
     assert seconds("A100 80GB") == pytest.approx(updated / 4e9, rel=0.05), "the paper's host"
@@ -327,4 +344,6 @@ def test_matrices_that_a_token_does_not_use_take_no_time():
     whole = llama()
     (kind,) = whole.layer_kinds
     half = replace(whole, layer_kinds=(replace(kind, active_weights=kind.active_weights / 2),))
-    assert step_time(half, BASE, HERE).matmul == pytest.approx(step_time(whole, BASE, HERE).matmul / 2, rel=0.01)
+    assert step_time(half, BASE, HERE).components["matmul"] == pytest.approx(
+        step_time(whole, BASE, HERE).components["matmul"] / 2, rel=0.01
+    )

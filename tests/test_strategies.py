@@ -327,9 +327,9 @@ def test_a_pipeline_of_four_with_sixteen_micro_batches_waits_three_nineteenths()
     plan = evaluate(question, recipe)
     assert plan.setup.gradient_accumulation_steps == 16
     assert "wait 16% of the time with 16 micro-batches" in why(question, plan)
-    assert plan.time.bubble / (plan.time.seconds - plan.time.optimizer - plan.time.zero) == pytest.approx(
-        3 / 19, rel=0.01
-    )
+    assert plan.time.components["bubble"] / (
+        plan.time.seconds - plan.time.components["optimizer"] - plan.time.components["zero"]
+    ) == pytest.approx(3 / 19, rel=0.01)
 
 
 # What is said.

@@ -18,6 +18,7 @@ from deepspeed_recipes.recipe.recipe import Lora
 
 from . import MEASUREMENTS
 from .published_rows import PublishedRow, published_rows, questions
+from .shipped_profiles import compute_profile
 
 MODELS = MEASUREMENTS / "published_models.json"
 PROFILES = MEASUREMENTS / "published_profiles.json"
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] = ()) -> None:
     for model, adapters in missing([*published_rows(), *questions()]).items():
         config = config_of(model)
         digest = lookup.digest(config)
-        new = lookup.compute_profile(config, adapters)
+        new = compute_profile(config, adapters)
         profiles[digest] = lookup.merged(new, profiles[digest]) if digest in profiles else new
         print(model, *map(training_mode, adapters), flush=True)
     lines = (f"{json.dumps(name)}: {json.dumps(lookup.to_dict(profiles[name]))}" for name in sorted(profiles))

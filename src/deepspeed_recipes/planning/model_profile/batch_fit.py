@@ -1,7 +1,7 @@
 """Fits the memory of a training mode as a function of the batch, from three batches measured on the meta device."""
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from unittest import mock
 
 import torch
@@ -16,72 +16,36 @@ SEQUENCES, LENGTH = 8, 512
 """Size of the smallest batch: realistic, with a length that is a multiple of 64, the chunk of linear attention."""
 
 
-@dataclass(frozen=True)
-class LayerFit:
-    """Memory of a training mode in one kind of layer."""
-
-    saved: SavedBytes
-    backward_peak: SavedBytes
-    """Peak of the backward pass, beyond the saved bytes."""
-    adapter_parameters: float
-
-    def __add__(self, other: "LayerFit") -> "LayerFit":
-        """Return the sum."""
-        return LayerFit(
-            self.saved + other.saved,
-            self.backward_peak + other.backward_peak,
-            self.adapter_parameters + other.adapter_parameters,
-        )
-
-    def __rmul__(self, factor: float) -> "LayerFit":
-        """Return a multiple."""
-        return LayerFit(factor * self.saved, factor * self.backward_peak, factor * self.adapter_parameters)
+Fit = Mapping[tuple[str, int] | str, SavedBytes]
+"""Memory of a training mode as a function of the batch, or its difference from another mode: by kind of layer `saved`,
+`backward_peak` and `adapter_parameters` (a number, as `fixed`), and `saved_outside_layers` and `loss_peak`."""
+PARAMETERS = "adapter_parameters"
 
 
-@dataclass(frozen=True)
-class BatchFit:
-    """Memory of a training mode as a function of the batch, or its difference from another mode."""
-
-    layers: tuple[LayerFit, ...]
-    """One per kind of layer."""
-    saved_outside_layers: SavedBytes
-    loss_peak: SavedBytes
-
-    def __add__(self, other: "BatchFit") -> "BatchFit":
-        """Return the sum."""
-        return BatchFit(
-            tuple(one + more for one, more in zip(self.layers, other.layers, strict=True)),
-            self.saved_outside_layers + other.saved_outside_layers,
-            self.loss_peak + other.loss_peak,
-        )
-
-    def __rmul__(self, factor: float) -> "BatchFit":
-        """Return a multiple."""
-        layers = tuple(factor * layer for layer in self.layers)
-        return BatchFit(layers, factor * self.saved_outside_layers, factor * self.loss_peak)
-
-    def difference_to(self, measured: MeasuredBytes) -> "BatchFit":
-        """Return by how much `measured`, of the smallest batch, exceeds this fit, per token."""
-
-        def more(own: SavedBytes, theirs: float) -> SavedBytes:
-            return SavedBytes((theirs - own.of(SEQUENCES, LENGTH)) / (SEQUENCES * LENGTH))
-
-        layers = tuple(
-            LayerFit(
-                more(layer.saved, measured.saved[kind]),
-                more(layer.backward_peak, measured.backward_peak[kind]),
-                measured.trained[kind] - layer.adapter_parameters,
-            )
-            for kind, layer in enumerate(self.layers)
-        )
-        return BatchFit(
-            layers,
-            more(self.saved_outside_layers, measured.saved_outside_layers),
-            more(self.loss_peak, measured.loss_peak),
-        )
+def by_key(measured: MeasuredBytes) -> dict[tuple[str, int] | str, float]:
+    """Return the measurements by the keys of a `Fit`."""
+    layers = {"saved": measured.saved, "backward_peak": measured.backward_peak, PARAMETERS: measured.trained}
+    found: dict[tuple[str, int] | str, float] = {
+        (name, kind): size for name, sizes in layers.items() for kind, size in enumerate(sizes)
+    }
+    return found | {"saved_outside_layers": measured.saved_outside_layers, "loss_peak": measured.loss_peak}
 
 
-def fit(model: nn.Module, device: str, mask: bool = False) -> BatchFit:
+def combined(one: Fit, factor: float, other: Fit) -> Fit:
+    """Return `one + factor * other`."""
+    return {key: value + factor * other[key] for key, value in one.items()}
+
+
+def difference(measured: MeasuredBytes, fitted: Fit) -> Fit:
+    """Return by how much `measured`, of the smallest batch, exceeds a fit, per token; parameters in total."""
+    more = {key: size - fitted[key].of(SEQUENCES, LENGTH) for key, size in by_key(measured).items()}
+    return {
+        key: SavedBytes(0, 0, size) if key[0] == PARAMETERS else SavedBytes(size / (SEQUENCES * LENGTH))
+        for key, size in more.items()
+    }
+
+
+def fit(model: nn.Module, device: str, mask: bool = False) -> Fit:
     """Measure a model that has two layers of each kind with three batches, and fit their memory.
 
     Args:
@@ -89,16 +53,10 @@ def fit(model: nn.Module, device: str, mask: bool = False) -> BatchFit:
         device: the device whose kernels to imitate, "cuda" or "cpu".
         mask: whether attention gets a mask, as for packed sequences.
     """
-    one = measure_batch(model, device, mask)
-    twice = measure_batch(model, device, mask, sequences=2 * SEQUENCES)
-    long = measure_batch(model, device, mask, length=2 * LENGTH)
-    saved = map(solve, one.saved, twice.saved, long.saved)
-    peaks = map(solve, one.backward_peak, twice.backward_peak, long.backward_peak)
-    return BatchFit(
-        tuple(map(LayerFit, saved, peaks, one.trained)),
-        solve(one.saved_outside_layers, twice.saved_outside_layers, long.saved_outside_layers),
-        solve(one.loss_peak, twice.loss_peak, long.loss_peak),
-    )
+    one = by_key(measure_batch(model, device, mask))
+    twice = by_key(measure_batch(model, device, mask, sequences=2 * SEQUENCES))
+    long = by_key(measure_batch(model, device, mask, length=2 * LENGTH))
+    return {key: solve(size, twice[key], long[key]) for key, size in one.items()}
 
 
 def measure_batch(

@@ -1,32 +1,27 @@
 """Looks up models' profiles, and computes and stores those that are missing.
 
-`python -m deepspeed_recipes.planning.model_profile.lookup` stores the profiles of the catalogue's decoders in
-`profiles/`, one file per `model_type`. Other decoders are profiled once (`meta_device.py`, which imports torch and
-transformers) and kept in the user's cache. The cache is keyed by the version of transformers, since versions may
-compute differently; the shipped profiles are used with any version, or without transformers.
+`profiles/` has those of the catalogue's decoders, one file per `model_type`. Other decoders are profiled once
+(`meta_device.py`, which imports torch and transformers) and kept in the user's cache. The cache is keyed by the version
+of transformers, since versions may compute differently; the shipped profiles are used with any version, or without
+transformers.
 """
 
 import hashlib
 import json
 import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ...recipe import files, pages
-from ...recipe.errors import UserError
+from ...recipe import files
 from ...recipe.project import require
 from ...recipe.recipe import Lora
 from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 
 PROFILES = Path(__file__).parent / "profiles"
-USUAL_ADAPTERS = (Lora(), Lora(dropout=0.05), Lora(dora=True))
-"""Adapters to profile for every model of the catalogue that can have them, in addition to those of the pages."""
 
 
 def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProfile:
@@ -54,7 +49,7 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
     profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
-    _write(cached, {key(config): profile})
+    write(cached, {key(config): profile})
     return profile
 
 
@@ -129,7 +124,8 @@ def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
     return {name: from_dict(values) for name, values in stored.items()}
 
 
-def _write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
+def write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
+    """Write profiles by key."""
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
     files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
@@ -167,45 +163,3 @@ def from_dict(values: Mapping[str, Any]) -> ModelProfile:
 
 def _saved_bytes(values: Mapping[str, Any], *fields: str) -> dict[str, dict[str, SavedBytes]]:
     return {field: {mode: SavedBytes(*numbers) for mode, numbers in values[field].items()} for field in fields}
-
-
-def catalogue() -> Iterator[tuple[str, Mapping[str, Any], list[Lora]]]:
-    """Yield the name, the configuration and the adapters to profile for every size of every page."""
-    for family in pages.families():
-        module = pages.page(family)
-        for size, model in module.SIZES.items():
-            own = [pages.build(module, size, variant).lora for variant in pages.variants(module)]
-            loras = {training_mode(lora): lora for lora in (*USUAL_ADAPTERS, *own) if lora}
-            yield f"{family}-{size}", model.config, list(loras.values())
-
-
-def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelProfile:
-    """Return a model's profile for all weights and for those of `loras` that the model can have."""
-    from .meta_device import profile_model
-
-    profile = profile_model(config)
-    for lora in loras:
-        try:
-            profile = merged(profile, profile_model(config, [lora]))
-        except UserError:
-            continue  # adapters on fused experts have neither dropout nor magnitudes
-    return profile
-
-
-def main(arguments: Sequence[str] = ()) -> None:
-    """Profile the models that `profiles/` lacks (with `--again`, all models), and delete those no longer in use."""
-    files: dict[str, dict[str, ModelProfile]] = {}
-    for name, config, loras in catalogue():
-        known = None if "--again" in arguments else read(PROFILES / f"{config['model_type']}.json").get(key(config))
-        start = time.perf_counter()
-        files.setdefault(config["model_type"], {})[key(config)] = known or compute_profile(config, loras)
-        if not known:
-            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
-    for old in PROFILES.glob("*.json"):
-        old.unlink()
-    for model_type, profiles in files.items():
-        _write(PROFILES / f"{model_type}.json", profiles)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

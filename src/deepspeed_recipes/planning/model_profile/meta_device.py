@@ -28,7 +28,7 @@ from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.recipe import Lora
 from . import decoders
-from .batch_fit import BatchFit, decoder_layers, fit, measure_batch
+from .batch_fit import Fit, combined, decoder_layers, difference, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
@@ -82,10 +82,10 @@ def profile_model(
         layer_kinds=tuple(
             replace(
                 _layer_profile(layers[index], inner, index, widths[number]),
-                saved={mode: one.layers[number].saved for mode, one in fits.items()},
-                backward_peak={mode: one.layers[number].backward_peak for mode, one in fits.items()},
+                saved={mode: one["saved", number] for mode, one in fits.items()},
+                backward_peak={mode: one["backward_peak", number] for mode, one in fits.items()},
                 adapter_parameters={
-                    mode: one.layers[number].adapter_parameters for mode, one in fits.items() if mode in adapted
+                    mode: one["adapter_parameters", number].fixed for mode, one in fits.items() if mode in adapted
                 },
             )
             for number, index in enumerate(first)
@@ -94,8 +94,8 @@ def profile_model(
         embedding_parameters=before,
         head_parameters=after + (0 if tied else output.numel()),
         tied_embeddings=tied,
-        saved_outside_layers={mode: one.saved_outside_layers for mode, one in fits.items()},
-        loss_peak={mode: one.loss_peak for mode, one in fits.items()},
+        saved_outside_layers={mode: one["saved_outside_layers"] for mode, one in fits.items()},
+        loss_peak={mode: one["loss_peak"] for mode, one in fits.items()},
         tower_parameters=_tower_parameters(config) if config.get("vision_config") else 0,
     )
 
@@ -246,22 +246,24 @@ def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequ
                 yield name, style
 
 
-def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, BatchFit]:
+def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, Fit]:
     """Return the memory of training with `lora`, by the names that `training_mode` explains."""
     mode = training_mode(lora)
     if lora is not None:
         small, large = (_adapted(_two_of_each_kind(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
         smaller = fit(small, device)
-        per_rank = 1 / (RANKS[1] - RANKS[0]) * smaller.difference_to(measure_batch(large, device))
-        return {mode: smaller + -RANKS[0] * per_rank, f"{mode} rank": per_rank}
+        more = difference(measure_batch(large, device), smaller)
+        per_rank = {key: 1 / (RANKS[1] - RANKS[0]) * size for key, size in more.items()}
+        return {mode: combined(smaller, -RANKS[0], per_rank), f"{mode} rank": per_rank}
     model = _two_of_each_kind(build(config), first)
     full = fit(model, device)
     modes = {mode: full}
     if model.config._attn_implementation == "sdpa":
-        modes["masked"] = fit(model, device, mask=True) + -1 * full
-        modes["eager"] = fit(_two_of_each_kind(build(config, "eager"), first), device) + -1 * full
+        modes["masked"] = combined(fit(model, device, mask=True), -1, full)
+        modes["eager"] = combined(fit(_two_of_each_kind(build(config, "eager"), first), device), -1, full)
     if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
-        modes["split"] = -2 * full.difference_to(measure_batch(_half(model), device))
+        half = difference(measure_batch(_half(model), device), full)
+        modes["split"] = {key: -2 * size for key, size in half.items()}
     return modes
 
 

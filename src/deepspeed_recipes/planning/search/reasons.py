@@ -8,29 +8,12 @@ from ...recipe.layout import bubble
 from ...recipe.recipe import Layout
 from ..cost.memory.peak_memory import peak_memory
 from ..cost.ranges import memory_range
+from ..cost.time.step_time import COMPONENTS
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest
 
 LARGEST = 3
 """How many components a sentence names at most."""
-TIMES = {
-    "matmul": "products",
-    "attention": "attention",
-    "elementwise": "norms and other element-wise operations",
-    "recomputation": "recomputation",
-    "logits": "the output matrix and the loss",
-    "launch": "launching kernels",
-    "tensor": "all-reduces of tensor parallelism",
-    "sequence": "all-to-alls of sequence parallelism",
-    "expert": "all-to-alls of expert parallelism",
-    "zero": "collectives of ZeRO",
-    "pipeline": "sending activations between stages",
-    "bubble": "stages that wait for each other",
-    "optimizer": "the optimizer",
-    "offload": "transfers to the host",
-    "nvme": "transfers to the drives",
-}
-"""The components of a step's time, as parts of a sentence."""
 
 
 def behind(plan: Plan, first: Plan) -> str:
@@ -44,7 +27,7 @@ def behind(plan: Plan, first: Plan) -> str:
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
-    parts = ", ".join(f"+{share:.0%} for {TIMES[name]}" for share, name in more if share >= SAME)
+    parts = ", ".join(f"+{share:.0%} for {COMPONENTS[name]}" for share, name in more if share >= SAME)
     return f"{longer:.0%} more time per token, mainly {parts}"
 
 

@@ -181,7 +181,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
-    if (waits := plan.time.launch / plan.time.seconds) > WAITS:
+    if (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."

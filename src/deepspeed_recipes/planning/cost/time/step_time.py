@@ -1,7 +1,8 @@
 """Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
 
 import math
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...hardware.cluster import Cluster
@@ -16,40 +17,32 @@ from .communication import Group
 from .optimizer_time import copy_seconds, launch_seconds, optimizer_seconds
 from .zero_traffic import zero_traffic
 
+COMPONENTS = {
+    "matmul": "products",
+    "attention": "attention",
+    "elementwise": "norms and other element-wise operations",
+    "recomputation": "recomputation",
+    "logits": "the output matrix and the loss",
+    "launch": "launching kernels",
+    "tensor": "all-reduces of tensor parallelism",
+    "sequence": "all-to-alls of sequence parallelism",
+    "expert": "all-to-alls of expert parallelism",
+    "zero": "collectives of ZeRO",
+    "pipeline": "sending activations between stages",
+    "bubble": "stages that wait for each other",
+    "optimizer": "the optimizer",
+    "offload": "transfers to the host",
+    "nvme": "transfers to the drives",
+}
+"""The components of a step's time, as parts of a sentence. Time that overlaps with other work counts once."""
+
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one optimizer step on the slowest pipeline stage, without the time that overlaps with other work."""
+    """One optimizer step on the slowest pipeline stage."""
 
-    matmul: float
-    """Products with the layers' weights, forward and backward."""
-    attention: float
-    elementwise: float
-    """Bound by memory bandwidth: norms, activation functions, residual sums, adapters, 4-bit weights."""
-    recomputation: float
-    """The repeated forward pass of checkpointed layers."""
-    logits: float
-    """The output matrix and the loss."""
-    launch: float
-    """Time in which the GPU waits for its next kernel."""
-    tensor: float
-    """All-reduces of tensor parallelism."""
-    sequence: float
-    """All-to-alls of sequence parallelism."""
-    expert: float
-    """All-to-alls of expert parallelism."""
-    zero: float
-    """Collectives of ZeRO or data parallelism that do not overlap with computation."""
-    pipeline: float
-    """Activations and gradients between stages."""
-    bubble: float
-    """Time in which stages wait for the first micro-batch to arrive and for the last one to return."""
-    optimizer: float
-    """Adam, on the GPU or on the host."""
-    offload: float
-    """Transfers over PCIe to and from the host."""
-    nvme: float
-    """Transfers to and from the drives."""
+    components: Mapping[str, float]
+    """Seconds by the names in `COMPONENTS`."""
     tokens: float
     """Tokens per step over all ranks."""
     gpus: int
@@ -59,11 +52,6 @@ class StepTime:
     """Operations per second of one GPU."""
     measured: bool
     """True if the constants of this GPU were measured."""
-
-    @property
-    def components(self) -> dict[str, float]:
-        """Seconds by component."""
-        return {name: getattr(self, name) for name in COMPONENTS}
 
     @cached_property
     def seconds(self) -> float:
@@ -79,10 +67,6 @@ class StepTime:
     def mfu(self) -> float:
         """Model FLOPs utilisation: the share of the GPUs' peak that is progress."""
         return self.model_flops / self.seconds / self.gpus / self.peak_flops
-
-
-COMPONENTS = tuple(field.name for field in fields(StepTime))[:15]
-"""The fields that are seconds; their sum is the time of the step."""
 
 
 def step_time(
@@ -108,28 +92,28 @@ def step_time(
     largest = max(stages, key=lambda stage: stage.updated)  # the step ends with the last stage's update
     micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
     collectives, once = _zero_seconds(stage, profile, setup, cluster, known)
-    fetches = _fetch_seconds(stage.parameters, setup, cluster, known)
-    fetches += 2 * communication.to_host(stage.moved, cluster, known)
-    visible = _visible_share(collectives + fetches, compute.total, known.overlap if setup.overlap_comm else 0.0)
+    # The two passes of a micro-batch fetch a rank's offloaded weights, and activations go and come.
+    offloaded = 0.0 if setup.offload_parameters == "none" else setup.weight_bytes * stage.parameters / setup.zero_ranks
+    fetches = 2 * communication.to_host(offloaded + stage.moved, cluster, known)
+    transfers, overlap = collectives + fetches, known.overlap if setup.overlap_comm else 0.0
+    visible = 1 - overlap * min(transfers, compute.total) / transfers if transfers else 1.0
     optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
     launches = launch_seconds(stage.trained_weights, setup, known)
-    return StepTime(
-        matmul=micro_batches * compute.matmul,
-        attention=micro_batches * compute.attention,
-        elementwise=micro_batches * compute.elementwise,
-        recomputation=micro_batches * compute.recomputation,
-        logits=micro_batches * compute.logits,
-        launch=micro_batches * compute.launch,
-        tensor=micro_batches * stage.tensor,
-        sequence=micro_batches * stage.sequence,
-        expert=micro_batches * stage.expert,
-        zero=micro_batches * collectives * visible + once,
-        pipeline=micro_batches * stage.sent,
+    components = {
+        **{name: micro_batches * getattr(compute, name) for name in roofline.ComputeSeconds.__dataclass_fields__},
+        "tensor": micro_batches * stage.tensor,
+        "sequence": micro_batches * stage.sequence,
+        "expert": micro_batches * stage.expert,
+        "zero": micro_batches * collectives * visible + once,
+        "pipeline": micro_batches * stage.sent,
         # d stages wait for the time of (d - 1) micro-batches: (d - 1) / (m + d - 1) of the step.
-        bubble=(setup.layout.pipeline - 1) * stage.micro_batch,
-        optimizer=copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
-        offload=offload + micro_batches * fetches * visible,
-        nvme=nvme,
+        "bubble": (setup.layout.pipeline - 1) * stage.micro_batch,
+        "optimizer": copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
+        "offload": offload + micro_batches * fetches * visible,
+        "nvme": nvme,
+    }
+    return StepTime(
+        components,
         tokens=setup.tokens_per_step,
         gpus=setup.world_size,
         model_flops=roofline.model_flops(profile, setup),
@@ -268,46 +252,26 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
     return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
 
 
-def _reductions(stage: _StageTime, profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return how many collectives reduce a rank's gradients: by buckets in ZeRO, by layers in FSDP and DDP."""
-    if setup.software.fsdp or not setup.zero_stage:
-        return stage.layers
-    return min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
-
-
 def _zero_seconds(
     stage: _StageTime, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
 ) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
     layout = setup.layout
     group = Group(setup.zero_ranks, layout.tensor)
-    reductions = _reductions(stage, profile, setup)
+    # Gradients are reduced by buckets in ZeRO, by layers in FSDP and DDP.
+    reductions: float = stage.layers
+    if setup.zero_stage and not setup.software.fsdp:
+        reductions = min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
     reduced = communication.gather(2 * stage.trained, group, cluster, known, reductions)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
         weights = setup.weight_bytes * stage.parameters
         forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
-        return forward + _gathered_again(stage.parameters, setup) * backward + reduced, 0.0
+        sent = zero_traffic(3, int(stage.parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
+        again = sent / stage.parameters - 1 if stage.parameters else 0.0  # the share that ZeRO-3 has not kept
+        return forward + again * backward + reduced, 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
     if setup.zero_stage == 2:
         return 2 * reduced, reduced
     return 0.0, (3 if setup.zero_stage else 2) * reduced
-
-
-def _gathered_again(parameters: float, setup: TrainingSetup) -> float:
-    """Return the share of a rank's weights that ZeRO-3 gathers again for the backward pass."""
-    sent = zero_traffic(3, int(parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
-    return sent / parameters - 1 if parameters else 0.0
-
-
-def _fetch_seconds(parameters: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
-    """Return the seconds in which the two passes of a micro-batch fetch a rank's offloaded weights from the host."""
-    if setup.offload_parameters == "none":
-        return 0.0
-    return 2 * communication.to_host(setup.weight_bytes * parameters / setup.zero_ranks, cluster, known)
-
-
-def _visible_share(transfers: float, computation: float, overlap: float) -> float:
-    """Return the share of a micro-batch's transfers that does not overlap with computation."""
-    return 1 - overlap * min(transfers, computation) / transfers if transfers else 1.0
