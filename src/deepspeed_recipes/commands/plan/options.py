@@ -150,7 +150,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     Raises:
         UserError: the options contradict each other, or name unknown hardware.
     """
-    gpu, gpus = arguments.gpu, arguments.gpus
+    gpu, gpus, measured = arguments.gpu, arguments.gpus, None
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
         gpu, gpus = measured.device, gpus or measured.ranks
@@ -162,8 +162,9 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         arguments.host_memory,
         arguments.nvme,
     )
+    named = arguments.gpu is not None
     hardware = with_measurements(
-        hardware, arguments.machine, arguments.gpu is not None, lambda line: print(line, file=sys.stderr)
+        hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr), measured
     )
     hardware = replace(hardware, corrections=past_runs.corrections(hardware))
     if arguments.network is None:

@@ -172,7 +172,11 @@ def this_machine() -> Cluster | None:
 
 
 def with_measurements(
-    cluster: Cluster, file: Path | None, elsewhere: bool, say: Callable[[str], None] = print
+    cluster: Cluster,
+    file: Path | None,
+    elsewhere: bool,
+    say: Callable[[str], None] = print,
+    machine: Machine | None = None,
 ) -> Cluster:
     """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
 
@@ -181,12 +185,13 @@ def with_measurements(
         file: a file from `ds-recipes doctor --measure`, or None for this machine's own if it was measured.
         elsewhere: whether the user named the GPU, so that this machine's measurements need not apply.
         say: receives the reason if a file is not used.
+        machine: the file's content, if it was read already.
     """
     place = file or machine_file.default_file()
     if file is None and not place.exists():
         return cluster
     try:
-        machine = machine_file.read(place)
+        machine = machine or machine_file.read(place)
     except UserError as error:
         say(f"{error} Datasheets are used instead.")
         return cluster

@@ -25,7 +25,7 @@ def default_file() -> Path:
     return Path(base) / "deepspeed-recipes" / "machine.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # a key of caches
 class Machine:
     """One node's measurements: medians over ranks that measured at the same time, in seconds."""
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,12 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
         UserError: transformers has no such decoder, the decoder cannot have these adapters, or it has no profile yet
             and torch or transformers is not installed.
     """
-    cached = cache() / f"{key(config)} {profiler_digest()}.json"
-    stored = [*shipped(config), *read(cached).values()]
+    mode, stored = training_mode(lora), shipped(config)
+    if not any(mode in profile.saved_outside_layers for profile in stored):
+        cached = cache() / f"{key(config)} {profiler_digest()}.json"
+        stored += read(cached).values()
     for profile in stored:
-        if training_mode(lora) in profile.saved_outside_layers:
+        if mode in profile.saved_outside_layers:
             return profile
     require("transformers")
     from .meta_device import profile_model
@@ -66,6 +67,8 @@ def key(config: Mapping[str, Any]) -> str:
 
 @lru_cache
 def _transformers() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 30 ms, which shipped profiles need not wait for
+
     try:
         return version("transformers")
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
 """Plans: one way to train and its cost, whether it fits, and how plans are ranked."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...recipe.deepspeed_file import DeepSpeedFile
@@ -69,8 +69,8 @@ class PlanRequest:
 class Plan:
     """One way to train, with its cost."""
 
-    recipe: Recipe
-    """The recipe to launch."""
+    base: Recipe
+    """The recipe to launch, apart from the setup's micro-batch and checkpointing."""
     file: DeepSpeedFile
     """The recipe's DeepSpeed template, adapted to the cluster's nodes."""
     setup: TrainingSetup
@@ -79,6 +79,14 @@ class Plan:
     time: StepTime
     shortfalls: tuple[str, ...]
     """Resources that are likely to be exceeded, as parts of a sentence; empty if the plan fits or is tight."""
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe to launch. Validating one takes as long as planning it, so a search makes it for the best only."""
+        size, checkpointing = self.setup.micro_batch_size, self.setup.gradient_checkpointing
+        if (self.base.micro_batch_size, self.base.gradient_checkpointing) == (size, checkpointing):
+            return self.base
+        return replace(self.base, micro_batch_size=size, gradient_checkpointing=checkpointing)
 
     @property
     def fits(self) -> bool:
@@ -90,7 +98,7 @@ class Plan:
         """True if the resources are likely to suffice, but the high end of the range exceeds the GPU's memory."""
         return not self.shortfalls and self.gpu_gib_range[1] > self.cluster.gpu.memory_gib
 
-    @property
+    @cached_property
     def speed(self) -> float:
         """Tokens per second and GPU, corrected by past runs if there are any."""
         return self.time.tokens_per_second_per_gpu * self.correction.factor
@@ -105,7 +113,7 @@ class Plan:
         """GiB on the fullest GPU at its fullest moment, by purpose."""
         return {name: size / GIB for name, size in self.memory.worst.components.items() if size}
 
-    @property
+    @cached_property
     def gpu_gib(self) -> float:
         """GiB on the fullest GPU at its fullest moment: the sum of the components."""
         return self.memory.worst.total / GIB
@@ -145,7 +153,7 @@ class Plan:
     @property
     def tier(self) -> int:
         """Index in `TIERS` of the tier with the plan's file; users' own files count as the first tier."""
-        return next((number for number, names in enumerate(TIERS) if self.recipe.deepspeed in names), 0)
+        return next((number for number, names in enumerate(TIERS) if self.base.deepspeed in names), 0)
 
     @property
     def simplicity(self) -> tuple:
@@ -154,9 +162,9 @@ class Plan:
         In order of priority: nothing offloaded; how the model is split (not at all, by sequences, by matrices or
         experts, by layers); the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
-        layout = self.recipe.layout
+        layout = self.base.layout
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
-        order = SIMPLICITY.index(self.recipe.deepspeed) if self.recipe.deepspeed in SIMPLICITY else len(SIMPLICITY)
+        order = SIMPLICITY.index(self.base.deepspeed) if self.base.deepspeed in SIMPLICITY else len(SIMPLICITY)
         return self.tier > 0, kinds, order, self.setup.model_parallel_size, self.gpu_gib
 
 

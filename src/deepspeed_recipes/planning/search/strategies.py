@@ -182,14 +182,11 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
     """Yield the recipe in each of the layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
     for layout in layouts:
-        recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
-        if recipe is None:
-            continue
         data_parallel = data_parallel_size(layout, world_size)
-        if not data_parallel or recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
+        if not data_parallel or request.recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
             continue
-        file = template(name, request.cluster)
-        if limits.limit(recipe, world_size, file) is None:
+        recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+        if recipe and limits.limit(recipe, world_size, template(name, request.cluster)) is None:
             yield recipe
 
 
@@ -260,14 +257,13 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):
         for size in sizes:
-            sized = replace(recipe, micro_batch_size=size, gradient_checkpointing=checkpointing)
             sized_setup = replace(
                 setup,
                 micro_batch_size=size,
                 gradient_accumulation_steps=sequences // size,
                 gradient_checkpointing=checkpointing,
             )
-            plan = _plan(request, sized, file, sized_setup)
+            plan = _plan(request, recipe, file, sized_setup)
             smallest = size == sizes[0]
             if not plan.shortfalls or smallest:
                 yield plan

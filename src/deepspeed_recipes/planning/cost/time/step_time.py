@@ -3,9 +3,12 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
+from ....recipe.recipe import Precision
 from ...hardware.cluster import Cluster
+from ...hardware.gpus import Gpu
+from ...hardware.machine_file import Machine
 from ...model_profile.profile import LayerProfile, ModelProfile
 from .. import measured
 from ..constants import Constants, constants
@@ -80,13 +83,7 @@ def step_time(
         cluster: the machines; ranks fill the nodes one after the other, in the order of `recipe.layout.rank_position`.
         given: the constants to use, or None for those of the cluster's GPU with DeepSpeed.
     """
-    known = given or constants(cluster.gpu.name)
-    if cluster.machine and not given:
-        known = measured.constants(cluster.machine, known, cluster.gpu, setup.precision)
-    elif setup.precision == "fp32":
-        # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
-        kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
-        known = replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
+    known = given or _constants(cluster.gpu, cluster.machine, setup.precision)
     stages = _stage_times(profile, setup, cluster, known)
     stage = max(stages, key=lambda stage: stage.micro_batch)
     largest = max(stages, key=lambda stage: stage.updated)  # the step ends with the last stage's update
@@ -120,6 +117,18 @@ def step_time(
         peak_flops=cluster.gpu.bf16_tflops * 1e12,
         measured=known.measured,
     )
+
+
+@lru_cache
+def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Constants:
+    known = constants(gpu.name)
+    if machine:
+        return measured.constants(machine, known, gpu, precision)
+    if precision != "fp32":
+        return known
+    # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
+    kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
+    return replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
 
 
 @dataclass(frozen=True)
