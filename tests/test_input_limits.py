@@ -96,7 +96,7 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(write, stream
     with pytest.raises(UserError) as caught:
         for source in sources.read(str(path), small(tmp_path, path), streaming):
             list(source.examples)
-    one_line(caught, "a.parquet", "unpack to more than 1000 times")
+    one_line(caught, "a.parquet", "unpacks to over 1000 times")
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])

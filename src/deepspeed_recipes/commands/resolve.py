@@ -48,7 +48,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the resolved config and return the exit status.
+    """Print a template with its "auto" values filled in; return 1 if a value cannot be determined.
 
     Raises:
         UserError: the template or the model cannot be read, or a value on the command line is wrong.

@@ -44,7 +44,7 @@ def check_name(name: str) -> None:
 
 
 def look(name: str, files: Sequence[File], private: bool) -> Target:
-    """Return the repository to push to.
+    """Return the repository to push to, with its current commit, or None for the commit of a new one.
 
     Raises:
         UserError: no token, no network, a repository with other files, or a public repository despite `private`.

@@ -43,8 +43,8 @@ def check(found: Sequence[RunData]) -> None:
         losses = [one.recipe.method.curve for one in (first, run)]
         if losses[0] != losses[1]:
             raise UserError(
-                f"{first.folder.path} and {run.folder.path} cannot be compared: the first shows {losses[0]}, "
-                f"the other's {losses[1]}."
+                f"{first.folder.path} and {run.folder.path} cannot be compared: one shows {losses[0]}, the "
+                f"other {losses[1]}; choose runs with the same loss."
             )
 
 
@@ -59,7 +59,7 @@ def names(found: Sequence[RunData]) -> list[str]:
 
 
 def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
-    """Yield a row for each number in the verdict of any run, with the run folder added to its source."""
+    """Yield the table's rows, one cell per run: each number in the verdict of any of the runs."""
     yield "State", *(run.state for run in found)
     tables = [{str(label): measured for label, measured, _ in results.rows(run)} for run in found]
     for label in dict.fromkeys(label for table in tables for label in table):

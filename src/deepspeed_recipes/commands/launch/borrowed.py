@@ -30,7 +30,7 @@ class Found:
 
 
 def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
-    """Return a warning if settings are meant for another architecture or size, or None.
+    """Return a warning if a recipe runs a model unlike its page's with the page's settings, or None.
 
     Args:
         recipe: the recipe, with the model's path as the ranks open it.

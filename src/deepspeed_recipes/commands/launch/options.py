@@ -147,7 +147,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
 
 
 class Help(argparse.Action):
-    """`--help`, or `--help KEY` to explain a key."""
+    """Print the options and an overview of the recipe's keys or, given a key, explain that key."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         """Print the help and exit."""

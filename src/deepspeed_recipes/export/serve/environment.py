@@ -34,7 +34,7 @@ def python(package: str) -> Path | None:
 
 
 def require(package: str, purpose: str) -> Path:
-    """Return the interpreter with a package.
+    """Return the interpreter of the environment that has a package, this one or the serving environment.
 
     Raises:
         UserError: neither environment has the package; names the commands that install it.

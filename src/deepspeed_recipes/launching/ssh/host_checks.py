@@ -24,7 +24,7 @@ Answer = Mapping[str, Any]
 
 
 def check(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[Answer]]) -> list[Answer]:
-    """Query every host, print the table, and return the answers.
+    """Check that all hosts can run the job and share its folder; print a table of their answers, and return them.
 
     Args:
         pool: the hosts; the others are compared with the first.

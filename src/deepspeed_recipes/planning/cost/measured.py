@@ -17,7 +17,7 @@ LAYER_MODULES = 9
 
 
 def constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) -> Constants:
-    """Return constants with everything that was measured; the rest are `assumed`.
+    """Return the cost model's constants, with those measured on a machine in place of the assumed ones.
 
     Args:
         machine: the measurements.

@@ -96,7 +96,7 @@ def of_rank(trace: RankTrace) -> list[Collective]:
 
 
 def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
-    """Yield kind, group, bytes and flight of every collective in the steps.
+    """Yield the kind, ranks, bytes, and begin and end of each Gloo collective in the profiled steps.
 
     A call returns before gloo's threads, two per group, have finished it or even begun; they process calls in order.
     When ZeRO-3 prefetches, the flights of a dozen calls can begin after the last call has returned.

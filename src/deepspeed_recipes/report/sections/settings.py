@@ -99,7 +99,7 @@ def versions(run: RunData) -> Section:
 
 
 def restarts(run: RunData) -> Section:
-    """Return the times and causes of restarts, with the steps over the training time."""
+    """Return the section on restarts and rewinds: a table, and a chart that marks them in the run's progress."""
     if not run.restarts:
         return Section("Restarts and failures", (Note("No automatic restarts."),))
     rows = []

@@ -120,7 +120,7 @@ class Profiler(Phases, TrainerCallback):
             self.now["data_cpu_seconds"] += time.thread_time() - cpu
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End a step, and stop recording after the last step to record."""
+        """Record the step's times; after the last profiled step, write the trace."""
         if self.recording and state.global_step == self.last and distributed.on_gpu():
             torch.cuda.synchronize()  # so that the last step's kernels are recorded
         cpu, begun = time.thread_time() - self.now.pop("cpu"), self.now.pop("wall")

@@ -114,8 +114,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         for block in ("bf16", "data_types"):  # the dtypes of weights, gradients and states
             if new.content.get(block) != old.content.get(block):
                 raise UserError(
-                    f"deepspeed={new.name}: its {block} block is not that of {old.name}, with which {checkpoint} was "
-                    f"written; use {old.name}, or start a new run without --resume."
+                    f"deepspeed={new.name}: its {block} block differs from that of {old.name}, with which "
+                    f"{checkpoint} was written; use {old.name}, or start a new run without --resume."
                 )
         kind, before = new.optimizer or recipe.optimizer, old.optimizer or saved.optimizer
         if kind.lower() != before.lower():

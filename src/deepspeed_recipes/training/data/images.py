@@ -70,7 +70,7 @@ def taken_out(where: str, example: dict[str, Any], folder: Path | None) -> tuple
     changed = {name: taker.field(value) if name in TURNS else value for name, value in example.items()}
     if taker.places != len(listed or ()):
         raise UserError(
-            f"{where}: {len(listed or ())} images in 'images' and {taker.places} places for them; write "
+            f"{where}: {len(listed or ())} images in 'images', but {taker.places} places for them; write "
             f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image.'
         )
     return {name: value for name, value in changed.items() if name not in FIELDS or listed is None}, taker.found

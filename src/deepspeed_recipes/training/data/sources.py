@@ -82,7 +82,7 @@ UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
 
 @dataclass(frozen=True)
 class Source:
-    """One of the datasets in `data.path`."""
+    """One of the datasets in `data.path`, converted to the method's columns."""
 
     name: str
     form: str
@@ -284,8 +284,8 @@ def _characters(value: Any) -> int:
 def _unpacks(path: Path) -> UserError:
     size = path.stat().st_size
     return UserError(
-        f"{path}: {size:,} bytes that unpack to more than {PACKED_TIMES} times that; not training data? "
-        "If it is, save it as JSON Lines."
+        f"{path}: unpacks to over {PACKED_TIMES} times its {size:,} bytes; if it is training data, save it as JSON "
+        "Lines."
     )
 
 

@@ -92,7 +92,7 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 
 class Fused(LoraLayer):
-    """Fused computation that `FusedLinear` and `FusedLinear4bit` add to PEFT's layers."""
+    """A LoRA layer that fuses the adapter's additions to output and input gradient into its matrix products."""
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         """Return the layer's output for x, [..., in]; PEFT computes all but a single plain adapter in x's dtype."""

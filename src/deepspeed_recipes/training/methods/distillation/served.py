@@ -29,7 +29,7 @@ ROUNDING = 1e-7
 
 @dataclass(frozen=True)
 class Served:
-    """A model on a server, which returns the likelihood of each next token."""
+    """A teacher on a vLLM server, which returns its likeliest tokens over HTTP."""
 
     address: str
     """Without `/v1`."""
