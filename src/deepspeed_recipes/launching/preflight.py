@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits
+from ..recipe import compatibility, deepspeed_file, limits, trackers
 from ..recipe import files as spec_files
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import bubble, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo, rewards
 from ..recipe.recipe import Recipe, names
-from ..recipe.tracking import trackers
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary

@@ -11,7 +11,7 @@ from .bounds import expected, shown
 from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .methods import METHODS, Method
-from .optimization.optimizers import impossible
+from .optimizers import impossible
 from .recipe import Lora, Recipe
 
 _THEIRS = {

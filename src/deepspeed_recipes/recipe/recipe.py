@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from . import bounds, compatibility
+from . import bounds, compatibility, trackers
 from .bounds import Bounds
 from .errors import UserError
+from .lora import Lora as Lora
 from .methods import METHODS, Method, Sft
-from .optimization.lora import Lora as Lora
-from .optimization.optimizers import Optimizer
-from .tracking import trackers
-from .tracking.trackers import Wandb
+from .optimizers import Optimizer
+from .trackers import Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Checkpointing = bool | Literal["selective", "feed_forward"]

@@ -9,7 +9,7 @@ from ...recipe import loss_tiles
 from ...recipe.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.methods import Distill, Grpo
-from ...recipe.optimization.optimizers import Optimizer
+from ...recipe.optimizers import Optimizer
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
 from ..model_profile import teacher
 from .software import OWN, Software

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....recipe.errors import UserError
-from ....recipe.optimization.optimizers import impossible
+from ....recipe.optimizers import impossible
 from ....recipe.project import CONFIGS
 from .translation import Translation
 

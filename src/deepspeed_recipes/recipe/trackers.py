@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..errors import UserError, redact
+from .errors import UserError, redact
 
 NAMES = ("wandb", "tensorboard", "mlflow", "trackio")
 """Names of the trackers; each is also the name of its Python module and package."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..bounds import Bounds
+from .bounds import Bounds
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""Optimizers and adapters, and the settings with which each can be combined."""

@@ -1,1 +1,0 @@
-"""The trackers to which a run can report, and the settings of Weights & Biases."""
