@@ -24,7 +24,7 @@ from trl.trainer.utils import add_fused_lm_head
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.training import upstream
-from deepspeed_recipes.training.model import attention, draft, fused_lora, tiling
+from deepspeed_recipes.training.model import attention, draft, fused_lora, transforms
 from tests.versions import has
 
 if not torch.backends.cuda.is_built() or not has("torch>=2.11"):
@@ -49,7 +49,7 @@ def on_cuda(tokenizer, family: str, kernel: str) -> PreTrainedModel:
     small = draft.shrink(config, Draft(layers=2), tokenizer)
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(small, dtype=torch.bfloat16, attn_implementation=kernel)
-    attention.switch_by_batch(model)
+    transforms.switch_by_batch(model)
     model.config.use_cache = False
     upstream.tell_whether_packed(model, True)
     return model.train()
@@ -82,7 +82,7 @@ def test_a_step_of_a_packed_sequence(fake, family, kernel):
     train(on_cuda(fake, family, kernel))
 
 
-@pytest.mark.parametrize("lever", [tiling.recompute_feed_forward, lambda one: tiling.tile_feed_forward(one, 4)])
+@pytest.mark.parametrize("lever", [transforms.recompute_feed_forward, lambda one: transforms.tile_feed_forward(one, 4)])
 def test_a_step_in_tiles(fake, lever):
     model = on_cuda(fake, "llama3", "sdpa")
     lever(model)
@@ -126,7 +126,7 @@ def test_the_tiled_loss_of_labelled_tokens_reads_nothing(fake, monkeypatch):
     monkeypatch.setattr(trl_utils, "_use_triton", trl_utils._use_triton)  # put back afterwards
     monkeypatch.setattr(chunked_logprob, "_use_triton", lambda device: False)  # its kernels need a driver
     model = on_cuda(fake, "llama3", "sdpa")
-    tiling.tile_loss(model)
+    transforms.tile_loss(model)
     places = torch.zeros(256, dtype=torch.int64)
     train(model, labelled=places, shift_labels=places[None])
     train(model)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout
-from deepspeed_recipes.training.model import kernels
+from deepspeed_recipes.training.model import transforms
 from tests.small import small
 from tests.test_levers import trained
 
@@ -23,7 +23,7 @@ def test_layers_multiply_in_8_bits_in_training_and_exactly_in_evaluation(model_f
     tokens = torch.arange(40)[None]
     expected = model(tokens).logits
     names = set(model.state_dict())
-    kernels.multiply_in_fp8(model, on_gpu=False)
+    transforms.multiply_in_fp8(model, on_gpu=False)
     assert set(model.state_dict()) == names
     replaced = {name for name, one in model.named_modules() if type(one).__name__ == "Float8Linear"}
     assert len(replaced) == 2 * 7 and "lm_head" not in replaced
@@ -66,13 +66,13 @@ def test_where_it_cannot_be_is_said(monkeypatch, model_folder, conversations):
             overrides.apply(recipe, ["fp8=true", setting])
     recipe = small(model_folder, conversations, precision="bf16", fp8=True)
     file = deepspeed_file.read(recipe.deepspeed)
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(transforms.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="fp8=true: torchao is not installed; pip install torchao"):
-        kernels.check(recipe, file, on_gpu=False)
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: name)
+        transforms.check(recipe, file, on_gpu=False)
+    monkeypatch.setattr(transforms.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(UserError, match="fp8=true: A100 does not multiply in 8-bit floats"):
-        kernels.check(recipe, file, on_gpu=True)
+        transforms.check(recipe, file, on_gpu=True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    kernels.check(recipe, file, on_gpu=True)
+    transforms.check(recipe, file, on_gpu=True)

@@ -27,7 +27,7 @@ from deepspeed_recipes.training import activation_checkpointing
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.arguments import loader_processes
 from deepspeed_recipes.training.data.collate import Collator
-from deepspeed_recipes.training.model import attention, draft, kernels, packing_check, tiling
+from deepspeed_recipes.training.model import attention, draft, packing_check, transforms
 from deepspeed_recipes.training.model import lora as adapters
 from tests.small import language_families, small
 from tests.tiers import tiered
@@ -151,7 +151,7 @@ def pefts_defaults(model: Any) -> Any:
 
 
 def feed_forward(model: Any) -> Any:
-    tiling.recompute_feed_forward(model)
+    transforms.recompute_feed_forward(model)
     return model
 
 
@@ -196,7 +196,7 @@ def loss_peak(tiled: bool, tokens: int = 4096, vocabulary: int = 128256) -> floa
         config = LlamaConfig(**sizes, vocab_size=vocabulary, max_position_embeddings=tokens)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if tiled:
-            tiling.tile_loss(model)
+            transforms.tile_loss(model)
         row = torch.zeros((1, tokens), dtype=torch.int64)
         seen = torch.zeros((1, 1, tokens, tokens), dtype=torch.bfloat16)  # or transformers would look at values
         with Live() as live:
@@ -208,7 +208,7 @@ def test_the_loss_peaks_at_4_bytes_per_token_and_vocabulary_entry(monkeypatch):
     assert loss_peak(tiled=True) <= 4
     assert 12 <= loss_peak(tiled=False) <= PER_ENTRY
     assert are_large(598, 128256) and not are_large(597, 128256)  # from 1 GiB, at 14 bytes
-    monkeypatch.setattr(tiling, "COLUMNS", 32768)
+    monkeypatch.setattr(transforms, "COLUMNS", 32768)
     assert loss_peak(tiled=True) > 4
 
 
@@ -406,7 +406,7 @@ def test_a_tensor_that_comes_back_wrong_is_noticed(monkeypatch):
 def test_compiled_layers_compute_the_same(model_folder):
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     compiled = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    kernels.compile_layers(compiled)
+    transforms.compile_layers(compiled)
     assert sum(one._compiled_call_impl is not None for one in compiled.modules()) == 2
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert agree(passed(compiled, boundaries=False), passed(plain, boundaries=False))
@@ -479,20 +479,20 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
 def test_unavailable_optimisations_are_refused(model_folder, conversations):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(UserError, match="pip install liger-kernel"):
-        kernels.fuse(model)
+        transforms.fuse_kernels(model)
     with pytest.raises(UserError, match=r"compile=regional with deepspeed=zero3.json: ZeRO-3 .*; use .*zero2.json"):
         recipe = small(model_folder, conversations, "zero3.json", compile="regional")
         limits.check(recipe, 1, deepspeed_file.read(recipe.deepspeed))
     recipe = small(model_folder, conversations, "deepcompile.json")
     file = deepspeed_file.read(recipe.deepspeed)
-    kernels.check(recipe, file, on_gpu=True)
+    transforms.check(recipe, file, on_gpu=True)
     with pytest.raises(UserError, match=r"deepspeed=deepcompile.json: .* use zero3.json"):
-        kernels.check(recipe, file, on_gpu=False)
+        transforms.check(recipe, file, on_gpu=False)
     with pytest.raises(UserError, match=r"compile.passes has autosp, .* write layout.sequence=2"):
-        kernels.check(recipe, replace(file, compiled_passes=("autosp",)), on_gpu=True)
+        transforms.check(recipe, replace(file, compiled_passes=("autosp",)), on_gpu=True)
     mixture = AutoModelForCausalLM.from_config(draft.shrink(family_of("mixtral"), Draft(), load()))
     with pytest.raises(UserError, match="gradient_checkpointing=feed_forward: not for mixtral"):
-        tiling.recompute_feed_forward(mixture)
+        transforms.recompute_feed_forward(mixture)
 
 
 def test_an_engine_that_left_deepcompile_out_does_not_train_on():
@@ -506,8 +506,8 @@ def test_an_engine_that_left_deepcompile_out_does_not_train_on():
     engine._deepcompile_active = False
     assert engine.get_autosp_backend({}) is None and not engine.is_deepcompile_active()
     with pytest.raises(UserError, match=r"deepspeed=my.json: .* would train as plain ZeRO-2"):
-        kernels.check_active(engine, compiled)
-    kernels.check_active(engine, deepspeed_file.parse({}, "plain.json"))
+        transforms.check_active(engine, compiled)
+    transforms.check_active(engine, deepspeed_file.parse({}, "plain.json"))
 
 
 def load() -> Any:

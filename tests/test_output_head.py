@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Lora
-from deepspeed_recipes.training.model import draft, output_head, packing_check, tiling
+from deepspeed_recipes.training.model import draft, output_head, packing_check, transforms
 from tests.small import language_families, small
 from tests.tiers import tiered
 
@@ -107,7 +107,7 @@ def test_every_architecture_of_transformers_is_right_or_found(tokenizer):
             wrong.add(kind)
             continue
         right.add(kind)
-        tiling.tile_loss(model)
+        transforms.tile_loss(model)
         assert _loss(model, tokenizer) == pytest.approx(own, rel=1e-5), kind
     assert len(right) > 100 and {"cohere", "falcon_h1", "gemma2", "granite", "phimoe", "gptj"} <= right
     assert wrong >= {"inkling_text", "modernbert-decoder", "recurrent_gemma"}

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import balanced
-from deepspeed_recipes.training.model import draft, packing_check
+from deepspeed_recipes.training.model import draft, packing_check, transforms
 from deepspeed_recipes.training.parallel import stages
 from tests.small import language_families
 from tests.tiers import tiered
@@ -47,7 +47,7 @@ def test_every_family_was_checked():
 
 def test_a_wrongly_cut_stage_is_noticed(tokenizer, monkeypatch):
     whole = whole_model("granite", tokenizer)
-    monkeypatch.setattr(stages, "_start_at", lambda whole, layer: None)
+    monkeypatch.setattr(transforms, "_start_at", lambda whole, layer: None)
     assert stages.staged_difference(whole) > 0.1
 
 
@@ -57,7 +57,7 @@ def test_a_stage_holds_its_own_weights_by_their_own_names(tokenizer):
     parts = []
     for layers in stages.stages(whole.config, 3):
         part = copy.deepcopy(whole)
-        stages.cut(part, layers)
+        transforms.cut_to_stage(part, layers)
         parts.append(set(part.state_dict()))
     assert set.union(*parts) == names
     tied = {"model.embed_tokens.weight", "lm_head.weight"}

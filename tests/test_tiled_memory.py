@@ -25,7 +25,7 @@ from deepspeed_recipes.recipe.methods import METHODS, Dpo
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.model import lora as adapters
-from deepspeed_recipes.training.model import tiling
+from deepspeed_recipes.training.model import transforms
 
 VOCABULARY = 32000
 
@@ -59,11 +59,11 @@ def give_preferences_head(model: torch.nn.Module) -> None:
     model.forward = forward
 
 
-def allocated(hidden: int, tokens: int, lora: Lora | None, head=tiling.tile_loss) -> float:
+def allocated(hidden: int, tokens: int, lora: Lora | None, head=transforms.tile_loss) -> float:
     """Return what norm, head and loss in tiles allocate at their peak."""
     sizes = {"hidden_size": hidden, "intermediate_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 8}
     model = meta_device.build({"model_type": "llama", "vocab_size": VOCABULARY, **sizes})
-    upstream.narrow_loss_tiles(tiling.COLUMNS)
+    upstream.narrow_loss_tiles(transforms.COLUMNS)
     head(model)
     layers = decoder_layers(model)
     if lora:
@@ -121,7 +121,7 @@ def test_a_missing_part_is_noticed(monkeypatch, constant):
 
 
 def test_the_tile_is_the_one_that_is_computed():
-    assert activations.TILE == 2 * chunked_logprob.TOKEN_CHUNK_SIZE * tiling.COLUMNS
+    assert activations.TILE == 2 * chunked_logprob.TOKEN_CHUNK_SIZE * transforms.COLUMNS
 
 
 def test_tiles_hardly_grow_with_the_sequence():
@@ -143,8 +143,8 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 2, **SIZES}
 SEQUENCES, LENGTH = 2, 2048
 LEVERS = {
     "none": lambda model: None,
-    "feed_forward": tiling.recompute_feed_forward,
-    "tiled_mlp": lambda model: tiling.tile_feed_forward(model, LENGTH // SIZES["hidden_size"]),
+    "feed_forward": transforms.recompute_feed_forward,
+    "tiled_mlp": lambda model: transforms.tile_feed_forward(model, LENGTH // SIZES["hidden_size"]),
 }
 
 

@@ -13,7 +13,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Layout
 from deepspeed_recipes.training.data.collate import labelled_only, next_labels
-from deepspeed_recipes.training.model import draft, tiling
+from deepspeed_recipes.training.model import draft, transforms
 from tests.small import language_families
 
 FAMILIES = [family for family in language_families() if family != "tiny"]
@@ -54,9 +54,9 @@ def computed(model: torch.nn.Module, told: bool = False) -> tuple[float, dict[st
 def test_loss_and_gradients_are_those_of_the_whole(family, told):
     whole = model_of(family)
     tiled = copy.deepcopy(whole)
-    tiling.tile_loss(tiled)
+    transforms.tile_loss(tiled)
     if family not in MIXTURES | UNNAMED:
-        tiling.tile_feed_forward(tiled, 4)
+        transforms.tile_feed_forward(tiled, 4)
     loss, gradients = computed(whole)
     tiles_loss, tiles_gradients = computed(tiled, told)
     assert tiles_loss == pytest.approx(loss, rel=1e-5)
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_whole(family, told):
 def test_a_label_that_is_left_out_is_noticed(monkeypatch):
     whole = model_of("llama3")
     tiled = copy.deepcopy(whole)
-    tiling.tile_loss(tiled)
+    transforms.tile_loss(tiled)
     right = labelled_only
     monkeypatch.setitem(globals(), "labelled_only", lambda following: right(following.where(following % 2 == 0, -100)))
     assert computed(tiled, told=True)[0] != pytest.approx(computed(whole)[0], rel=1e-2)
@@ -77,7 +77,7 @@ def test_a_label_that_is_left_out_is_noticed(monkeypatch):
 
 def test_logits_of_other_tokens_are_not_computed():
     model = model_of("llama3")
-    tiling.tile_loss(model)
+    transforms.tile_loss(model)
     tokens = torch.randint(5, model.config.vocab_size, (2, 600))
     labels = tokens.where(torch.arange(600) < 100, -100)
     scored = []
@@ -90,7 +90,7 @@ def test_logits_of_other_tokens_are_not_computed():
 
 def test_a_batch_without_a_label_has_a_loss_of_0_and_gradients():
     model = model_of("llama3")
-    tiling.tile_loss(model)
+    transforms.tile_loss(model)
     labels = torch.full((1, 40), -100)
     told = labelled_only(next_labels(labels))
     loss = model(input_ids=labels.clamp(5), labels=labels, use_cache=False, **told).loss
@@ -103,20 +103,20 @@ def test_an_ignored_scale_is_noticed():
         whole = model_of(family)
         tiled = copy.deepcopy(whole)
         setattr(tiled.config, name, 2.0)
-        tiling.tile_loss(tiled)
+        transforms.tile_loss(tiled)
         assert computed(tiled)[0] != pytest.approx(computed(whole)[0], rel=1e-2), family
 
 
 @pytest.mark.parametrize("family", sorted(MIXTURES))
 def test_experts_are_not_tiled(family):
     with pytest.raises(UserError, match="experts"):
-        tiling.tile_feed_forward(model_of(family), 4)
+        transforms.tile_feed_forward(model_of(family), 4)
 
 
 @pytest.mark.parametrize("family", sorted(UNNAMED))
 def test_layers_without_the_usual_name_are_refused(family):
     with pytest.raises(UserError, match="no module named mlp"):
-        tiling.tile_feed_forward(model_of(family), 4)
+        transforms.tile_feed_forward(model_of(family), 4)
 
 
 class Largest(TorchDispatchMode):
@@ -153,7 +153,7 @@ def test_whole_logits_never_exist():
             model = model_of("qwen3")
             model.resize_token_embeddings(100_000, mean_resizing=False)
             if name == "tiled":
-                tiling.tile_loss(model)
+                transforms.tile_loss(model)
             tokens = torch.zeros((1, 2**14), dtype=torch.int64)
             masks = {"full_attention": None}  # or it would look at the values of tensors that have none
             model(input_ids=tokens, labels=tokens, attention_mask=masks, use_cache=False).loss.backward()
@@ -164,7 +164,7 @@ def test_whole_logits_never_exist():
 def test_feed_forward_layers_save_inputs_and_outputs_only():
     model = model_of("llama3")
     whole = saved(model)
-    tiling.tile_feed_forward(model, 4)
+    transforms.tile_feed_forward(model, 4)
     assert saved(model) < 0.3 * whole
 
 
@@ -182,9 +182,9 @@ def saved(model: torch.nn.Module) -> int:
 
 def test_a_tile_is_about_as_long_as_the_model_is_wide():
     recipe = pages.find("llama3-8b", "full")
-    assert tiling.tiles(replace(recipe, sequence_length=32768), 4096) == 8
-    assert tiling.tiles(replace(recipe, sequence_length=32768, layout=Layout(sequence=2)), 4096) == 4
-    assert tiling.tiles(replace(recipe, sequence_length=512), 4096) == 2
+    assert transforms.tile_count(replace(recipe, sequence_length=32768), 4096) == 8
+    assert transforms.tile_count(replace(recipe, sequence_length=32768, layout=Layout(sequence=2)), 4096) == 4
+    assert transforms.tile_count(replace(recipe, sequence_length=512), 4096) == 2
 
 
 @pytest.mark.parametrize(

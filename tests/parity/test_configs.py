@@ -19,7 +19,7 @@ from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
-from deepspeed_recipes.training.model import kernels
+from deepspeed_recipes.training.model import transforms
 from deepspeed_recipes.training.model.load import DTYPES
 from tests.parity import gate, plain
 from tests.tiers import tiered
@@ -151,7 +151,7 @@ def test_every_file_is_compared_or_cannot_be():
 def test_what_needs_cuda_is_refused_on_cpus(name):
     file = deepspeed_file.read(CONFIGS / f"{name}.json")
     with pytest.raises(UserError, match=rf"deepspeed={name}\.json: {NOT_COMPARED[name]}, and these ranks are on CPUs"):
-        kernels.check(gate.recipe_for(EXACT, "", "", f"{name}.json"), file, on_gpu=False)
+        transforms.check(gate.recipe_for(EXACT, "", "", f"{name}.json"), file, on_gpu=False)
 
 
 @pytest.mark.parametrize(("name", "precision"), tiered(CASES, OFTEN))

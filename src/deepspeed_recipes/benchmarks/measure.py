@@ -26,7 +26,7 @@ from ..training.data.load import Datasets
 from ..training.environment import describe
 from ..training.methods import sft
 from ..training.model import lora as adapters
-from ..training.model import load
+from ..training.model import load, transforms
 from ..training.callbacks.metrics import training_flops
 from ..training.tracking.trackers import Trackers
 from . import synthetic
@@ -140,7 +140,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     distributed.start()
     trained = run.checked(trained, file, tokenizer)
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
-    model = load.adapted(load.fitted(synthetic.random_model(trained, asked["draft"]), trained), trained)
+    model = load.adapted(transforms.apply(synthetic.random_model(trained, asked["draft"]), trained), trained)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])

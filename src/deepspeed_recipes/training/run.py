@@ -51,7 +51,7 @@ from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, kernels, load, output_head, packing_check
+from .model import draft, load, output_head, packing_check, transforms
 from .callbacks.metrics import training_flops
 from . import optimizer
 from .parallel import implementation
@@ -175,7 +175,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     upstream.check_version(recipe.layout)
-    kernels.check(recipe, file, distributed.on_gpu())
+    transforms.check(recipe, file, distributed.on_gpu())
     optimizer.check(recipe)
     attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
@@ -207,7 +207,7 @@ def prepare(
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
     if datasets.held_out is not None:
-        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method.name), trackers.record)
+        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method.name).metric, trackers.record)
     system = SystemLog(run, distributed.gpu_uuid())
     counts = distributed.place(recipe.layout).is_first_reader
     metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)

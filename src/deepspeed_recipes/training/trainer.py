@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -35,9 +34,9 @@ from .callbacks.system_log import SystemLog
 from .checkpoint.save import Checkpoints
 from .data import example_numbers
 from .environment import describe
-from .model import kernels
+from .model import transforms
 from .model.noise import Noise
-from .parallel import expert, holdings
+from .parallel import Holding, expert, holdings
 from .tracking.trackers import Trackers
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ class RunContext:
     recipe: Recipe
     run: RunFolder
     file: DeepSpeedFile
-    parallel: ModuleType
-    """The module that holds the model: `parallel.whole` or `parallel.pipeline`."""
+    parallel: Holding
+    """How the ranks hold the model."""
     checkpoint: Path | None
     """The checkpoint to resume from, or None for a new run."""
     trackers: Trackers
@@ -216,7 +215,7 @@ class RunHooks(Hooked):
     def on_engine_ready(self) -> None:
         """Work around the engine's defects, and record its configuration and environment."""
         engine, context = self.deepspeed, self.context
-        kernels.check_active(engine, context.file)
+        transforms.check_active(engine, context.file)
         upstream.remember_gradient_norm(engine)
         upstream.forget_kept_weights(engine)
         if context.checkpoint:

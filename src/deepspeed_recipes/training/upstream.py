@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
+from deepspeed.module_inject import layers as autotp
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
@@ -200,7 +202,7 @@ def score_every_token() -> None:
     """Make TRL's fused head compute logits for every token that it is given, without searching for labels among them.
 
     With Triton it selects by a mask, and the host waits for the device twice in the forward pass and once in the
-    backward pass of every micro-batch; `tiling.tile_loss` passes only the labelled tokens, which the collator has
+    backward pass of every micro-batch; `transforms.tile_loss` passes only the labelled tokens, which the collator has
     found.
     `test_trls_tiled_loss_reads_which_tokens_are_labelled` fails once this can be removed.
     """
@@ -313,6 +315,15 @@ def check_version(layout: Layout) -> None:
 def has_vocabulary_parallel_heads() -> bool:
     """Return whether DeepSpeed can split a head by its vocabulary, which 0.19.8 does by default."""
     return "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
+
+
+def mark_as_split(model: torch.nn.Module) -> None:
+    """Leave on a split model what AutoTP would: how a universal checkpoint joins the parts, and a mark that it has run.
+
+    `parallel/tensor.py` splits in its place; it gives the reasons.
+    """
+    setattr(model, UNIVERSAL_CHECKPOINT_INFO, autotp.collect_autotp_universal_checkpoint_info(model))
+    model.ds_autotp_parsed = True
 
 
 def rank_of_shard(weight: Any) -> int:

@@ -156,7 +156,7 @@ class TrainingSetup:
         return hidden**2 if self.reduce_bucket_size is None else self.reduce_bucket_size
 
     def feed_forward_tiles(self, hidden: int) -> int:
-        """Return the number of tiles of a sequence in feed-forward layers (`training.model.tiling.tiles`)."""
+        """Return the number of tiles of a sequence in feed-forward layers (`training.model.transforms.tile_count`)."""
         length = self.sequence_length / self.layout.sequence
         return max(2, math.ceil(length / hidden)) if self.tiled_mlp else 1
 

@@ -1,7 +1,6 @@
 """Measures the held-out data before, during and after training."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 from datasets import Dataset
@@ -14,6 +13,7 @@ from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
 from .. import distributed
 from ..console import say
 from ..data.load import Datasets
+from ..parallel import Holding
 
 
 class Evaluation(TrainerCallback):
@@ -24,16 +24,16 @@ class Evaluation(TrainerCallback):
         recipe: Recipe,
         run: RunFolder,
         datasets: Datasets,
-        parallel: ModuleType,
-        method: ModuleType,
+        parallel: Holding,
+        metric: Callable[[Any, Any], dict[str, float]],
         on_record: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`parallel` measures the loss and `method` (a module of `methods`) the metric."""
+        """`parallel` measures the loss, and `metric` is the method's own (`methods.TrainingMethod`)."""
         self.recipe = recipe
         self.run = run
         self.datasets = datasets
         self.parallel = parallel
-        self.method = method
+        self.measure_metric = metric
         self.on_record = on_record
 
     @property
@@ -119,9 +119,9 @@ class Evaluation(TrainerCallback):
         measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
         measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
         if self.metric not in measured and (with_metric or sequences is None):
-            measured |= self.method.metric(trainer, self.judged)
+            measured |= self.measure_metric(trainer, self.judged)
         elif self.metric not in measured and self.recipe.eval_examples:
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
-            measured[f"sampled_{self.metric}"] = self.method.metric(trainer, sample)[self.metric]
+            measured[f"sampled_{self.metric}"] = self.measure_metric(trainer, sample)[self.metric]
         trainer.model.train(training)
         return measured

@@ -1,15 +1,41 @@
-"""The training methods: one module each, named like the recipe's `method`, with the same functions.
-
-arguments(common, recipe)                                       the Trainer's arguments, of the method's own kind
-datasets(recipe, tokenizer)                                     the training and held-out data
-trainer(context, model, arguments, dataset, tokenizer)          the Trainer, with `RunHooks`
-metric(trainer, examples)                                       the method's own scores by name, if it has any
-"""
+"""The training methods: one module each, named like the recipe's `method`, with the functions of `TrainingMethod`."""
 
 from importlib import import_module
-from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from transformers import PreTrainedTokenizerBase
+
+from ...recipe.recipe import Recipe
+from ..data.load import Datasets
+from ..trainer import RunContext
 
 
-def method(name: str) -> ModuleType:
+class TrainingMethod(Protocol):
+    """What the module of a method has."""
+
+    def arguments(self, common: dict[str, Any], recipe: Recipe, /) -> Any:
+        """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""
+
+    def datasets(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, /) -> Datasets:
+        """Return the training and held-out data."""
+
+    def trainer(
+        self, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase, /
+    ) -> Any:
+        """Return the Trainer, with `RunHooks`."""
+
+    def metric(self, trainer: Any, examples: Any, /) -> dict[str, float]:
+        """Return the method's own scores of held-out examples, by name."""
+
+
+if TYPE_CHECKING:  # at run time only the recipe's own method is imported
+    from . import classify, distill, dpo, embed, grpo, kto, orpo, pretrain, reward, sft, simpo
+
+    CHECKED: tuple[TrainingMethod, ...] = (
+        *(classify, distill, dpo, embed, grpo, kto, orpo, pretrain, reward, sft, simpo),
+    )
+
+
+def method(name: str) -> TrainingMethod:
     """Return the module of a method."""
-    return import_module(f".{name}", __package__)
+    return cast(TrainingMethod, import_module(f".{name}", __package__))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
@@ -116,28 +116,6 @@ def needs_boundaries(model: torch.nn.Module) -> bool:
     configs = [getattr(module, "config", None) for module in model.modules()]
     names = [one._attn_implementation or "" for one in configs if isinstance(one, PreTrainedConfig)]
     return any(name == VARLEN or is_flash(name) for name in names)
-
-
-def switch_by_batch(model: PreTrainedModel) -> None:
-    """Make a `model` loaded with `varlen` use it for batches with documents' boundaries, and SDPA for all others.
-
-    The others are evaluation and generation, which have masks and caches.
-    """
-    configs = {id(one.config): one.config for one in model.modules() if _computes(one, VARLEN)}
-
-    def switch(_: Any, __: Any, inputs: dict[str, Any]) -> None:
-        for config in configs.values():
-            config._attn_implementation = VARLEN if inputs.get("cu_seq_lens_q") is not None else "sdpa"
-
-    # PEFT calls the outermost model's `forward` without its hooks, but the inner models' with theirs.
-    for module in model.modules() if configs else ():
-        if isinstance(module, PreTrainedModel):
-            module.register_forward_pre_hook(switch, with_kwargs=True)
-
-
-def _computes(module: torch.nn.Module, name: str) -> bool:
-    config = getattr(module, "config", None)
-    return isinstance(config, PreTrainedConfig) and config._attn_implementation == name
 
 
 def varlen(

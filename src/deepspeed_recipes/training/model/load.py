@@ -21,12 +21,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...recipe import quantization as stored_quantization
 from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
 from ...recipe.errors import UserError, errors_only, first_line
-from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
-from .. import activation_checkpointing, distributed, upstream
+from .. import activation_checkpointing, upstream
 from ..console import say
 from ..model_folder import intact, weights
-from . import attention, generation_settings, heads, kernels, lora, processor, remote_code, stored, tiling, vision_tower
+from . import attention, generation_settings, heads, lora, remote_code, stored, transforms, vision_tower
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -69,7 +68,7 @@ def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> 
 
 
 def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftModel:
-    """Return a model from `fitted` with the recipe's adapters, or unchanged if the recipe has none."""
+    """Return a model from `transforms.apply` with the recipe's adapters, or unchanged if the recipe has none."""
     if recipe.lora is None:
         return model
     if activation_checkpointing.of_layers(recipe):
@@ -84,62 +83,7 @@ def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> P
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    return fitted(_pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels), recipe)
-
-
-def fitted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Return a newly read or created model with the recipe's attention, loss and kernels."""
-    upstream.restore_rotary_frequencies(model)
-    # With a key/value cache transformers does not detect packed documents, and they would attend to each other.
-    model.config.use_cache = False
-    _leave_out_own_losses(model, recipe)
-    attention.switch_by_batch(model)
-    if recipe.model.vision:
-        # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
-        # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
-        model.accepts_loss_kwargs = True
-        vision_tower.always_see(model, processor.blank(processor.of_recipe(recipe)))
-        if not recipe.model.train_vision:
-            vision_tower.freeze(model)
-    config = model.config.get_text_config()
-    if recipe.method.tiles:
-        upstream.narrow_loss_tiles(tiling.COLUMNS)  # the trainers give the model the head
-    elif tiles_loss(recipe, config.vocab_size):
-        tiling.tile_loss(model)
-    if recipe.tiled_mlp:
-        tiling.tile_feed_forward(model, tiling.tiles(recipe, config.hidden_size))
-    elif recipe.gradient_checkpointing == "feed_forward":
-        tiling.recompute_feed_forward(model)
-    if recipe.activation_offloading:
-        activation_checkpointing.offload_inputs(model, distributed.on_gpu())
-    if recipe.liger_kernel:
-        kernels.fuse(model)
-    if recipe.fp8:
-        kernels.multiply_in_fp8(model, distributed.on_gpu())
-    if recipe.compile == "regional":
-        kernels.compile_layers(model)
-    upstream.keep_4bit_layout(model)
-    return model
-
-
-def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Reduce the model's loss to the cross-entropy, whatever its config.json adds, and print the removed terms.
-
-    transformers adds such a term in full to every micro-batch of every rank; tiled losses and pipelines omit it.
-    `router_aux_loss_coef` adds the routers' load-balancing loss in the right proportion.
-    """
-    config, left_out = model.config.get_text_config(), []
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # `whole.save` writes the files' own value
-        left_out.append("output_router_logits")
-    if getattr(model, "z_loss_coefficient", 0):  # Bamba's
-        model.z_loss_coefficient = 0.0
-        left_out.append("z_loss_coefficient")
-    if left_out and not recipe.router_aux_loss_coef:
-        say(
-            f"the loss is the cross-entropy alone, without the terms of {' and '.join(left_out)} in config.json; "
-            "router_aux_loss_coef=0.001 adds a load-balancing loss"
-        )
+    return transforms.apply(_pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels), recipe)
 
 
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from ...recipe.errors import UserError, first_line
 from ...recipe.recipe import Draft, Recipe
-from . import attention, attention_bounds, remote_code
+from . import attention, attention_bounds, remote_code, transforms
 from .draft import WINDOW, shrink
 from .load import load_config
 
@@ -92,7 +92,7 @@ def draft_of(
             dtype=dtype,
             trust_remote_code=remote_code.here(),
         )
-    attention.switch_by_batch(model)
+    transforms.switch_by_batch(model)
     return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
 
 

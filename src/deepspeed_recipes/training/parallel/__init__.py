@@ -1,24 +1,50 @@
-"""The ways in which a model is distributed over ranks.
-
-Two modules hold a model, `whole.py` and `pipeline.py`, with the same functions:
-
-    check(recipe, tokenizer)                 refuse a model that this module would train differently
-    load(recipe, tokenizer)                  this rank's model, ready for the Trainer
-    outline(recipe, model)                   a model to count parameters and operations on
-    step(trainer, ordinary, inputs, items)   forward and backward pass of one micro-batch; returns its loss
-    logits(trainer, tokens)                  the logits of one sequence, on every rank
-    measure(trainer, sequences)              loss per token on held-out data, and other scores from the same passes
-    save(trainer, folder)                    an ordinary Hugging Face folder, or a PEFT adapter
+"""The ways in which ranks hold a model: whole or sharded (`whole.py`), or in the stages of a pipeline (`pipeline.py`).
 
 Both call `tensor`, `sequence` and `expert`.
 """
 
-from types import ModuleType
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-from ...recipe.recipe import Layout
+import torch
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...recipe.recipe import Layout, Recipe
 from . import pipeline, whole
 
 
-def implementation(layout: Layout) -> ModuleType:
+class Holding(Protocol):
+    """How the ranks of a layout hold a model; mypy compares the two modules with it."""
+
+    def check(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, /) -> None:
+        """Refuse a model that this module would train differently."""
+
+    def load(self, recipe: Recipe, labels: Sequence[str] = (), /) -> Any:
+        """Return this rank's model, ready for the Trainer; a classifier has `labels`."""
+
+    def outline(self, recipe: Recipe, model: Any, /) -> PreTrainedModel | PeftModel:
+        """Return a model to count parameters and operations on."""
+
+    def step(
+        self, trainer: Any, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any, /
+    ) -> torch.Tensor:
+        """Make the forward and backward pass of a micro-batch, and return its loss; `ordinary` is the Trainer's."""
+
+    def logits(self, trainer: Any, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+        """Return the logits of one sequence, on every rank; `beside`: the model's inputs for its images."""
+
+    def measure(self, trainer: Any, sequences: Dataset, /) -> dict[str, float]:
+        """Return the loss per token on held-out data, and other scores from the same passes."""
+
+    def save(self, trainer: Any, folder: Path, /) -> None:
+        """Write an ordinary Hugging Face folder, or a PEFT adapter."""
+
+
+def implementation(layout: Layout) -> Holding:
     """Return the module for a layout: `whole` or `pipeline`."""
-    return pipeline if layout.pipeline > 1 else whole
+    if layout.pipeline > 1:  # not in one expression, whose type mypy would not compare
+        return pipeline
+    return whole

@@ -175,8 +175,9 @@ def _labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return batch["shift_labels"] if "shift_labels" in batch else next_labels(batch["labels"])
 
 
-def logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
+def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
     """Return the logits of one sequence, [1, length, vocabulary], on every rank; a collective."""
+    assert not beside, "no model with a vision tower is trained in stages"
     vocabulary = load_config(trainer.context.recipe).get_text_config().vocab_size
     positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
     batch = ((tokens, positions), tokens)

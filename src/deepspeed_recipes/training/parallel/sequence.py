@@ -35,7 +35,7 @@ from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..data.collate import Collator, labelled_only, next_labels
-from ..model import packing_check
+from ..model import packing_check, transforms
 from ..model.attention import VARLEN, needs_boundaries
 from ..model.load import load_config
 
@@ -111,9 +111,7 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         AttentionInterface.register(PREFIX + name, partial(_attention, group, name))
         if name != VARLEN:  # it has no mask
             AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
-    for namespace in {sys.modules[type(module).__module__] for module in modules}:
-        for name in set(MASKS) & set(vars(namespace)):
-            setattr(namespace, name, partial(_whole_mask, getattr(masking, name), group))
+    transforms.replace_functions(model, MASKS, lambda name: partial(_whole_mask, getattr(masking, name), group))
 
     def switch(module: torch.nn.Module, _: Any) -> None:
         for key, config in configs.items():

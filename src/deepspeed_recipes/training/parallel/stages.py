@@ -1,10 +1,4 @@
-"""Stages of a pipeline: any decoder of transformers, unmodified, cut between its layers.
-
-A stage is the Hugging Face model itself without the layers of the other stages. Its own `forward` still runs, so
-masks, rotary embeddings, sliding windows, multipliers and soft caps are the model's, and no architecture needs its
-own code here. Two places are changed: the first layer of a later stage receives what the previous stage sent, and
-the modules after the last layer of an earlier stage (norm, head) are removed.
-"""
+"""Stages of a pipeline: any decoder of transformers, unmodified, cut between its layers (`transforms.cut_to_stage`)."""
 
 import copy
 from typing import Any
@@ -19,7 +13,7 @@ from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing
-from ..model import load, lora, packing_check, remote_code, stored
+from ..model import load, lora, packing_check, remote_code, stored, transforms
 
 PROBE_STAGES = 3
 """A first, a middle and a last stage."""
@@ -59,8 +53,8 @@ def staged_difference(whole: PreTrainedModel) -> float:
     passed = tokens
     for layers in stages(whole.config, PROBE_STAGES):
         part = copy.deepcopy(whole)
-        cut(part, layers)
-        computed = run(part, passed, positions)
+        transforms.cut_to_stage(part, layers)
+        computed = transforms.run_stage(part, passed, positions)
         passed = computed[0] if isinstance(computed, tuple) else computed
     return ((passed - expected).abs().max() / expected.abs().max()).item()
 
@@ -88,8 +82,8 @@ def stages(config: PreTrainedConfig, count: int) -> list[range]:
     """
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
-    layers = _layers(whole)
-    before, after = _before_and_after(whole)
+    layers = transforms.decoder_layers(whole)
+    before, after = transforms.before_and_after(whole)
     costs = [_size(layer) for layer in layers]
     costs[0] += sum(map(_size, before))
     costs[-1] += sum(map(_size, after)) + whole.get_output_embeddings().weight.numel()
@@ -127,7 +121,7 @@ class Stage(nn.Module):
             The same for the next stage, or the logits.
         """
         received, position_ids = inputs
-        return run(self.model, received, position_ids)
+        return transforms.run_stage(self.model, received, position_ids)
 
 
 def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
@@ -139,7 +133,7 @@ def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedMo
 
     def init(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
         kind.__init__(self, *arguments, **options)
-        cut(self, layers)
+        transforms.cut_to_stage(self, layers)
 
     changes = {
         "__init__": init,
@@ -148,108 +142,3 @@ def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedMo
         "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not only on the first rank
     }
     return type(kind.__name__, (kind,), changes)
-
-
-def cut(whole: PreTrainedModel, layers: range) -> None:
-    """Remove everything from `whole` that is not part of the stage that holds `layers`."""
-    held = _layers(whole)
-    before, after = _before_and_after(whole)
-    first, last = layers.start == 0, layers.stop == len(held)
-    whole.whole_config = copy.deepcopy(whole.config)
-    tied = whole.config.get_text_config().tie_word_embeddings
-    decoder = whole.base_model
-    # Not with `del`: deleting from a ModuleList renumbers, and so renames, the layers that remain.
-    for name in [name for name in held._modules if int(name) not in layers]:
-        del held._modules[name]
-    config = decoder.config
-    count = config.num_hidden_layers  # in Nemotron-H the length of a list that is cut here
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == count and name != "architectures":
-            setattr(config, name, [value[index] for index in layers])
-    config.num_hidden_layers = len(layers)
-    embedding = whole.get_input_embeddings()
-    whole.received = whole.left = None
-    if not first:
-        _start_at(whole, next(iter(held)))
-        for name, module in decoder.named_children():
-            if module in before and not (last and tied and module is embedding):
-                setattr(
-                    decoder,
-                    name,
-                    _UnusedEmbedding(config.hidden_size) if isinstance(module, nn.Embedding) else nn.Identity(),
-                )
-    if not last:
-        for name, module in decoder.named_children():
-            if module in after:
-                setattr(decoder, name, _Outlet(whole))
-        whole.set_output_embeddings(nn.Identity())
-    if not (last and (first or tied)):
-        whole.all_tied_weights_keys = {}
-
-
-def run(
-    part: PreTrainedModel, received: torch.Tensor, position_ids: torch.Tensor
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Compute one stage that `cut` has produced."""
-    base = part.get_base_model() if hasattr(part, "get_base_model") else part
-    tokens = received
-    if received.is_floating_point():
-        base.received, tokens = received, position_ids.new_zeros(received.shape[:2])
-    output = part(input_ids=tokens, position_ids=position_ids, use_cache=False)
-    left, base.left, base.received = base.left, None, None
-    return output.logits if left is None else (left, position_ids)
-
-
-class _UnusedEmbedding(nn.Module):
-    """Replaces an embedding whose result is not used."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-        self.dtype = torch.get_default_dtype()
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(*ids.shape, self.width, dtype=self.dtype, device=ids.device)
-
-
-class _Outlet(nn.Module):
-    """Replaces the norm after the last layer; keeps the hidden states that are sent on."""
-
-    def __init__(self, whole: PreTrainedModel) -> None:
-        super().__init__()
-        self.whole = [whole]  # in a list, or the model would be its own submodule
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.whole[0].left = hidden
-        return hidden
-
-
-def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
-    """Make `layer` compute on `whole.received` instead of its argument.
-
-    A hook would not do: hooks run inside activation checkpointing, which would call them again after another
-    micro-batch has been received.
-    """
-    kind = type(layer)
-
-    def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
-        options.pop("hidden_states", None)
-        return kind.__call__(self, whole.received, *arguments[1:], **options)
-
-    layer.__class__ = type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
-
-
-def _layers(whole: PreTrainedModel) -> nn.ModuleList:
-    decoder = whole.base_model
-    count = whole.config.get_text_config().num_hidden_layers
-    found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]
-    if decoder is whole or len(found) != 1 or whole.get_output_embeddings() is None:
-        raise refusal("pipeline of another shape", kind=type(whole).__name__)
-    return found[0]
-
-
-def _before_and_after(whole: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules before the layers, and those after them that have parameters."""
-    children = list(whole.base_model.children())
-    at = children.index(_layers(whole))
-    return children[:at], [child for child in children[at + 1 :] if any(True for _ in child.parameters())]

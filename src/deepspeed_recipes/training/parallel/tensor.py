@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.module_inject import layers as autotp
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer, TensorParallel_Layer
@@ -16,6 +15,8 @@ from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...recipe.compatibility import refusal
+from .. import upstream
+from ..model import transforms
 
 WHOLE = "replicated_with_grad_allreduce"
 """Style of a weight that every rank holds whole and uses for its own heads only."""
@@ -59,13 +60,11 @@ def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.Proces
             continue
         for part, own in _parts(linear, style):
             path = f"{name}.{part}".rstrip(".")
-            parent, _, child = path.rpartition(".")
-            setattr(module.get_submodule(parent), child, _split(module.get_submodule(path), own, group))
+            module.set_submodule(path, _split(module.get_submodule(path), own, group))
     for path in [path for path, style in styles.items() if style == SHARE]:
         owner, _, number = path.rpartition(".")
         for name, _ in _matches(module, {owner: SHARE}):
-            one = module.get_submodule(name)
-            setattr(one, number, getattr(one, number) // group.size())
+            transforms.divide_number(module.get_submodule(name), number, group.size())
 
 
 def _matches(module: torch.nn.Module, styles: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -113,7 +112,8 @@ def _gather(linear: torch.nn.Linear) -> None:
         return
     with GatheredParameters([value for _, value in sharded]):
         for name, value in sharded:
-            setattr(linear, name, torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad))
+            whole = torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            linear.register_parameter(name, whole)
 
 
 def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str]) -> None:
@@ -135,9 +135,7 @@ def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[s
                 dist.broadcast(parameter.data, 0)
     groups._init_tp_mesh_device(tensor_model_parallel_size=size)
     shard(model, styles, groups.get_tensor_model_parallel_group())
-    # AutoTP would leave a description of how a universal checkpoint joins the parts, and a mark that it has run.
-    setattr(model, UNIVERSAL_CHECKPOINT_INFO, autotp.collect_autotp_universal_checkpoint_info(model))
-    model.ds_autotp_parsed = True
+    upstream.mark_as_split(model)
 
 
 def _summed_over(group: dist.ProcessGroup) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -11,7 +11,6 @@ from peft import PeftModel
 from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
-from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.loss_tiles import tiles_loss
 from ...recipe.methods import Embed
@@ -19,7 +18,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json
 from .. import distributed, upstream
 from ..data.collate import Collator
-from ..model import heads, lora
+from ..model import heads, lora, transforms
 from ..model.load import load_config, load_model
 from ..model_folder import sentence_transformers
 from ..model_folder.base_model import QUANTIZATION
@@ -48,29 +47,12 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
         if recipe.layout.tensor > 1:
             tensor.shard_model(model, recipe.layout.tensor, tensor_plan.styles(recipe))
     if recipe.router_aux_loss_coef:
-        _balance_experts(model, recipe)
+        world_size = dist.get_world_size()
+        micro_batches = gradient_accumulation_steps(recipe, world_size) * data_parallel_size(recipe.layout, world_size)
+        transforms.balance_experts(model, recipe.router_aux_loss_coef, micro_batches)
     if recipe.layout.sequence > 1:
         sequence.attend_over_ranks(model, recipe.layout)
     return model
-
-
-def _balance_experts(model: PreTrainedModel | PeftModel, recipe: Recipe) -> None:
-    """Make the model add its routers' load-balancing loss (Fedus et al. 2021, arXiv:2101.03961) to its own.
-
-    Adds `router_aux_loss_coef` times the mean over the step's micro-batches of the loss that transformers computes from
-    each one's tokens, padding included. transformers itself adds all of it to every micro-batch of every rank, which
-    the Trainer's weighting by tokens multiplies by the number of micro-batches.
-    """
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    coefficient = recipe.router_aux_loss_coef
-    if not hasattr(inner, "router_aux_loss_coef"):
-        raise UserError(
-            f"router_aux_loss_coef={coefficient}: transformers has no load-balancing loss for "
-            f"{inner.config.model_type}; set it to 0."
-        )
-    world_size = dist.get_world_size()
-    micro_batches = gradient_accumulation_steps(recipe, world_size) * data_parallel_size(recipe.layout, world_size)
-    inner.router_aux_loss_coef = coefficient / micro_batches
 
 
 def outline(recipe: Recipe, model: PreTrainedModel | PeftModel) -> PreTrainedModel | PeftModel:
@@ -110,13 +92,8 @@ def save(trainer: Trainer, folder: Path) -> None:
     model = trainer.model
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
-        config, given = (one.get_text_config() for one in (model.config, load_config(trainer.context.recipe)))
-        balances = getattr(given, "output_router_logits", False)
-        if balances:
-            config.output_router_logits = True
-        model.save_pretrained(folder, state_dict=state)
-        if balances:
-            config.output_router_logits = False  # as `load_base` has set it
+        with transforms.balancing_declared(model, load_config(trainer.context.recipe)):
+            model.save_pretrained(folder, state_dict=state)
         if trainer.context.recipe.model.vision:
             trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
         else:

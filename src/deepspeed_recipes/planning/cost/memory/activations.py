@@ -20,7 +20,7 @@ TOO_SMALL_LOGITS = 2
 free, but too small for a gradient in fp32."""
 TILE_TOKENS, TILE_COLUMNS = 4096, 8192
 """Size of the single tile of logits that exists at a time, in tokens (trl, kernels/chunked_logprob.py,
-TOKEN_CHUNK_SIZE) and vocabulary entries (`training.model.tiling.COLUMNS`)."""
+TOKEN_CHUNK_SIZE) and vocabulary entries (`training.model.transforms.COLUMNS`)."""
 TILE = 2 * TILE_TOKENS * TILE_COLUMNS
 """Bytes of that tile in bf16; Triton's kernels turn it into its gradient in place."""
 GRADIENTS_IN_TILES = 6
