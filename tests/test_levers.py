@@ -27,7 +27,7 @@ from deepspeed_recipes.training import activation_checkpointing
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.arguments import loader_processes
 from deepspeed_recipes.training.data.collate import Collator
-from deepspeed_recipes.training.model import attention, draft, packing_check, transforms
+from deepspeed_recipes.training.model import attention, draft, packing_check, probe, transforms
 from deepspeed_recipes.training.model import lora as adapters
 from tests.small import language_families, small
 from tests.tiers import tiered
@@ -272,8 +272,8 @@ def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, fa
     for name in ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "residual_dropout", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)
-    masked = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
-    told = packing_check.draft_of(config, tokenizer, "varlen", torch.float32)
+    masked = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
+    told = probe.draft_of(config, tokenizer, "varlen", torch.float32)
     assert attention.needs_boundaries(told) and not attention.needs_boundaries(masked)
     expected = passed(masked, boundaries=False)
     assert agree(passed(told, boundaries=True), expected)
@@ -282,16 +282,14 @@ def test_variable_length_attention_computes_what_a_dense_mask_does(tokenizer, fa
 
 
 def test_wrong_document_boundaries_are_noticed(tokenizer, monkeypatch):
-    expected = passed(packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), boundaries=False)
+    expected = passed(probe.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32), boundaries=False)
     begin = attention.document_boundaries
 
     def of_one_document(lengths, width):
         return begin([[sum(one)] for one in lengths], width)
 
     monkeypatch.setattr(attention, "document_boundaries", of_one_document)
-    assert not agree(
-        passed(packing_check.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32), True), expected
-    )
+    assert not agree(passed(probe.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32), True), expected)
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -304,8 +302,8 @@ def test_what_the_kernel_does_not_support_is_refused(tokenizer, family):
 
 
 def test_generation_with_left_padding_uses_sdpa_and_its_mask(tokenizer):
-    told = packing_check.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
-    masked = packing_check.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
+    told = probe.draft_of(family_of("llama3"), tokenizer, "varlen", torch.float32)
+    masked = probe.draft_of(family_of("llama3"), tokenizer, "sdpa", torch.float32)
     tokens = torch.arange(5, 25).view(2, 10)
     mask = torch.ones_like(tokens)
     mask[0, :4] = 0

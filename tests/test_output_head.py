@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Lora
-from deepspeed_recipes.training.model import draft, output_head, packing_check, transforms
+from deepspeed_recipes.training.model import draft, output_head, probe, transforms
 from tests.small import language_families, small
 from tests.tiers import tiered
 
@@ -95,12 +95,12 @@ def test_every_architecture_of_transformers_is_right_or_found(tokenizer):
     for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         try:
             config = AutoConfig.for_model(kind).get_text_config()
-            model = packing_check.draft_of(config, tokenizer, "eager", torch.float32)
+            model = probe.draft_of(config, tokenizer, "eager", torch.float32)
             own = _loss(model, tokenizer)
         except Exception:  # no draft, or none that computes: a run refuses it, too
             continue
         try:
-            found = output_head.distance(copy.deepcopy(model)) > packing_check.LEAK[torch.float32]
+            found = output_head.distance(copy.deepcopy(model)) > probe.LEAK[torch.float32]
         except Exception:
             found = True
         if found:

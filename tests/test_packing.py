@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoTokenizer, modeling_flash_attention_uti
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Model
-from deepspeed_recipes.training.model import attention_bounds, draft, load, packing_check
+from deepspeed_recipes.training.model import draft, load, packing_check, probe
 from tests.small import language_families, small
 
 SIZES = [(family, size) for family in language_families() for size in pages.page(family).SIZES]
@@ -30,7 +30,7 @@ def test_families_are_found():
 def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pack(tokenizer, family, size):
     recipe = pages.page(family).full(size)
     config = AutoConfig.for_model(**recipe.model.config)
-    model = packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
+    model = probe.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
     crossing = packing_check.leak(model)
     assert crossing < 1e-5 or crossing > 0.1, "no doubt is left either way"
     assert (crossing > 0.1) == (family in CROSSING)
@@ -41,7 +41,7 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
 
 def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(tokenizer):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
-    model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
+    model = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
     model.config.use_cache = True
     assert packing_check.leak(model) > 0.1
 
@@ -49,7 +49,7 @@ def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(token
 def lowered(tokenizer, kind):
     """Return the integers of a configuration that bound attention, as found by trying."""
     small = draft.shrink(AutoConfig.for_model(kind), Draft(layers=4), tokenizer)
-    bounded = attention_bounds.within(small, draft.WINDOW)
+    bounded = probe._within(small, draft.WINDOW)
     before, after = small.to_dict(), bounded.to_dict()
     return {name: after[name] for name in before if before[name] != after[name]}
 
@@ -61,8 +61,8 @@ def test_what_bounds_attention_is_found_under_any_name(tokenizer):
 
 
 def test_what_bounds_attention_is_found_in_logits_of_any_size(tokenizer, monkeypatch):
-    logits = attention_bounds._logits
-    monkeypatch.setattr(attention_bounds, "_logits", lambda config, tokens: logits(config, tokens) / 1000)
+    logits = probe._logits
+    monkeypatch.setattr(probe, "_logits", lambda config, tokens: logits(config, tokens) / 1000)
     assert lowered(tokenizer, "gpt_neo") == {"window_size": draft.WINDOW}
 
 
@@ -94,7 +94,7 @@ def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer
 
 def test_a_kernel_without_a_backward_pass_is_noticed(tokenizer, monkeypatch):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
-    model = packing_check.draft_of(config, tokenizer, "sdpa", torch.float32)
+    model = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
     packing_check.check_gradients(model)
     model.model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
     with pytest.raises(ArithmeticError, match="not finite"):

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoTokenizer
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import balanced
-from deepspeed_recipes.training.model import draft, packing_check, transforms
+from deepspeed_recipes.training.model import draft, probe, transforms
 from deepspeed_recipes.training.parallel import stages
 from tests.small import language_families
 from tests.tiers import tiered
@@ -30,7 +30,7 @@ def tokenizer():
 def whole_model(model_type, tokenizer):
     known = [recipe.model.config for recipe in pages.listing() if recipe.model.config.get("model_type") == model_type]
     config = AutoConfig.for_model(**(known[0] if known else {"model_type": model_type}))
-    return packing_check.draft_of(config, tokenizer, "eager", torch.float32)
+    return probe.draft_of(config, tokenizer, "eager", torch.float32)
 
 
 CORE = ("bloom", "deepseek_v3", "falcon", "gemma3_text", "gpt2", "llama", "mixtral", "nemotron_h", "qwen3_5_text")

@@ -14,7 +14,7 @@ from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.collate import IGNORED
-from deepspeed_recipes.training.model import draft
+from deepspeed_recipes.training.model import draft, probe
 from deepspeed_recipes.training.parallel import sequence
 from tests.ranks import read_logs
 from tests.small import language_families, small
@@ -112,6 +112,6 @@ def test_the_draft_of_a_check_drops_nothing_and_is_otherwise_the_model():
     config = AutoConfig.from_pretrained(draft.TINY_MODEL)
     config.attention_dropout = 0.5
     before = config.to_dict()
-    certain = sequence.draft_of(config, tokenizer, "sdpa").config
+    certain = probe.draft_of(config, tokenizer, "sdpa", certain=True).config
     assert certain.attention_dropout == 0.0 and config.to_dict() == before
     assert certain.rms_norm_eps == config.rms_norm_eps > 0

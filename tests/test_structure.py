@@ -314,7 +314,6 @@ OTHERS = {
         "context.group",
         "config._attn_implementation",  # switched in every pass
         "seen['config']._attn_implementation",  # of a copy
-        "setattr(certain)",  # likewise
     },
     "data/chat_templates.py": {"probe.chat_template", "tokenizer.chat_template", "tokenizer.pad_token"},
     "model/draft.py": {"found.chat_template", "found.video_settings", "tokenizer.chat_template"},
@@ -328,7 +327,7 @@ OTHERS = {
     "methods/rollouts/hooks.py": {"function.__name__"},
     "model/load.py": {"text.tie_word_embeddings"},
     "model/lora.py": {"parameter.data"},
-    "model/packing_check.py": {"small.use_cache"},
+    "model/probe.py": {"setattr(small)", "small.use_cache"},
     # After training: the merged model.
     "export.py": {"model.all_tied_weights_keys", "one.tie_word_embeddings", "output.weight"},
 }

@@ -18,7 +18,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Model
 from deepspeed_recipes.training import run
 from deepspeed_recipes.training.arguments import deepspeed_config
-from deepspeed_recipes.training.model import draft, load, packing_check
+from deepspeed_recipes.training.model import draft, load, probe
 from deepspeed_recipes.training.parallel import expert, sequence, stages
 from tests import ROOT
 from tests.small import small
@@ -113,7 +113,7 @@ def test_autoep_is_told_how_a_mixture_computes(tmp_path, tokenizer, kind):
         "autoep_size": 2,
         **found.keys,
     }
-    whole = packing_check.draft_of(AutoConfig.for_model(kind), tokenizer, "eager", torch.float32)
+    whole = probe.draft_of(AutoConfig.for_model(kind), tokenizer, "eager", torch.float32)
     layers = len(expert.blocks(whole))
     assert expert.difference(whole, found.keys, layers) < 1e-5
     for wrong in ({"route_norm": not found.keys["route_norm"]}, {"top_k": 1}):
@@ -139,7 +139,7 @@ def test_autoep_is_refused_where_it_computes_something_else(kind, why):
 def test_corrections_that_are_the_blocks_own_count(tokenizer, monkeypatch):
     """MiniMax M2 corrects its router by a buffer beside it; AutoEP without that computes another model."""
     keys = expert.find(AutoConfig.for_model("minimax_m2")).keys
-    whole = packing_check.draft_of(AutoConfig.for_model("minimax_m2"), tokenizer, "eager", torch.float32)
+    whole = probe.draft_of(AutoConfig.for_model("minimax_m2"), tokenizer, "eager", torch.float32)
     found = expert.blocks(whole)
     for name, parts in found.items():
         block = whole.get_submodule(name)

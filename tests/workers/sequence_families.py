@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import first_line
 from deepspeed_recipes.training import distributed
-from deepspeed_recipes.training.model import draft, packing_check
+from deepspeed_recipes.training.model import draft, packing_check, probe
 from deepspeed_recipes.training.parallel import sequence
 from tests.small import language_families
 
@@ -23,8 +23,9 @@ def main(answers: str) -> None:
     group = dist.new_group([0, 1])
 
     def off(config: PreTrainedConfig, attention: str) -> float | str:
+        dtype = probe.check_dtype(attention)
         try:
-            return sequence.difference(sequence.draft_of(config, tokenizer, attention), group)
+            return sequence.difference(probe.draft_of(config, tokenizer, attention, dtype, certain=True), group)
         except Exception as error:
             return first_line(error)
 

@@ -13,7 +13,7 @@ from ...recipe.loss_tiles import tiles_loss
 from ...recipe.methods import Distill
 from ...recipe.recipe import Lora, Recipe, names
 from .load import load_config
-from .packing_check import LEAK, draft_of
+from .probe import LEAK, draft_of, off, random_tokens
 
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
 """Names of the factor of logits in configurations: Cohere, Muse, Falcon-H1."""
@@ -89,15 +89,15 @@ def difference(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, lor
     """
     kind = config.model_type
     try:
-        model = draft_of(config, tokenizer, "eager", torch.float32)
+        model = draft_of(config, tokenizer)
         head = model.get_output_embeddings()
         name = next(name for name, module in model.named_modules() if module is head)
         if lora and any(f".{name}".endswith(f".{target}") for target in names(lora.target_modules)):
             return f"lora.target_modules={lora.target_modules} includes the output head, whose adapters tiles leave out"
-        off = distance(model)
+        differs = distance(model)
     except Exception as error:  # a model's own code may raise anything
         return f"they cannot be compared with {kind}'s own on a shrunken model ({first_line(error)})"
-    return f"{kind}'s own differ from them by {off:.0e} of the largest" if off > LEAK[torch.float32] else ""
+    return f"{kind}'s own differ from them by {differs:.0e} of the largest" if differs > LEAK[torch.float32] else ""
 
 
 @torch.no_grad()
@@ -110,11 +110,10 @@ def distance(model: PreTrainedModel) -> float:
     head = head_of(model, model.config.vocab_size)
     for weight in head.weights:  # a bias starts at zero, and a soft cap has an effect on large logits only
         weight += 0.5 * torch.randn(weight.shape, generator=generator)
-    tokens = torch.randint(5, model.config.vocab_size, (2, 16), generator=generator)
+    tokens = random_tokens(model.config, 2, 16)
     own = model(input_ids=tokens).logits.float()
     ours = head.logits(model.base_model(input_ids=tokens).last_hidden_state, *head.weights)
     likelihoods = own[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
     add_fused_lm_head(model)
     fused = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
-    pairs = ((ours, own), (fused, likelihoods))
-    return max(((found - right).abs().max() / right.abs().max()).nan_to_num(torch.inf).item() for found, right in pairs)
+    return max(off(ours, own), off(fused, likelihoods))

@@ -4,21 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.recipe import Draft, Recipe
-from . import attention, attention_bounds, remote_code, transforms
-from .draft import WINDOW, shrink
+from ...recipe.recipe import Recipe
+from . import attention, probe
+from .draft import WINDOW
 from .load import load_config
 
 LENGTHS = (WINDOW + 8, WINDOW + 24)
 """Tokens per packed document: longer than a draft's windows and chunks, whose borders are elsewhere in the second
 document than in the sequence."""
-LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Smallest difference of logits that rounding does not explain, relative to the largest logit. Measured in fp32 on
-drafts of every size in `recipes/`: at most 2e-6 if documents are kept apart, at least 2e-1 if they attend to each
-other."""
 
 
 def check(
@@ -64,36 +60,12 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
         tokenizer: for the size of the vocabulary.
         name: the implementation to try, as in `from_pretrained(attn_implementation=...)`.
     """
-    dtype = check_dtype(name)
-    model = draft_of(config, tokenizer, name, dtype)
-    apart = leak(model) < LEAK[dtype]
+    dtype = probe.check_dtype(name)
+    model = probe.draft_of(config, tokenizer, name, dtype)
+    apart = leak(model) < probe.LEAK[dtype]
     if dtype == torch.bfloat16:
         check_gradients(model)
     return apart
-
-
-def check_dtype(name: str) -> torch.dtype:
-    """Return the dtype to check an implementation in: bf16, on the GPU, for kernels that need a GPU."""
-    only_there = attention.is_flash(name) or (name not in ("auto", "sdpa", "eager") and torch.cuda.is_available())
-    return torch.bfloat16 if only_there else torch.float32
-
-
-def draft_of(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str, dtype: torch.dtype
-) -> torch.nn.Module:
-    """Return a random draft, without a key/value cache; its windows, chunks and blocks are at most `WINDOW` tokens."""
-    small = attention_bounds.within(shrink(config, Draft(layers=4), tokenizer), WINDOW)
-    small.use_cache = False
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            small,
-            attn_implementation=attention.loadable(name),
-            dtype=dtype,
-            trust_remote_code=remote_code.here(),
-        )
-    transforms.switch_by_batch(model)
-    return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
 
 
 @torch.no_grad()
@@ -102,7 +74,7 @@ def leak(model: torch.nn.Module) -> float:
     documents = _documents(model)
     packed = model(**_packed(documents, model)).logits[0]
     alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
-    return ((packed - alone).abs().max() / alone.abs().max()).item()
+    return probe.off(packed, alone)
 
 
 def check_gradients(model: torch.nn.Module) -> None:
@@ -118,14 +90,12 @@ def check_gradients(model: torch.nn.Module) -> None:
         raise ArithmeticError("gradients are not finite")
 
 
-def _documents(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Return documents of random tokens, the same for every model with a vocabulary of the same size."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = ((length,) for length in LENGTHS)
-    return [torch.randint(5, model.config.vocab_size, one, generator=generator).to(model.device) for one in lengths]
+def _documents(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """Return documents of random tokens."""
+    return probe.random_tokens(model.config, 1, sum(LENGTHS))[0].to(model.device).split(LENGTHS)
 
 
-def _packed(documents: list[torch.Tensor], model: torch.nn.Module) -> dict[str, Any]:
+def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, Any]:
     """Return the model's inputs for one sequence of all documents."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}

@@ -26,7 +26,7 @@ from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusa
 from ...recipe.errors import first_line
 from ...recipe.recipe import Recipe
 from .. import distributed, upstream
-from ..model import draft, load, packing_check
+from ..model import draft, load, probe
 from ..upstream import AutoEPMoELayer
 
 
@@ -169,7 +169,7 @@ def find(config: PreTrainedConfig) -> Mixture:
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     try:
-        whole = packing_check.draft_of(config, tokenizer, "eager", torch.float32)
+        whole = probe.draft_of(config, tokenizer)
     except Exception as error:  # a model's own code may raise anything
         raise refusal("experts not checked", kind=config.model_type, error=first_line(error)) from error
     found = blocks(whole)
@@ -193,7 +193,7 @@ def find(config: PreTrainedConfig) -> Mixture:
         except Exception as error:  # AutoEP refuses architectures that it does not support, or fails on them
             reason = first_line(error).partition(". ")[0]
             continue
-        if off < packing_check.LEAK[torch.float32]:
+        if off < probe.LEAK[torch.float32]:
             return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))
         reason = f"a shrunken model differs by {off:.0e}"
     raise refusal("experts differ", kind=config.model_type, error=reason)
@@ -278,15 +278,8 @@ def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> f
         logger.setLevel(level)
     if len(layers) != count:
         raise ValueError(f"AutoEP finds {len(layers)} of {count} layers")
-    pairs = zip(_computed(replaced), _computed(whole), strict=True)
-    return max(((one - other).abs().max() / other.abs().max()).nan_to_num(torch.inf).item() for one, other in pairs)
-
-
-def _computed(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits, and the gradient of the embeddings, to which all other layers contribute."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, model.config.vocab_size, (2, LENGTH), generator=generator)
-    model.zero_grad()
-    output = model(input_ids=tokens, labels=tokens)
-    output.loss.backward()
-    return output.logits.detach(), model.get_input_embeddings().weight.grad
+    tokens = probe.random_tokens(whole.config, 2, LENGTH)
+    (found, _), (expected, _) = probe.computed(replaced, tokens), probe.computed(whole, tokens)
+    # All other layers contribute to the gradient of the embeddings.
+    gradients = [model.get_input_embeddings().weight.grad for model in (replaced, whole)]
+    return max(probe.off(found, expected), probe.off(*gradients))

@@ -30,12 +30,11 @@ from transformers import masking_utils as masking
 
 from ...recipe import layout as layouts
 from ...recipe.compatibility import refusal
-from ...recipe.errors import first_line
 from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..data.collate import Collator, labelled_only, next_labels
-from ..model import packing_check, transforms
+from ..model import packing_check, probe, transforms
 from ..model.attention import VARLEN, needs_boundaries
 from ..model.load import load_config
 
@@ -263,35 +262,14 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     heads = config.num_attention_heads // recipe.layout.tensor
     if heads % size:  # the launcher may not have had a Hub model's dimensions
         raise refusal("heads of a sequence", size=size, heads=heads)
-    error = difference_over_two(config, tokenizer, recipe.model.attention)
-    if error is not None:
-        attention = recipe.model.attention
-        raise refusal("sequence differs", size=size, kind=config.model_type, attention=attention, error=error)
-
-
-def difference_over_two(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> str | None:
-    """Return an error message, or None if two ranks compute the same; ranks 0 and 1 compute, all get the result."""
-    group = dist.new_group([0, 1])
-    error = None
-    if dist.get_rank() < 2:
-        try:
-            off = difference(draft_of(config, tokenizer, attention), group)
-            allowed = packing_check.LEAK[packing_check.check_dtype(attention)]
-            error = None if off < allowed else f"a shrunken model differs by {off:.0e}"
-        except Exception as failed:  # a model's own code may raise anything
-            error = f"on a shrunken model: {first_line(failed)}"
-    answer = [error]
-    dist.broadcast_object_list(answer, src=0, device=distributed.device())
-    return answer[0]
-
-
-def draft_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, attention: str) -> torch.nn.Module:
-    """Return a random draft without dropout, so that it computes the same in training as in evaluation."""
-    certain = copy.deepcopy(config)
-    for name, value in certain.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(certain, name, 0.0)
-    return packing_check.draft_of(certain, tokenizer, attention, packing_check.check_dtype(attention))
+    attention = recipe.model.attention
+    dtype = probe.check_dtype(attention)
+    off, error = probe.on_two_ranks(
+        lambda group: difference(probe.draft_of(config, tokenizer, attention, dtype, certain=True), group)
+    )
+    if error or not off < probe.LEAK[dtype]:
+        why = f"on a shrunken model: {error}" if error else f"a shrunken model differs by {off:.0e}"
+        raise refusal("sequence differs", size=size, kind=config.model_type, attention=attention, error=why)
 
 
 def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
@@ -307,7 +285,6 @@ def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
 
 def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
     """Return two sequences, one of them of two documents if `packed`."""
-    generator = torch.Generator().manual_seed(0)
     width = sum(packing_check.LENGTHS)
     sequences = [
         {
@@ -315,7 +292,7 @@ def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
             "labels": tokens,
             "seq_lengths": list(packing_check.LENGTHS) if packed and not index else [width],
         }
-        for index, tokens in enumerate(torch.randint(5, model.config.vocab_size, (2, width), generator=generator))
+        for index, tokens in enumerate(probe.random_tokens(model.config, 2, width))
     ]
     batch = Collator(0, multiple=8 * PAIR.sequence, boundaries=needs_boundaries(model))(sequences)
     inputs = {name: value for name, value in batch.items() if name not in ("tokens", "squared_lengths")}
@@ -330,9 +307,7 @@ def _difference(model: torch.nn.Module, batch: dict[str, Any], group: dist.Proce
     for value in part[1:]:
         dist.all_reduce(value, group=group)
     whole[0] = whole[0].chunk(PAIR.sequence, dim=1)[rank]
-    offs = torch.stack([(a - b).abs().max() / b.abs().max() for a, b in zip(part, whole, strict=True)])
-    dist.all_reduce(offs, op=dist.ReduceOp.MAX, group=group)
-    return offs.max().nan_to_num(torch.inf).item()
+    return probe.worst(max(probe.off(a, b) for a, b in zip(part, whole, strict=True)), group)
 
 
 def _computed(model: torch.nn.Module, batch: dict[str, Any], count: torch.Tensor) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing
-from ..model import load, lora, packing_check, remote_code, stored, transforms
+from ..model import load, lora, probe, remote_code, stored, transforms
 
 PROBE_STAGES = 3
 """A first, a middle and a last stage."""
@@ -34,20 +34,19 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     load.say_left_out(recipe, stored.check(recipe.model.path, _without_weights(recipe)))
     config = whole.get_text_config()
     try:
-        difference = staged_difference(packing_check.draft_of(config, tokenizer, recipe.model.attention, torch.float32))
+        difference = staged_difference(probe.draft_of(config, tokenizer, recipe.model.attention))
     except UserError:
         raise
     except Exception as error:  # a model's own code may raise anything
         raise refusal("pipeline not checked", size=size, kind=config.model_type, error=error) from error
-    if difference > packing_check.LEAK[torch.float32]:
+    if difference > probe.LEAK[torch.float32]:
         raise refusal("pipeline differs", size=size, kind=config.model_type, difference=difference)
 
 
 @torch.no_grad()
 def staged_difference(whole: PreTrainedModel) -> float:
     """Return how far the logits of stages are from the whole model's, relative to the largest."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, whole.config.vocab_size, (1, 48), generator=generator)
+    tokens = probe.random_tokens(whole.config, 1, 48)
     positions = torch.arange(48)[None]
     expected = whole(input_ids=tokens, position_ids=positions).logits
     passed = tokens
@@ -56,7 +55,7 @@ def staged_difference(whole: PreTrainedModel) -> float:
         transforms.cut_to_stage(part, layers)
         computed = transforms.run_stage(part, passed, positions)
         passed = computed[0] if isinstance(computed, tuple) else computed
-    return ((passed - expected).abs().max() / expected.abs().max()).item()
+    return probe.off(passed, expected)
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:

@@ -18,11 +18,9 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...recipe.compatibility import TENSOR_PARALLEL_TYPES, refusal
-from ...recipe.errors import first_line
 from ...recipe.recipe import Recipe
-from .. import distributed
 from ..console import say
-from ..model import draft, packing_check
+from ..model import draft, probe
 from ..model.load import load_config
 from . import tensor
 
@@ -71,15 +69,8 @@ def _check_heads(config: PreTrainedConfig, size: int) -> None:
 
 def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
     """Return the styles of all pairs that two ranks compute correctly; ranks 0 and 1 try, all get the result."""
-    group = dist.new_group([0, 1])
-    answer: list[tuple[dict[str, str], list[str], str]] = [({}, [], "")]
-    if dist.get_rank() < 2:
-        try:
-            answer = [(*split(config, attention, group), "")]
-        except Exception as error:  # a model's own code may raise anything
-            answer = [({}, [], first_line(error))]
-    dist.broadcast_object_list(answer, src=0, device=distributed.device())
-    found, rest, reason = answer[0]
+    answer, reason = probe.on_two_ranks(lambda group: split(config, attention, group))
+    found, rest = answer or ({}, [])
     if not found:
         raise refusal("no layers to split", kind=config.model_type, error=reason or ", ".join(rest))
     whole = f"; whole on every rank: {', '.join(rest)}" if rest else ""
@@ -94,7 +85,7 @@ def split(config: PreTrainedConfig, attention: str, group: dist.ProcessGroup) ->
     Each pair is tried alone, so that a pair that cannot be split, such as a fused projection, does not prevent others.
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
-    whole = packing_check.draft_of(config, tokenizer, attention, torch.float32)
+    whole = probe.draft_of(config, tokenizer, attention)
     found, rest = pairs(whole)
     right: list[Pair] = []
     for pair in sorted(found):
@@ -122,9 +113,7 @@ def _is_right(whole: PreTrainedModel, pairs: Iterable[Pair], group: dist.Process
         off = difference(whole, _styles(pairs), group)
     except Exception:  # an operation between the layers does not fit a share of the heads
         off = torch.inf
-    worst = torch.tensor(off, device=distributed.device())
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
-    return worst.item() < packing_check.LEAK[torch.float32]
+    return probe.worst(off, group) < probe.LEAK[torch.float32]
 
 
 def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.ProcessGroup) -> float:
@@ -132,32 +121,18 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
     part = copy.deepcopy(whole)
     tensor.shard(part, found, group)
     layers = tensor.layers(part)
-    expected, gradients = _computed(whole)
-    logits, parts = _computed(part)
-    offs = [_off(logits, expected)]
+    tokens = probe.random_tokens(whole.config, 2, LENGTH)
+    expected, gradients = probe.computed(whole, tokens)
+    logits, parts = probe.computed(part, tokens)
+    offs = [probe.off(logits, expected)]
     # The gradient of a key's bias is zero except for rounding.
     least = 1e-3 * max(gradient.abs().max().item() for gradient in gradients.values())
     for name, gradient in parts.items():
         owner, _, own = name.rpartition(".")
         split_up = owner in layers and gradient.shape != gradients[name].shape
         joined = tensor.gathered(layers[owner], own, gradient) if split_up else gradient
-        offs.append(_off(joined, gradients[name], least))
+        offs.append(probe.off(joined, gradients[name], least))
     return max(offs)
-
-
-def _off(one: torch.Tensor, other: torch.Tensor, least: float = 1e-9) -> float:
-    """Return the largest difference relative to the largest value, which is at least `least`; infinity for NaN."""
-    return ((one - other).abs().max() / other.abs().max().clamp(min=least)).nan_to_num(torch.inf).item()
-
-
-def _computed(model: PreTrainedModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(5, model.config.vocab_size, (2, LENGTH), generator=generator)
-    model.zero_grad()
-    output = model(input_ids=tokens.to(model.device), labels=tokens.to(model.device))
-    output.loss.backward()
-    gradients = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
-    return output.logits.detach(), gradients
 
 
 def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
