@@ -7,13 +7,14 @@ program that starts ranks needs `if __name__ == "__main__":`, since each rank im
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from ..training.rendezvous import free_port
 
 PRELOADED = "deepspeed_recipes.prove.preload"
 
@@ -93,13 +94,6 @@ class Ranks:
 def read_logs(log: Path) -> list[str]:
     """Return the output of each rank."""
     return [file.read_text(errors="replace") for file in sorted(log.parent.glob(log.name + ".*"))]
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str) -> None:

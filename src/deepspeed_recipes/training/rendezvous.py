@@ -94,7 +94,7 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
     launcher = next((one for one in LAUNCHERS if {one.rank, one.world_size} <= set(environment)), None)
     if launcher is None:
         if not {"RANK", "WORLD_SIZE"} & set(environment):
-            return {**SINGLE, "MASTER_PORT": str(_free_port())}
+            return {**SINGLE, "MASTER_PORT": str(free_port())}
         missing = [name for name in COMPLETE if name not in environment and name != "LOCAL_RANK"]
         if missing:
             raise UserError(f"{', '.join(missing)}: not set; every rank needs {', '.join(COMPLETE)}.")
@@ -138,7 +138,8 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(environment[name])
 
 
-def _free_port() -> int:
+def free_port(address: str = "127.0.0.1") -> int:
+    """Return a port of this machine that is free now."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address, 0))
         return probe.getsockname()[1]

@@ -109,7 +109,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     if distributed.is_first():
         write_json(run.data, datasets.description)
     checkpoint = newest_checkpoint(run)
-    mark = checked_data(recipe, checkpoint, tokenizer, datasets)
+    mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)
@@ -120,22 +120,25 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    conclude(trainer, datasets)
+    conclude(trainer, datasets, too_few)
 
 
 def checked_data(
     recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
-) -> dict[str, Any]:
-    """Print the number of updates and the step where a resumed run continues; return the data's fingerprint.
+) -> tuple[dict[str, Any], str | None]:
+    """Print the number of updates and the step where a resumed run continues.
+
+    Returns:
+        The data's fingerprint, and a warning if the run has too few updates.
 
     Raises:
         UserError: the checkpoint to resume from was trained on other data.
     """
     mark = fingerprint.of_run(recipe, tokenizer, datasets)
     fingerprint.check(mark, checkpoint, recipe.data.changed)
-    say_updates(recipe, datasets.size, dist.get_world_size())
+    too_few = say_updates(recipe, datasets.size, dist.get_world_size())
     say_resuming(recipe, checkpoint, datasets)
-    return mark
+    return mark, too_few
 
 
 def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:
@@ -256,7 +259,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
     }
 
 
-def conclude(trainer: Any, datasets: Datasets) -> None:
+def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     """Evaluate and export the trained model and print the last screen; after a stop, print how to resume.
 
     Raises:
@@ -285,9 +288,7 @@ def conclude(trainer: Any, datasets: Datasets) -> None:
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
-    size = datasets.size
-    few = updates.advice(recipe, size, dist.get_world_size()) if size else None
-    summary.finished(recipe, run, context.trackers, evaluation, results, few)
+    summary.finished(recipe, run, context.trackers, evaluation, results, too_few)
 
 
 def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ...machine import children
 from ...recipe.run_folder import RunFolder
+from ...training.rendezvous import free_port
 from ..command import share_of_cores
 from ..ranks import RANK, send
 from ..ssh import host_info
@@ -73,10 +74,3 @@ def describe(folder: str, file: str, peer: str, extensions: str) -> dict[str, An
 def signal_ranks(number: int, folder: str) -> int:
     """Send a signal to the run's ranks on this machine, and return their number."""
     return send(number, folder)
-
-
-def free_port(address: str) -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...machine.capacity import GIB
 from ...recipe.gpus import peak_flops
 from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
 from .. import distributed
@@ -110,9 +111,6 @@ def step_line(record: dict[str, Any], last_step: int) -> str:
         f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
         f"{speed:,.0f} tokens/s  {duration(left)} left"
     )
-
-
-GIB = 2**30
 
 
 OTHERS = (

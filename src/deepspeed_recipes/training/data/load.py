@@ -126,14 +126,16 @@ def show(examples: list[Pieces]) -> None:
         say(f"example: {highlighted(pieces)}")
 
 
-def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> None:
-    """Print the number of updates of the run, and settings that give more if there are too few."""
+def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> str | None:
+    """Print the number of updates of the run; if there are too few, print and return settings that give more."""
     if size is None:
         say(f"{recipe.max_steps} steps in all, from a stream")
-        return
+        return None
     say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
-    if advice := updates.advice(recipe, size, world_size):
+    advice = updates.advice(recipe, size, world_size)
+    if advice:
         say(advice)
+    return advice
 
 
 def _tokenized(
