@@ -72,11 +72,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--model", metavar="PATH", help="the model's config.json or its folder")
     result.add_argument("--lora", action="store_true", help="LoRA adapters are trained")
     result.add_argument(
-        "--sequence-parallel",
-        type=positive(int),
-        default=1,
-        metavar="N",
-        help="sequence-parallel ranks (default 1)",
+        "--sequence-parallel", type=positive(int), default=1, metavar="N", help="sequence-parallel ranks (default 1)"
     )
     result.add_argument("--pipeline", type=positive(int), default=1, metavar="N", help="pipeline stages (default 1)")
     result.add_argument(

@@ -226,12 +226,7 @@ def _check_options(recipe: Recipe) -> None:
 
 
 def check_file(
-    path: Path,
-    method: str,
-    form: str = "auto",
-    most: int | None = None,
-    named: str | None = None,
-    vision: bool = False,
+    path: Path, method: str, form: str = "auto", most: int | None = None, named: str | None = None, vision: bool = False
 ) -> Counter[Any]:
     """Check a text file's first `most` examples (all if None) for a method, and return their number by kind.
 

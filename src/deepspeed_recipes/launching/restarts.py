@@ -38,12 +38,7 @@ def check(recipe: Recipe, most: int) -> None:
 
 
 def run_with_restarts(
-    recipe: Recipe,
-    run: RunFolder,
-    ranks: int,
-    most: int,
-    start: Callable[[int], Outcome],
-    available: Callable[[], int],
+    recipe: Recipe, run: RunFolder, ranks: int, most: int, start: Callable[[int], Outcome], available: Callable[[], int]
 ) -> int:
     """Run to the end, restarting after failures at most `most` times, and return the last exit status.
 

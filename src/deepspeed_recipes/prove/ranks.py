@@ -64,12 +64,7 @@ class Ranks:
         return processes
 
     def run(
-        self,
-        function: Callable[..., Any],
-        *arguments: Any,
-        world_size: int = 2,
-        log: Path,
-        timeout: float = 240,
+        self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path, timeout: float = 240
     ) -> list[int]:
         """Run to the end and return the ranks' exit statuses; after `timeout` seconds they are killed."""
         port = free_port()

@@ -88,7 +88,6 @@ def verdict(name: str) -> str:
         None: "does not mark the assistant's tokens, and TRL has no version that does; they are found by rendering it",
     }
     how = known.get(
-        chat_templates.training_template(tokenizer),
-        "does not mark the assistant's tokens; TRL has a version that does",
+        chat_templates.training_template(tokenizer), "does not mark the assistant's tokens; TRL has a version that does"
     )
     return f"the chat template of {recipe.model.path} {how}"

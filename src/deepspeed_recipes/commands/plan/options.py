@@ -154,14 +154,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
         gpu, gpus = measured.device, gpus or measured.ranks
-    hardware = cluster(
-        gpu,
-        gpus,
-        arguments.nodes,
-        arguments.gpu_memory,
-        arguments.host_memory,
-        arguments.nvme,
-    )
+    hardware = cluster(gpu, gpus, arguments.nodes, arguments.gpu_memory, arguments.host_memory, arguments.nvme)
     named = arguments.gpu is not None
     hardware = with_measurements(
         hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr), measured

@@ -44,19 +44,7 @@ def _optimizer_names(config: Config, facts: Facts) -> Iterator[Hit]:
 @rule("untested-optimizer", "error", FAILS_LATER)
 def _untested(config: Config, facts: Facts) -> Iterator[Hit]:
     name = config.text("optimizer", "type")
-    tested = (
-        "adam",
-        "adamw",
-        "adagrad",
-        "lamb",
-        "lion",
-        "muadam",
-        "muadamw",
-        "musgd",
-        "muon",
-        "Adam",
-        "AdamW",
-    )
+    tested = ("adam", "adamw", "adagrad", "lamb", "lion", "muadam", "muadamw", "musgd", "muon", "Adam", "AdamW")
     if not name or name.lower() in tested or name not in schema.load()["torch_optimizers"]:
         return
     if config.stage in (1, 2, 3) and not config.get("zero_allow_untested_optimizer"):

@@ -5,11 +5,7 @@ from collections.abc import Iterator
 from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule, shown
 
 _ZERO = "zero_optimization"
-_NEEDS_STAGE_3 = (
-    "zero_quantized_weights",
-    "zero_quantized_nontrainable_weights",
-    "zero_quantized_gradients",
-)
+_NEEDS_STAGE_3 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 @rule("needs-stage-3", "error", WRONG)

@@ -24,10 +24,7 @@ WARNING = 300
 """Seconds before the time limit at which the ranks receive the signal to write a checkpoint."""
 POLL = 2.0
 """Seconds between two reads of the queue while the log is followed."""
-UNFINISHED = (
-    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"),
-    *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"),
-)
+UNFINISHED = (*("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"))
 """States of a job that may still run; all other states are final.
 https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
 
