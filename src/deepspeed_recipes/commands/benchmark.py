@@ -247,7 +247,7 @@ def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadli
 
 def _line(found: dict[str, Any]) -> str:
     if "error" in found:
-        return found["error"]
+        return str(found["error"])
     peak = found.get("peak_allocated_gib", found["host_peak_gib"])
     return f"{found['tokens_per_second']:>9,.0f} tokens/s {peak:>8.2f} GiB {found['reads_per_step']:>4} reads per step"
 

@@ -10,7 +10,7 @@ command imports neither torch nor DeepSpeed unless --deepspeed also checks with 
 import argparse
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,10 +87,10 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def positive(kind: type):
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """Return an argument type for numbers above 0."""
 
-    def number(text: str) -> int | float:
+    def number(text: str) -> float:
         value = kind(text)
         if not 0 < value < 2**53:
             raise ValueError

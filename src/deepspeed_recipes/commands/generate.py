@@ -209,7 +209,7 @@ def answer(
     if tokenizer.chat_template is None:
         inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
         output = model.generate(**inputs, max_new_tokens=max_new_tokens, **seeded(how))
-        return tokenizer.decode(output[0], skip_special_tokens=True)
+        return str(tokenizer.decode(output[0], skip_special_tokens=True))
     return "".join(stream(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens, **how)).strip()
 
 

@@ -94,7 +94,7 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         for part in re.split("[=,\0]", "\0".join(sys.argv[1:] if words is None else words)):
             if os.path.exists(part):  # otherwise opening it could wait for a writer, or reading never end
                 check_ends(part)
-        return importlib.import_module(f".{name}", __package__).main(words)
+        return int(importlib.import_module(f".{name}", __package__).main(words))
     except UserError as error:
         print(f"{typed}: {_said(redact(str(error)))}", file=sys.stderr)
         return 2

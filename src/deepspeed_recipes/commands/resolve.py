@@ -22,6 +22,7 @@ from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
 from ..config.rule import Facts
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.project import CONFIGS
 from .main import Parser
 
@@ -157,7 +158,7 @@ def accumulate(numbers: Numbers, batch: int) -> Numbers:
     return dataclasses.replace(numbers, gradient_accumulation_steps=batch // step)
 
 
-def architecture(name: str) -> dict:
+def architecture(name: str) -> Json:
     """Return the model config at a path, or a recipe's.
 
     Raises:
@@ -166,7 +167,7 @@ def architecture(name: str) -> dict:
     return model_config(name) if Path(name).exists() else recipe_model(name)
 
 
-def recipe_model(name: str) -> dict:
+def recipe_model(name: str) -> Json:
     """Return the dimensions on a recipe's page.
 
     Raises:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ..recipe.files import Json
 from .read import Document, Key, parse
 from .rule import Edit, Finding, shown
 
@@ -44,7 +45,7 @@ def _errors(findings: list[Finding]) -> set[tuple[str, str]]:
     return {(finding.rule, finding.key) for finding in findings if finding.severity == "error"}
 
 
-def _apply(text: str, findings: list[Finding], judge: Judge, known: set) -> tuple[str, list[Finding]]:
+def _apply(text: str, findings: list[Finding], judge: Judge, known: set[tuple[str, str]]) -> tuple[str, list[Finding]]:
     """Return the text with the findings' edits, and the findings whose edits would cause new errors.
 
     All edits are tried together, which nearly always works, and otherwise each half separately.
@@ -65,7 +66,7 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set) -> tupl
     return text, first + second
 
 
-def edit_value(config: dict, edit: Edit) -> dict:
+def edit_value(config: Json, edit: Edit) -> Json:
     """Return a copy of a config with one edit; an edit that does not apply changes nothing."""
     result = copy.deepcopy(config)
     node: Any = result

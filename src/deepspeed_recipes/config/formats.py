@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..recipe.files import Json
 from .read import Unreadable
 from .rule import Finding, Severity, shown
 from .rules import RULES
@@ -31,7 +32,7 @@ class Report:
             return 2
         return int(self.objection is not None or any(finding.severity == "error" for finding in self.findings))
 
-    def as_json(self) -> dict:
+    def as_json(self) -> Json:
         """Return the report as `--format json` prints it."""
         if self.stopped:
             at = {"line": self.stopped.line, "column": self.stopped.column}
@@ -82,7 +83,7 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def sarif(reports: list[Report]) -> dict:
+def sarif(reports: list[Report]) -> Json:
     """Return the findings as a SARIF 2.1.0 log, which code scanners and editors read."""
     notes = [(report.file, note) for report in reports for note in _notes(report)]
     known = {rule.id: f"{rule.cause} {rule.fix}" for rule in RULES}

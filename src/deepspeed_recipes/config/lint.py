@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..recipe.files import Json
 from .model import model_config
 from .read import Document, read
 from .rule import Config, Facts, Finding, Hit, dotted, shown
@@ -15,10 +16,10 @@ from .rules import RULES
 
 
 def lint(
-    path_or_dict: str | Path | dict,
+    path_or_dict: str | Path | Json,
     *,
     world_size: int | None = None,
-    model: str | Path | dict | None = None,
+    model: str | Path | Json | None = None,
     gpu_memory_gib: float | None = None,
     trainer: str = "hf",
     lora: bool = False,
@@ -58,7 +59,7 @@ def lint(
     return judge(document, facts)
 
 
-def judge(config: Document | dict, facts: Facts) -> list[Finding]:
+def judge(config: Document | Json, facts: Facts) -> list[Finding]:
     """Return the findings for a parsed file, or for a dictionary, which has no line numbers."""
     seen = Config.of(config) if isinstance(config, Document) else Config(config)
     places = {(problem.key, problem.what): (problem.line, problem.column) for problem in reversed(seen.problems)}
@@ -82,7 +83,7 @@ def place(config: Config, hit: Hit) -> tuple[int | None, int | None]:
     return None, None
 
 
-def ask_deepspeed(config: dict, world_size: int = 1) -> str | None:
+def ask_deepspeed(config: Json, world_size: int = 1) -> str | None:
     """Return the first lines of DeepSpeed's objection to a config without "auto", or None if it accepts the config.
 
     Imports DeepSpeed and torch. The config class reads the number of ranks from torch.distributed, which is not

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.run_folder import read_json
 
 MODEL_TYPES = Path(__file__).with_name("model_types.json")
@@ -18,11 +19,12 @@ _NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "de
 
 
 @cache
-def _types() -> dict[str, dict]:
-    return json.loads(MODEL_TYPES.read_text())
+def _types() -> dict[str, Json]:
+    types: dict[str, Json] = json.loads(MODEL_TYPES.read_text())
+    return types
 
 
-def dimension(model: dict, name: str) -> int | None:
+def dimension(model: Json, name: str) -> int | None:
     """Return one of DIMENSIONS, without looking into nested configs, or None if it is unknown."""
     known = _types().get(str(model.get("model_type")), {})
     own, default = known.get(name, (name, None))
@@ -32,7 +34,7 @@ def dimension(model: dict, name: str) -> int | None:
     return None
 
 
-def text_model(model: dict) -> dict:
+def text_model(model: Json) -> Json:
     """Return the part of a model's config that holds the sizes of the language model."""
     for name in _NESTED:
         if isinstance(inner := model.get(name), dict):
@@ -41,7 +43,7 @@ def text_model(model: dict) -> dict:
     return {"model_type": kind} if kind else model
 
 
-def hidden_size(model: dict, nested: bool = True) -> int | None:
+def hidden_size(model: Json, nested: bool = True) -> int | None:
     """Return the hidden size that the Trainer finds in a model's config, the largest if there are several.
 
     The Trainer also looks into `text_config`; a bare Accelerator does not (`nested=False`).
@@ -50,7 +52,7 @@ def hidden_size(model: dict, nested: bool = True) -> int | None:
         return size
     sizes = model.get("hidden_sizes")
     if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
-        return max(sizes)
+        return int(max(sizes))
     kind = _types().get(str(model.get("model_type")), {}).get("text_config")
     inner = model.get("text_config", {"model_type": kind} if kind else None)
     if not nested or not isinstance(inner, dict):
@@ -58,7 +60,7 @@ def hidden_size(model: dict, nested: bool = True) -> int | None:
     return hidden_size({"model_type": kind, **inner}, nested=False)
 
 
-def model_config(path: str | Path) -> dict:
+def model_config(path: str | Path) -> Json:
     """Return the `config.json` at `path`, or in the folder `path`.
 
     Raises:

@@ -10,8 +10,10 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..recipe.errors import UserError, of_system
+from ..recipe.files import Json
 from ..recipe.project import CONFIGS
 
 MAX_DEPTH = 64  # the deepest real config has six levels
@@ -70,7 +72,7 @@ class Span:
 class Document:
     """A parsed file: its value, the position of each key, and its violations of strict JSON."""
 
-    value: dict
+    value: Json
     places: dict[Key, tuple[int, int]]
     """Line and column (from 1) of each key, or of each list item."""
     problems: tuple[Problem, ...]
@@ -155,7 +157,7 @@ class _Parser:
 
     def _value(self) -> object:
         """Parse one value. `stack` holds the open containers as (container, its key, the offset where it opens)."""
-        stack: list[tuple[dict | list, Key, int]] = []
+        stack: list[tuple[Json | list[Any], Key, int]] = []
         key: Key = ()
         while True:
             self._skip(key)
@@ -179,7 +181,7 @@ class _Parser:
                 if done and isinstance(container, list):
                     container.append(value)
                 elif done and isinstance(container, dict):
-                    container[key[-1]] = value
+                    container[str(key[-1])] = value
                 following = self._next_key(container, base, opened, first=not done)
                 if following is not None:
                     key = following
@@ -187,7 +189,7 @@ class _Parser:
                 stack.pop()
                 value, key, begin, done = container, base, opened, True
 
-    def _next_key(self, container: dict | list, base: Key, opened: int, first: bool) -> Key | None:
+    def _next_key(self, container: Json | list[Any], base: Key, opened: int, first: bool) -> Key | None:
         """Move to the next item of `container` and return its key, or None if the container is closed."""
         closer, end = "}" if isinstance(container, dict) else "]", self.at
         self._skip(base)
@@ -212,7 +214,7 @@ class _Parser:
             return key
         return self._name(container, base, opened)
 
-    def _name(self, container: dict, base: Key, opened: int) -> Key:
+    def _name(self, container: Json, base: Key, opened: int) -> Key:
         start = self.at
         found = _STRING.match(self.text, self.at)
         if not found:

@@ -8,9 +8,10 @@ import copy
 import json
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from .read import Key
 from .rule import dotted, shown
 
@@ -58,7 +59,7 @@ class Numbers:
         return self.micro_batch_size * self.gradient_accumulation_steps * sharing
 
 
-def resolve(template: dict, numbers: Numbers) -> dict:
+def resolve(template: Json, numbers: Numbers) -> Json:
     """Return a copy of `template` with a value for every "auto", as the engine gets it.
 
     Raises:
@@ -80,7 +81,7 @@ def resolve(template: dict, numbers: Numbers) -> dict:
     return config
 
 
-def dumps(config: dict) -> str:
+def dumps(config: Json) -> str:
     """Return a resolved config as strict JSON, with infinity written as NEVER."""
     return json.dumps(_finite(config), indent=2, allow_nan=False) + "\n"
 
@@ -128,7 +129,7 @@ def _matched(numbers: Numbers) -> dict[str, object]:
     return matched
 
 
-def _fillings(config: dict, numbers: Numbers) -> dict[str, object]:
+def _fillings(config: Json, numbers: Numbers) -> dict[str, object]:
     """Return the value for every key that may be "auto"."""
     fillings = {
         **_matched(numbers),
@@ -148,7 +149,7 @@ def _fillings(config: dict, numbers: Numbers) -> dict[str, object]:
     return fillings
 
 
-def _mismatch(config: dict, path: str, value: object, fillings: dict) -> str | None:
+def _mismatch(config: Json, path: str, value: object, fillings: Json) -> str | None:
     node: object = config
     for name in path.split("."):
         node = node.get(name) if isinstance(node, dict) else None
@@ -157,7 +158,7 @@ def _mismatch(config: dict, path: str, value: object, fillings: dict) -> str | N
     return f'{path} is {shown(node)} in the template but {shown(value)} in the run; write "auto" or change the run'
 
 
-def _fill(node: dict | list, fillings: dict[str, object], path: Key = ()) -> None:
+def _fill(node: Any, fillings: dict[str, object], path: Key = ()) -> None:
     items = enumerate(node) if isinstance(node, list) else list(node.items())
     for name, value in items:
         where = (*path, name)
@@ -177,7 +178,7 @@ def _unfilled(key: str) -> str:
     return f'{key} is "auto", but the Trainer has no value for it; write a value'
 
 
-def _add(config: dict, numbers: Numbers) -> None:
+def _add(config: Json, numbers: Numbers) -> None:
     """Add the keys that accelerate adds before the engine gets the config."""
     config.setdefault("gradient_accumulation_steps", 1)
     if numbers.sequence > 1:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from ..recipe.files import Json
 from .model import text_model
 from .read import Document, Key, Problem
 
@@ -56,7 +57,7 @@ class Facts:
 
     trainer: Literal["hf", "plain"] = "hf"
     world_size: int | None = None
-    model: dict | None = None
+    model: Json | None = None
     """The model's `config.json`."""
     gpu_memory_gib: float | None = None
     lora: bool = False
@@ -66,7 +67,7 @@ class Facts:
     """The known TrainingArguments by their names."""
 
     @property
-    def text_model(self) -> dict:
+    def text_model(self) -> Json:
         """The part of the model's config that holds the sizes of the language model."""
         return text_model(self.model or {})
 
@@ -75,7 +76,7 @@ class Facts:
 class Config:
     """A parsed config whose values may have any type: look-ups never fail. Compared and hashed by identity."""
 
-    value: dict
+    value: Json
     problems: tuple[Problem, ...] = ()
     places: dict[Key, tuple[int, int]] = field(default_factory=dict)
 
@@ -114,7 +115,7 @@ class Config:
         value = self.get(*path)
         return value if isinstance(value, str) else None
 
-    def section(self, *path: str | int) -> dict:
+    def section(self, *path: str | int) -> Json:
         """Return the object at `path`, or an empty one."""
         value = self.get(*path)
         return value if isinstance(value, dict) else {}
@@ -187,7 +188,7 @@ class Finding:
     fix: str
     edits: tuple[Edit, ...] = ()
 
-    def as_json(self) -> dict:
+    def as_json(self) -> Json:
         """Return the finding as `ds-recipes check --json` prints it."""
         names = ("rule", "severity", "key", "line", "column", "value", "what", "fix")
         return {name: getattr(self, name) for name in names}

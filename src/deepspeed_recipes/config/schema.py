@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ..recipe.files import Json
 from .read import Key
 
 SCHEMAS = Path(__file__).with_name("schemas")
@@ -54,7 +55,7 @@ def file_of(version: str) -> Path:
 
 
 @cache
-def load() -> dict:
+def load() -> Json:
     """Return the schema of the installed DeepSpeed, or the newest schema if DeepSpeed is not installed.
 
     A version without a schema gets that of the nearest version, and a warning on stderr names both.
@@ -74,7 +75,7 @@ def load() -> dict:
 
 def read(file: Path) -> dict[str, Any]:
     """Return the schema in a file; if the file lists differences from another version, they are applied to that."""
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found: Json = json.loads(file.read_text(encoding="utf-8"))
     if "differs_from" not in found:
         return found
     schema = read(file_of(found["differs_from"]))
@@ -97,23 +98,22 @@ def position(version: str) -> int:
     return (major * 100 + minor) * 100 + patch
 
 
-def section(*path: str | int) -> dict | None:
+def section(*path: str | int) -> Json | None:
     """Return the node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
-    node = load()["root"]
+    node: Json | None = load()["root"]
     for name in path:
-        node = node["keys"].get(name)
-        node = node and node.get("section")
-        if node is None:
-            return None
+        node = node and node["keys"].get(name, {}).get("section")
     return node
 
 
-def entry(path: Key) -> dict:
+def entry(path: Key) -> Json:
     """Return the schema's entry for the key at `path`, empty if there is none."""
-    return (section(*path[:-1]) or {"keys": {}})["keys"].get(path[-1], {})
+    node = section(*path[:-1])
+    found: Json = node["keys"].get(path[-1], {}) if node else {}
+    return found
 
 
-def walk(config: dict, node: dict | None = None, path: Key = ()) -> Iterator[tuple[Key, object, dict]]:
+def walk(config: Json, node: Json | None = None, path: Key = ()) -> Iterator[tuple[Key, object, Json]]:
     """Yield every key of a config with its value and the schema node of its section, each section before its keys."""
     node = node or load()["root"]
     for name, value in config.items():
@@ -181,7 +181,7 @@ def kind_of(value: object) -> str:
     return "object" if value else "empty object"
 
 
-def accepts(entry: dict, value: object) -> bool:
+def accepts(entry: Json, value: object) -> bool:
     """Return whether DeepSpeed loads a config that has `value` for an untyped key; a section's keys are ignored."""
     if "loads" not in entry or kind_of(value) in entry["loads"]:
         return True
@@ -192,7 +192,7 @@ def accepts(entry: dict, value: object) -> bool:
     return False
 
 
-def fits(kind: dict, value: object) -> bool:
+def fits(kind: Json, value: object) -> bool:
     """Return whether a typed key accepts `value`; the keys of a section are ignored.
 
     The rules are those of pydantic's lax mode, which DeepSpeed's typed sections use; a test compares every kind with
@@ -252,7 +252,7 @@ def _fits_int(value: object) -> bool:
     return isinstance(value, int)
 
 
-def _in_bounds(kind: dict, value: Any) -> bool:
+def _in_bounds(kind: Json, value: Any) -> bool:
     number = float(value) if isinstance(value, str) else value
     return not (
         ("gt" in kind and not number > kind["gt"])
@@ -262,7 +262,7 @@ def _in_bounds(kind: dict, value: Any) -> bool:
     )
 
 
-def describe(kind: dict) -> str:
+def describe(kind: Json) -> str:
     """Return a type in words, for a message."""
     match kind["kind"]:
         case "union":

@@ -24,7 +24,7 @@ def visible_gpus() -> int:
         return 0
     import torch
 
-    return torch.cuda.device_count()
+    return int(torch.cuda.device_count())
 
 
 def rank_count(asked: int | None, gpus: int) -> int:

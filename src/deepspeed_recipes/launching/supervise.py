@@ -112,7 +112,7 @@ def supervise(
     return Outcome(status, cause, bool(signals))
 
 
-def wait(launcher: subprocess.Popen, watcher: RankWatcher) -> tuple[list[FailedRank], int]:
+def wait(launcher: subprocess.Popen[bytes], watcher: RankWatcher) -> tuple[list[FailedRank], int]:
     """Wait for the launcher; return the ranks that have failed, the first one first, and the exit status."""
     failed: list[FailedRank] = []
     deadline = 0.0

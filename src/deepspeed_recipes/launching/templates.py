@@ -24,7 +24,7 @@ def fill(template: Path, **values: Any) -> str:
     Raises:
         jinja2.UndefinedError: the template uses a value that is missing.
     """
-    return _environment(template.parent).get_template(template.name).render(values)
+    return str(_environment(template.parent).get_template(template.name).render(values))
 
 
 def write(folder: Path, texts: Mapping[str, str]) -> Path:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from ..recipe.files import Json
+
 GIB = 2**30
 _BLOCK = 8 * 2**20  # bytes per request; drives reach full speed from about 1 MiB
 
@@ -25,7 +27,7 @@ class Check:
     found: str
     fix: str = ""
 
-    def as_json(self) -> dict:
+    def as_json(self) -> Json:
         """Return the line as data."""
         return asdict(self)
 

@@ -11,8 +11,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .errors import UserError, of_system
+
+Json = dict[str, Any]
+"""A JSON object."""
 
 
 @contextlib.contextmanager

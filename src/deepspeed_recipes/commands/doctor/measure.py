@@ -13,6 +13,7 @@ from ...launching.command import launcher_command, rank_count, rank_environment,
 from ...machine import children, system
 from ...planning.hardware import machine_file
 from ...recipe.errors import UserError, cannot_write
+from ...recipe.files import Json
 from ...recipe.project import require
 from ...recipe.run_folder import write_json
 
@@ -81,7 +82,7 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, gpus: int) -> dict[str, Any]:
+def probe(ranks: int, gpus: int) -> Json:
     """Return the ranks' measurements (`benchmarks.probe`).
 
     Raises:
@@ -98,7 +99,8 @@ def probe(ranks: int, gpus: int) -> dict[str, Any]:
         if done.returncode or not result.exists():
             said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
             raise UserError(f"--measure: the ranks failed: {(said or ['without a message'])[-1][:300]}")
-        return json.loads(result.read_text(encoding="utf-8"))
+        rates: Json = json.loads(result.read_text(encoding="utf-8"))
+        return rates
 
 
 def lines(measured: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -64,6 +64,6 @@ def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str
 def parameters(path: str) -> int | None:
     """Return the Hub's parameter count of the safetensors files, or None if it is unavailable."""
     try:
-        return sum(get_safetensors_metadata(path).parameter_count.values())
+        return int(sum(get_safetensors_metadata(path).parameter_count.values()))
     except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):
         return None

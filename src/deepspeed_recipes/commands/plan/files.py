@@ -17,6 +17,7 @@ from ...planning.show import table
 from ...recipe import files
 from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
 from ...recipe.errors import UserError, cannot_write
+from ...recipe.files import Json
 from ...recipe.project import CONFIGS, TYPED
 from ...recipe.run_folder import write_json
 
@@ -49,7 +50,7 @@ def write(request: PlanRequest, plan: Plan, folder: Path) -> None:
     print(f"written: {resolved}, {script}", file=sys.stderr)
 
 
-def for_engine(request: PlanRequest, plan: Plan) -> dict:
+def for_engine(request: PlanRequest, plan: Plan) -> Json:
     """Return the plan's configuration as the engine receives it."""
     recipe, setup = plan.recipe, plan.setup
     numbers = Numbers(
@@ -82,7 +83,7 @@ def for_engine(request: PlanRequest, plan: Plan) -> dict:
     return _with_buckets_of_a_layer(config, layer) if ours and setup.zero_stage == 3 else config
 
 
-def _with_buckets_of_a_layer(config: dict, layer: int) -> dict:
+def _with_buckets_of_a_layer(config: Json, layer: int) -> Json:
     """Return a configuration that reduces gradients layer by layer, or in the file's buckets if these are smaller.
 
     The gradients of a layer are reduced while the previous layer is computed. In small models a bucket of the shipped

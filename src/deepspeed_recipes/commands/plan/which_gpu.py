@@ -11,6 +11,7 @@ from rich.table import Table
 
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
+from ...planning.hardware.prices import prices
 from ...planning.search import strategies, which_gpu
 from ...planning.search.run_cost import Workload, in_words
 from ...planning.search.which_gpu import Choice
@@ -41,7 +42,7 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         option = given.replace("_", "-") or ("longest" if arguments.longest else "nodes")
         raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
-    work = workload.workload(arguments, recipe, keys) or Workload(USUAL, workload.prices(arguments.price))
+    work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices(arguments.price))
     if work.prices.any_node is not None:
         raise UserError(f"--price {work.prices.any_node:g}: name the instance, for example --price p5.48xlarge=55.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None

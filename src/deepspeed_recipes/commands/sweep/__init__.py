@@ -116,7 +116,7 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
     results: list[Result] = []
     interrupted = False
     for trial in range(1, count + 1):
-        known = trials.is_finished(trials.folder_of(folder, trial))
+        known = run_folder.is_finished(trials.folder_of(folder, trial))
         try:
             one = trials.run(sweep, folder, trial, trials.launch)
         except KeyboardInterrupt:

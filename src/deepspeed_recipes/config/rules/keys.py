@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from ...recipe.files import Json
 from .. import schema
 from ..read import Key
 from ..rule import COSTS, REJECTED, WRONG, Config, Edit, Facts, Hit, dotted, rule
@@ -55,7 +56,7 @@ def _unknown(config: Config) -> list[_Unknown]:
 def _homes() -> dict[str, Key]:
     """Return the path of each key name that only one section of the schema has."""
     homes: dict[str, list[Key]] = {}
-    pending: list[tuple[Key, dict]] = [((), schema.load()["root"])]
+    pending: list[tuple[Key, Json]] = [((), schema.load()["root"])]
     while pending:
         path, node = pending.pop()
         for key, entry in node["keys"].items():
@@ -73,7 +74,7 @@ def _rename(path: Key, right: str, config: Config) -> tuple[Edit, ...]:
     return (Edit("rename", path, right),) if not taken and _suits(entry, config.get(*path)) else ()
 
 
-def _suits(entry: dict, value: object) -> bool:
+def _suits(entry: Json, value: object) -> bool:
     """Return whether a value has a key's type or, for a key without a type, the type of its default."""
     if value == "auto":
         return "section" not in entry
@@ -184,9 +185,9 @@ def _both_spellings(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, what, f"remove `{path[-1]}`", (Edit("remove", path),))
 
 
-def _public(node: dict, name: str) -> str:
+def _public(node: Json, name: str) -> str:
     """Return the documented spelling of a field (`stage3_...`)."""
-    return node["keys"].get(name, {}).get("alias_of", name)
+    return str(node["keys"].get(name, {}).get("alias_of", name))
 
 
 @rule("bf16-twice", "error", WRONG)

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
+from ...recipe.files import Json
 from .. import schema
 from ..read import Key
 from ..rule import FAILS_LATER, REJECTED, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, dotted, rule, shown
@@ -38,7 +39,7 @@ FILLED = (
 )
 
 
-def known_keys(config: Config) -> Iterator[tuple[Key, object, dict]]:
+def known_keys(config: Config) -> Iterator[tuple[Key, object, Json]]:
     """Yield the known keys that DeepSpeed reads, without batch sizes, with their values and schema entries."""
     unread: set[Key] = set()
     if config.get("bf16") is not None:
@@ -66,7 +67,7 @@ def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
 
 
-def _accepted(entry: dict) -> str:
+def _accepted(entry: Json) -> str:
     if "texts" in entry:
         return " | ".join(shown(text) for text in entry["texts"][:8])
     if "section" in entry or "object" in entry["loads"]:

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Iterator
 
+from ...recipe.files import Json
 from .. import schema
 from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule, shown
 from ..schema import describe, fits
@@ -82,7 +83,7 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
 
 
-_Call = tuple[tuple[str, str], str, dict]
+_Call = tuple[tuple[str, str], str, Json]
 """The path of the arguments, the name of the class, and its parameters."""
 
 
@@ -98,9 +99,9 @@ def _calls(config: Config) -> Iterator[_Call]:
         yield ("scheduler", "params"), scheduler, parameters
 
 
-def _optimizer_parameters(config: Config, name: str) -> dict | None:
+def _optimizer_parameters(config: Config, name: str) -> Json | None:
     """Return the parameters of one of DeepSpeed's optimizers; with offload another class implements it."""
-    classes = schema.load()["optimizer_parameters"].get("adam" if name == "adamw" else name)
+    classes: dict[str, Json] | None = schema.load()["optimizer_parameters"].get("adam" if name == "adamw" else name)
     if classes is None:
         return None
     if "torch" in classes and config.get("optimizer", "params", "torch_adam"):
@@ -136,7 +137,7 @@ def _value(config: Config, facts: Facts) -> Iterator[Hit]:
             yield Hit((*path, parameter), value, f"{shown(value)} is not {describe(kind)}", fix, edits)
 
 
-def _meant(kind: dict, value: object) -> object:
+def _meant(kind: Json, value: object) -> object:
     """Return the value behind quotes or an exponent, 1e-5 for "1e-5" and 100 for 1e2, or None."""
     if isinstance(value, str) and value.lower() in ("true", "false"):
         right: object = value.lower() == "true"

@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.project import python_path
 from ...recipe.run_folder import RunFolder
 from ..command import rank_count, visible_gpus
@@ -143,14 +143,14 @@ def check_address(address: str) -> None:
         ) from None
 
 
-def nodes_of(found: list[dict[str, Any]]) -> list[Node]:
+def nodes_of(found: list[Json]) -> list[Node]:
     """Return the nodes that `ray.nodes` has listed, with a name for each."""
     several = {address for address, count in Counter(one["address"] for one in found).items() if count > 1}
     names = [f"{one['address']}-{one['id'][:6]}" if one["address"] in several else one["address"] for one in found]
     return [Node(one["id"], name, one["cpus"], one["gpus"]) for one, name in zip(found, names, strict=True)]
 
 
-def ask(address: str, *about: str) -> list[dict[str, Any]]:
+def ask(address: str, *about: str) -> list[Json]:
     """Return the nodes that `ray.nodes` prints.
 
     Raises:
@@ -168,7 +168,8 @@ def ask(address: str, *about: str) -> list[dict[str, Any]]:
     answer = json.loads(lines[-1])
     if "failed" in answer:
         raise UserError(f"--address {address}: {answer['failed']}")
-    return answer["nodes"]
+    nodes: list[Json] = answer["nodes"]
+    return nodes
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:

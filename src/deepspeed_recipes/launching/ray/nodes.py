@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ...recipe.errors import first_line
+from ...recipe.files import Json
 from ...recipe.project import python_path
 from . import rank
 
@@ -34,7 +35,7 @@ def connect(address: str, variables: dict[str, str] | None = None, **local: Any)
     ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, **local)
 
 
-def alive() -> list[dict[str, Any]]:
+def alive() -> list[Json]:
     """Return the living nodes, the head first, with id, address, and Ray's number of CPUs and GPUs."""
     found = [
         {
@@ -56,7 +57,7 @@ def on(node: str, function: Any, *arguments: Any) -> ray.ObjectRef:
     return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function).remote(*arguments)
 
 
-def answers(nodes: list[dict[str, Any]], folder: str, file: str, extensions: str) -> list[dict[str, Any]]:
+def answers(nodes: list[Json], folder: str, file: str, extensions: str) -> list[Json]:
     """Return each node's facts, or `{"failed": REASON}`."""
     asked = time.time()
     tasks = [on(node["id"], rank.describe, folder, file, nodes[0]["address"], extensions) for node in nodes]
@@ -65,9 +66,9 @@ def answers(nodes: list[dict[str, Any]], folder: str, file: str, extensions: str
     return [_answer(task, asked, answered) for task in tasks]
 
 
-def _answer(task: ray.ObjectRef, asked: float, answered: float) -> dict[str, Any]:
+def _answer(task: ray.ObjectRef, asked: float, answered: float) -> Json:
     try:
-        found = ray.get(task, timeout=0)
+        found: Json = ray.get(task, timeout=0)
     except ray.exceptions.GetTimeoutError:
         return {"failed": f"no answer within {PATIENCE} s"}
     except Exception as error:  # the node has no such checkout, or Ray cannot start a process with it

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.project import IMPORT_ROOT
 from . import remote
 from .hostfile import HostPool
@@ -75,10 +76,10 @@ def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions
     return [parse_answer(result, asked, answered) for result in results]
 
 
-def parse_answer(result: subprocess.CompletedProcess, asked: float, answered: float) -> Answer:
+def parse_answer(result: subprocess.CompletedProcess[str], asked: float, answered: float) -> Answer:
     """Return a host's answer, or the reason why there is none."""
     if result.returncode == 0:
-        answer = json.loads(result.stdout.splitlines()[-1])
+        answer: Json = json.loads(result.stdout.splitlines()[-1])
         # The clock is in sync if the host's time lies between our times before and after the query.
         return answer | {"clock": max(asked - answer["time"], answer["time"] - answered, 0.0)}
     last = (result.stderr.strip().splitlines() or ["no reason given"])[-1]

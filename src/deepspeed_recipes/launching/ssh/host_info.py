@@ -72,7 +72,7 @@ def route_to(peer: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
             route.connect((peer, 9))  # sends nothing, and only gets the route from the kernel
-            return route.getsockname()[0]
+            return str(route.getsockname()[0])
     except OSError:
         return ""
 

@@ -32,10 +32,10 @@ def module_command(name: str, *arguments: str) -> str:
     return found + shlex.join(["exec", "env", *path, sys.executable, "-m", name, *arguments])
 
 
-def run_on_each(hosts: tuple[str, ...], command: Callable[[str], str]) -> list[subprocess.CompletedProcess]:
+def run_on_each(hosts: tuple[str, ...], command: Callable[[str], str]) -> list[subprocess.CompletedProcess[str]]:
     """Run `command(host)` on all hosts at the same time, and return the results in their order."""
 
-    def run_on(host: str) -> subprocess.CompletedProcess:
+    def run_on(host: str) -> subprocess.CompletedProcess[str]:
         line = [*SSH, host, command(host)]
         try:
             return subprocess.run(line, capture_output=True, text=True, timeout=SSH_TIMEOUT, stdin=subprocess.DEVNULL)
@@ -46,7 +46,7 @@ def run_on_each(hosts: tuple[str, ...], command: Callable[[str], str]) -> list[s
         return list(pool.map(run_on, hosts))
 
 
-def signal_ranks(pool: HostPool, folder: RunFolder, number: int) -> list[subprocess.CompletedProcess]:
+def signal_ranks(pool: HostPool, folder: RunFolder, number: int) -> list[subprocess.CompletedProcess[str]]:
     """Send a signal to the run's ranks on every host; SIGKILL also kills the launchers above them."""
     command = module_command("deepspeed_recipes.launching.ranks", "signal", str(number), str(folder.path))
     return run_on_each(pool.hosts, lambda _: command)

@@ -67,7 +67,8 @@ def translate(file: Path, gpus: int) -> Translation:
     if known is None:
         raise UserError(f"{file}: {_unknown(values)}")
     try:
-        return known.translate(values, gpus, file.parent)
+        found: Translation = known.translate(values, gpus, file.parent)
+        return found
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
