@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
-from ...planning.hardware.prices import prices
+from ...planning.hardware.instances import prices
 from ...planning.search import strategies, which_gpu
 from ...planning.search.run_cost import Workload, in_words
 from ...planning.search.which_gpu import Choice
