@@ -137,7 +137,7 @@ def test_an_odd_value_in_recipe_json_is_refused_or_taken(value):
     for key in KEYS:
         section, _, name = key.rpartition(".")
         changed = json.loads(json.dumps(plain))
-        (changed[section] if section else changed)[name] = value
+        (changed.setdefault(section, {}) if section else changed)[name] = value
         with contextlib.suppress(UserError):
             from_dict(changed)
     for section in ("lora", "model", "data", "layout", "dpo"):

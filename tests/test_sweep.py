@@ -14,6 +14,7 @@ from deepspeed_recipes.commands import main
 from deepspeed_recipes.commands.launch import keys
 from deepspeed_recipes.commands.sweep import space, table, trials
 from deepspeed_recipes.commands.sweep.trials import Result
+from deepspeed_recipes.recipe import overrides
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
 from tests import ROOT
@@ -45,7 +46,7 @@ def test_random_trials_differ_and_repeat_with_their_seed():
 
 def test_keys_whose_values_have_commas_are_known():
     said = {name for name, key in keys.keys().items() if "commas" in key.meaning}
-    assert said | {"data.validation"} == set(space.WITH_COMMAS)
+    assert said | {"data.validation"} == overrides.comma_keys()
 
 
 MISTAKES = {

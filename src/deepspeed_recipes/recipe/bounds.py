@@ -40,6 +40,10 @@ class Bounds:
         return bounds if self.usual is None else f"{bounds}, for instance {_number(self.usual)}"
 
 
+class Several:
+    """Marks a text field that holds several values, separated by commas: `Annotated[str, Several()]`."""
+
+
 _LARGEST = {int: 2**31 - 1, float: 3e38}
 """Upper bounds of numbers that declare none: the largest 32-bit values, with which torch and DeepSpeed compute."""
 

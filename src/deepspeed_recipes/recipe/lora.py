@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from .bounds import Bounds
+from .bounds import Bounds, Several
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Lora:
     """The adapter's output is scaled by alpha / rank."""
     dropout: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Share of the adapters' inputs that is dropped in training."""
-    target_modules: str = "all-linear"
+    target_modules: Annotated[str, Several()] = "all-linear"
     """PEFT's `target_modules`: `all-linear`, or module names separated by commas (`q_proj,v_proj`)."""
-    target_parameters: str | None = None
+    target_parameters: Annotated[str | None, Several()] = None
     """PEFT's `target_parameters`, separated by commas: 3-D weights outside linear layers, such as the fused experts of
     an MoE model (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
     dora: bool = False

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from .bounds import expected, shown
+from .bounds import Several, expected, shown
 from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .methods import METHODS, Method
@@ -97,6 +97,20 @@ def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
         elif prefix + name not in _IDENTITY:
             keys[prefix + name] = hint
     return keys
+
+
+def comma_keys(kind: type = Recipe, prefix: str = "") -> set[str]:
+    """Return the override keys whose value may hold several values, separated by commas."""
+    found: set[str] = set()
+    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+        nested = dataclass_in(hint)
+        if nested is Method:
+            found = found.union(*(comma_keys(method, f"{section}.") for section, method in SECTIONS.items()))
+        elif nested:
+            found |= comma_keys(nested, f"{prefix}{name}.")
+        elif any(isinstance(mark, Several) for mark in getattr(hint, "__metadata__", ())):
+            found.add(prefix + name)
+    return found
 
 
 def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from . import bounds, compatibility, trackers
-from .bounds import Bounds
+from .bounds import Bounds, Several
 from .errors import UserError
 from .lora import Lora as Lora
 from .methods import METHODS, Method, Sft
@@ -56,12 +56,12 @@ class Model:
 class Data:
     """The training data and the held-out data."""
 
-    path: str
+    path: Annotated[str, Several()]
     """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of such files, or a Hub dataset;
     separate several with commas."""
-    columns: str | None = None
+    columns: Annotated[str | None, Several()] = None
     """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`."""
-    weights: str | None = None
+    weights: Annotated[str | None, Several()] = None
     """Proportions in which several sources are mixed, separated by commas (`3,1`). None uses every example of each
     source once."""
     form: Literal[
@@ -95,7 +95,7 @@ class Data:
     """Split of a Hub dataset."""
     streaming: bool = False
     """Read the data during training instead of before it, for data that does not fit on the disk. Needs `max_steps`."""
-    validation: str | None = None
+    validation: Annotated[str | None, Several()] = None
     """Held-out examples, in the same format as `data.path`. None turns evaluation off unless `validation_share` is
     set. A page's held-out examples do not fit other data, so setting `data.path` alone replaces them with
     `validation_share=auto`."""
@@ -160,7 +160,7 @@ class Profile:
 
     steps: str | None = None
     """First and last step to record (`10:12`). `auto` records three steps after the warm-up; None records nothing."""
-    ranks: str = "auto"
+    ranks: Annotated[str, Several()] = "auto"
     """Ranks to record, separated by commas, or `all`. `auto`: all ranks if there is one host, otherwise the first rank
     of each host."""
     nsys: bool = False
@@ -187,12 +187,12 @@ class Recipe:
     method: Method = field(default_factory=Sft)
     """The training method with its settings, whose override keys begin with its name: `dpo.beta`."""
     draft: Draft = Draft()
-    tracking: str | None = "wandb"
+    tracking: Annotated[str | None, Several()] = "wandb"
     """Trackers that receive the values of metrics.jsonl, separated by commas: `wandb`, `tensorboard`, `mlflow`,
     `trackio`. None uses no tracker."""
     wandb: Wandb = field(default_factory=Wandb)
     profile: Profile = Profile()
-    reward: str | None = None
+    reward: Annotated[str | None, Several()] = None
     """Functions that score the answers of `grpo`: `FILE.py:FUNCTION`, separated by commas. Each is called with an
     answer and the fields of its example, and returns a number. This is your own code, run without a sandbox."""
     optimizer: Optimizer = "adamw"

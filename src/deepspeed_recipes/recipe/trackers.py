@@ -4,8 +4,9 @@ import difflib
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from .bounds import Several
 from .errors import UserError, redact
 
 NAMES = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -26,7 +27,7 @@ class Wandb:
     """Group of the run; W&B shows the runs of a group together. A sweep sets this key."""
     job_type: str | None = None
     """Role of the run within its group, such as `train`."""
-    tags: str | None = None
+    tags: Annotated[str | None, Several()] = None
     """More tags, separated by commas, in addition to the family, the method and the DeepSpeed file."""
     artifacts: bool = False
     """After the run, add its export and report.html to the W&B run as artifacts."""

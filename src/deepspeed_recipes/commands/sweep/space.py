@@ -10,13 +10,6 @@ from typing import Any
 from ...recipe import overrides
 from ...recipe.errors import UserError, redact
 
-WITH_COMMAS = (
-    *("data.path", "data.columns", "data.weights", "data.validation"),
-    *("lora.target_modules", "lora.target_parameters", "tracking", "wandb.tags", "profile.ranks"),
-    *("reward", "grpo.reward_weights"),
-)
-"""Keys whose values may contain commas; semicolons separate several values."""
-
 
 @dataclass(frozen=True)
 class Space:
@@ -41,7 +34,7 @@ def read(words: Sequence[str]) -> Space:
     Raises:
         UserError: an unknown key, a value of the wrong type, a list with one value, or nothing to vary.
     """
-    known = overrides.override_keys()
+    known, with_commas = overrides.override_keys(), overrides.comma_keys()
     lists: dict[str, tuple[str, ...]] = {}
     ranges: dict[str, tuple[str, str]] = {}
     fixed: list[str] = []
@@ -56,7 +49,7 @@ def read(words: Sequence[str]) -> Space:
         if key in lists or key in ranges or any(one.startswith(f"{key}=") for one in fixed):
             raise UserError(f"{key} is given twice; list all its values at once: {key}=VALUE,VALUE.")
         lowest, dots, highest = text.partition("..")
-        comma = ";" if key in WITH_COMMAS else ","
+        comma = ";" if key in with_commas else ","
         if dots and _is_number(lowest) and _is_number(highest):
             ranges[key] = _range(key, lowest, highest, known[key])
         elif comma in text:

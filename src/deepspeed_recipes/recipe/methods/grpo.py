@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from ..bounds import Bounds
+from ..bounds import Bounds, Several
 from ..errors import UserError
 from . import rewards
 from .method import Method, check_room
@@ -54,7 +54,7 @@ class Grpo(Method):
     """Longest answer in tokens; together with its prompt it has to fit into `sequence_length`."""
     mask_truncated: bool = False
     """Leave answers that reach `max_new_tokens` out of the loss (DAPO)."""
-    reward_weights: str | None = None
+    reward_weights: Annotated[str | None, Several()] = None
     """Weights of the functions in `reward`, separated by commas (`1,0.2`). None gives each function the weight 1."""
     reward_seconds: Annotated[float, Bounds(above=0, most=86_400, usual=5)] = 5.0
     """Time limit of the reward functions for one answer, in seconds; an answer that takes longer has no reward."""
