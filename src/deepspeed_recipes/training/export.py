@@ -266,11 +266,7 @@ def load_whole(
 
 
 def check_loadable(folder: Path) -> None:
-    """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked.
-
-    Raises:
-        UserError: the message names the file.
-    """
+    """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked."""
     if folder.is_dir():
         intact.check(folder)
         weights.tensors(folder, "model")

@@ -26,11 +26,7 @@ def needed(recipe: Recipe) -> bool:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse an optimizer that is not installed, before anything is loaded.
-
-    Raises:
-        UserError: the message names the package.
-    """
+    """Refuse an optimizer that is not installed, before anything is loaded."""
     if recipe.optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
 

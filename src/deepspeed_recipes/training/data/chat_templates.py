@@ -62,11 +62,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tokens without rows in the embeddings; special tokens only where the template or the tokenizer adds them.
-
-    Raises:
-        UserError: the message has both numbers.
-    """
+    """Refuse tokens without rows in the embeddings; special ones only where the template or the tokenizer adds them."""
     folder = stored.folder_of(recipe.model.path)
     if folder is None:
         return

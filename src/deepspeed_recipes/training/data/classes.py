@@ -39,11 +39,7 @@ def check(key: str, counts: Mapping[str, int]) -> None:
 
 
 def check_known(key: str, names: Iterable[str], known: Collection[str], where: str = "the training data") -> None:
-    """Refuse classes that the model will not have.
-
-    Raises:
-        UserError: the message lists some of them.
-    """
+    """Refuse classes that the model will not have."""
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise UserError(
@@ -59,11 +55,7 @@ def shown(names: Collection[str]) -> str:
 
 
 def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
-    """Refuse fewer pairs of texts than a batch has: an anchor learns from the others' texts.
-
-    Raises:
-        UserError: the message has the number of pairs, and the largest possible batch.
-    """
+    """Refuse fewer pairs of texts than a batch has: an anchor learns from the others' texts."""
     if pairs < max(2, global_batch_size):
         fix = (
             f"set global_batch_size and micro_batch_size to at most {pairs}, or add pairs" if pairs > 1 else "add pairs"
@@ -75,11 +67,7 @@ def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
 
 
 def check_negatives(key: str, negatives: int, pairs: int) -> None:
-    """Refuse pairs of which only some have a negative: ranks could not exchange batches of different sizes.
-
-    Raises:
-        UserError: the message has the number of pairs with a negative.
-    """
+    """Refuse pairs of which only some have a negative: ranks could not exchange batches of different sizes."""
     if 0 < negatives < pairs:
         raise UserError(
             f"{key}: {negatives} of {pairs} examples have a 'negative'; give one to all of them, or to none "

@@ -59,14 +59,13 @@ class Collator:
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
-            **self._document_lengths(lengths, width),
+            **(
+                {"document_lengths": torch.stack([_repeated(one, width) for one in lengths])}
+                if self.document_lengths
+                else {}
+            ),
             **(labelled_only(next_labels(labels)) if self.labelled else {}),
         }
-
-    def _document_lengths(self, lengths: list[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
-        if not self.document_lengths:
-            return {}
-        return {"document_lengths": torch.stack([_repeated(one, width) for one in lengths])}
 
     @staticmethod
     def _pad(lists: list[list[int]], width: int, value: int) -> torch.Tensor:

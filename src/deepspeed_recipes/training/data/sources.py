@@ -250,11 +250,7 @@ def _undecoded(kind: Any) -> Any:
 
 
 def _check_row_groups(path: Path) -> None:
-    """Refuse a file with a row group that would take far more memory than the file's size suggests.
-
-    Raises:
-        UserError: the message names the file.
-    """
+    """Refuse a file with a row group that would take far more memory than the file's size suggests."""
     about = ParquetFile(path).metadata
     for number in range(about.num_row_groups):
         formats = [about.row_group(number).column(index) for index in range(about.num_columns)]

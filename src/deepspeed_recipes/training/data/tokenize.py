@@ -179,7 +179,11 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     Raises:
         UserError: no example fits.
     """
-    lengths = [_longest(example) for example in examples]
+    lengths = [
+        len(example["prompt_ids"])
+        + max(len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids")
+        for example in examples
+    ]
     kept = examples.select([at for at, length in enumerate(lengths) if length <= recipe.sequence_length])
     if not len(kept):
         raise UserError(
@@ -189,12 +193,6 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     if dropped := len(examples) - len(kept):
         say(too_long("training", dropped, len(examples), max(lengths), recipe.sequence_length))
     return kept
-
-
-def _longest(example: dict[str, Any]) -> int:
-    """Return the number of tokens of an example's prompt with its longest answer."""
-    answers = [len(tokens) for name, tokens in example.items() if name.endswith("_ids") and name != "prompt_ids"]
-    return len(example["prompt_ids"]) + max(answers)
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:

@@ -48,23 +48,15 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     Raises:
         UserError: the processor of a vision-language model cannot be created.
     """
+    config, kind = AutoConfig.for_model(**recipe.model.config), AutoModelForCausalLM
+    tokenizer = tokenizer_of() if recipe.model.vision else AutoTokenizer.from_pretrained(TINY_MODEL)
+    reader = processor_for(config, tokenizer) if recipe.model.vision else tokenizer  # it may add tokens
+    small = shrink(config, recipe.draft, tokenizer)
     if recipe.model.vision:
-        _write_with_tower(recipe, folder, dtype)
-        return
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    config = shrink(AutoConfig.for_model(**recipe.model.config), recipe.draft, tokenizer)
+        small, kind = shrink_vision(config, small, recipe.draft, tokenizer), AutoModelForImageTextToText
     torch.manual_seed(recipe.seed)
-    AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-def _write_with_tower(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
-    config, tokenizer = AutoConfig.for_model(**recipe.model.config), tokenizer_of()
-    processor = processor_for(config, tokenizer)
-    small = shrink_vision(config, shrink(config, recipe.draft, tokenizer), recipe.draft, tokenizer)
-    torch.manual_seed(recipe.seed)
-    AutoModelForImageTextToText.from_config(small, dtype=dtype).save_pretrained(folder)
-    processor.save_pretrained(folder)
+    kind.from_config(small, dtype=dtype).save_pretrained(folder)
+    reader.save_pretrained(folder)
 
 
 def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

@@ -36,9 +36,6 @@ def check_tied(path: str, config: PreTrainedConfig) -> None:
     """Refuse a separate head where config.json ties it to the embedding: some programs would not read it.
 
     transformers reads it on one rank, with a warning, and writes the wrong configuration again; vLLM ignores it.
-
-    Raises:
-        UserError: the message names both.
     """
     folder = folder_of(path)
     if folder is None or not getattr(config.get_text_config(), "tie_word_embeddings", False):

@@ -250,11 +250,7 @@ def _check_fp8(on_gpu: bool) -> None:
 
 
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
-    """Refuse what needs CUDA on CPUs, and passes of DeepCompile for other programs.
-
-    Raises:
-        UserError: the message has the file and the fix.
-    """
+    """Refuse what needs CUDA on CPUs, and passes of DeepCompile for other programs."""
     if recipe.fp8:
         _check_fp8(on_gpu)
     if file.deepcompile and not on_gpu:

@@ -31,9 +31,6 @@ def check(place: str | Path) -> None:
     """Refuse a folder with files of a model, an adapter or a tokenizer that cannot be used.
 
     Weights are checked by their headers. What is no folder (a Hub id) is not checked.
-
-    Raises:
-        UserError: names the first three files, and how many more there are.
     """
     folder = Path(place)
     if not folder.is_dir():

@@ -63,17 +63,15 @@ def cut(batch: dict[str, Any], place: layouts.RankPosition, layout: Layout) -> d
     """Return a rank's part of a batch: an equal share of the columns of every tensor, [sequences, width].
 
     `shift_labels`, in which each token's label is the next token, are computed from whole sequences: the label of a
-    part's last token is in the next part. Position ids stay those of the whole sequence.
+    part's last token is in the next part. Position ids stay those of the whole sequence. Documents' boundaries are not
+    divided: all ranks get them.
     """
     return {
-        name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous() if _is_divided(value) else value
+        name: value.chunk(layout.sequence, dim=1)[place.sequence].contiguous()
+        if torch.is_tensor(value) and value.ndim == 2
+        else value
         for name, value in {**batch, "shift_labels": next_labels(batch["labels"])}.items()
     }
-
-
-def _is_divided(value: Any) -> bool:
-    """Return whether `value` is divided over the ranks; document boundaries go to all of them."""
-    return torch.is_tensor(value) and value.ndim == 2
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,11 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """
     modules = list(model.modules())
     found: list[Any] = [getattr(module, "config", None) for module in modules]
-    configs = {id(config): config for config in found if _configures_attention(config)}
+    configs = {
+        id(config): config
+        for config in found
+        if isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
+    }
     inner = {name: config._attn_implementation for name, config in configs.items()}
     for name in set(inner.values()):
         AttentionInterface.register(PREFIX + name, partial(_attention, group, name))
@@ -123,10 +125,6 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         kinds = str(getattr(module, "rope_type", ""))  # one type, or one per kind of layer
         if "dynamic" in kinds or "longrope" in kinds:
             _whole_rotary(module, group)
-
-
-def _configures_attention(config: Any) -> bool:
-    return isinstance(config, PreTrainedConfig) and config._attn_implementation is not None
 
 
 def _is_shared(config: PreTrainedConfig) -> bool:
@@ -161,7 +159,8 @@ def _attention(
     if options.get("position_ids") is not None:  # flash attention separates documents by them
         options["position_ids"] = _whole(options["position_ids"], group)
     query, key, value = (_exchange(part, 1, 2, group) for part in (query, key, value))
-    compute = _eager(module) if name == "eager" else AttentionInterface()[name]
+    own = sys.modules[type(module).__module__]  # each modeling file has its own eager implementation
+    compute = own.eager_attention_forward if name == "eager" else AttentionInterface()[name]
     output, _ = compute(_Share(module, seen), query, key, value, attention_mask, **options)
     return _exchange(output, 1, 2, group), None
 
@@ -175,11 +174,6 @@ class _Share:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.module, name)
-
-
-def _eager(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the implementation that each modeling file has of its own."""
-    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def _exchange(part: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:

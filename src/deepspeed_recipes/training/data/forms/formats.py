@@ -209,10 +209,6 @@ def _messages(where: str, example: Example, field: str = "messages") -> Example:
     return as_conversation(where, example, field, read_turns(where, example, field))
 
 
-def _sharegpt(where: str, example: Example) -> Example:
-    return _messages(where, example, "conversations")
-
-
 def _alpaca(where: str, example: Example) -> Example:
     turns = _asked(where, example, "instruction")
     return as_conversation(where, example, "output", [*turns, said("assistant", read_string(where, example, "output"))])
@@ -375,13 +371,9 @@ def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Ex
     return {**found, "negative": negative}
 
 
-def _query_positive(where: str, example: Example) -> Example:
-    return _anchor_positive(where, example, "query")
-
-
 CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "messages": _messages,
-    "sharegpt": _sharegpt,
+    "sharegpt": partial(_messages, field="conversations"),
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
@@ -394,7 +386,7 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "labelled_prompt": _labelled_prompt,
     "labelled_messages": _labelled_messages,
     "anchor_positive": _anchor_positive,
-    "query_positive": _query_positive,
+    "query_positive": partial(_anchor_positive, anchor="query"),
     "prompt": _prompt,
 }
 
