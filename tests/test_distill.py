@@ -31,7 +31,7 @@ from deepspeed_recipes.training.data import updates
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.data.load import Datasets
 from deepspeed_recipes.training.methods.distill import RunDistillTrainer
-from deepspeed_recipes.training.methods.distillation import divergence, likeliest, on_policy, tiles
+from deepspeed_recipes.training.methods.distillation import divergence, likeliest, on_policy
 from deepspeed_recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from deepspeed_recipes.training.model import output_head
 from tests.parity import gate
@@ -115,9 +115,9 @@ def test_tiles_give_the_loss_and_the_gradients_of_whole_logits_without_them(monk
     expected = [hidden.grad, *(one.grad for one in linear.parameters())]
     hidden.grad = None
     linear.zero_grad()
-    monkeypatch.setattr(tiles, "ENTRIES", 6 * VOCABULARY)
+    monkeypatch.setattr(divergence, "ENTRIES", 6 * VOCABULARY)
     with Largest() as largest:
-        loss, numbers = tiles.summed(hidden, head, compare)
+        loss, numbers = divergence.summed(hidden, head, compare)
         loss.div(3).backward()
     assert largest.elements <= max(6 * (VOCABULARY + 3), linear.weight.numel()) < 40 * VOCABULARY
     torch.testing.assert_close(loss, whole)
@@ -129,7 +129,7 @@ def test_tiles_give_the_loss_and_the_gradients_of_whole_logits_without_them(monk
 def test_tiles_of_nothing_have_gradients_of_zero_and_a_frozen_head_has_none():
     linear, hidden = torch.nn.Linear(8, VOCABULARY, bias=False), torch.randn(0, 8, requires_grad=True)
     head = output_head.Head(linear.requires_grad_(False), 1.0, None, VOCABULARY)
-    loss, numbers = tiles.summed(hidden, head, lambda logits, _: (logits.sum(), logits.T[:1]))
+    loss, numbers = divergence.summed(hidden, head, lambda logits, _: (logits.sum(), logits.T[:1]))
     loss.backward()
     assert loss == 0 and numbers.numel() == 0 and hidden.grad.shape == (0, 8) and linear.weight.grad is None
 
@@ -254,7 +254,7 @@ REFUSED = {
     "distill.temperature=0": "distill.temperature=0.0: must be above 0",
     "distill.top_k=0": "distill.top_k=0: must be at least 1",
     "distill.cache=kept": "distill.cache=kept: .*; add distill.top_k=64",
-    "distill.top_k=8 data.streaming=true max_steps=5": "a stream cannot be read before training",
+    "distill.top_k=8 data.streaming=true max_steps=5 data.max_examples=none": "a stream cannot be read before training",
     "distill.teacher=http://host:8000": r"a server returns only the likeliest tokens; add distill.top_k=20",
     "distill.teacher=http://host:8000 distill.top_k=20 distill.temperature=2": "distill.temperature=2.0: a teacher on",
     "distill.teacher=https://host distill.top_k=20 distill.teacher_quantization=nf4": "quantization=nf4: a teacher on",
@@ -262,7 +262,9 @@ REFUSED = {
     "distill.on_policy=0.5": "with packing=true, which packs the data.*: use packing=false",
     "distill.on_policy=0.5 packing=false distill.top_k=8": "with distill.top_k, which computes the data's answers",
     "distill.on_policy=0.5 packing=false distill.alpha=0.1": "with distill.alpha, which imitates the data's answers",
-    "distill.on_policy=0.5 packing=false data.streaming=true max_steps=5": "with data.streaming=true, which cannot",
+    "distill.on_policy=0.5 packing=false data.streaming=true max_steps=5 data.max_examples=none": (
+        "with data.streaming=true, which cannot"
+    ),
     "distill.on_policy=0.5 packing=false": "max_new_tokens=256: leaves no room .* use distill.max_new_tokens=128",
 }
 
@@ -276,7 +278,7 @@ def test_impossible_settings_are_refused(words):
 
 def test_nobody_to_learn_from_is_refused():
     recipe = overrides.apply(pages.find("tiny", "distill"), ["distill.teacher=none"])
-    with pytest.raises(UserError, match=r"distill\.teacher is not set: give a model folder"):
+    with pytest.raises(UserError, match=r"distill\.teacher is not set: .*; give a model folder"):
         limits.check(recipe, 2, DeepSpeedFile(stage=2))
 
 

@@ -18,7 +18,8 @@ from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import examples
 from deepspeed_recipes.samples import rewards as sample_rewards
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.methods.rollouts import loss, sampling, scoring
+from deepspeed_recipes.training.methods import grpo
+from deepspeed_recipes.training.methods.rollouts import sampling, scoring
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered
@@ -187,16 +188,16 @@ def test_the_noise_of_an_answer_does_not_depend_on_the_others():
 
 
 def test_the_losses_are_those_of_the_papers():
-    clip, ratio, ones = loss.Clip(low=0.2, high=0.3), torch.tensor([0.5, 1.0, 2.0]), torch.ones(3)
+    clip, ratio, ones = grpo.Clip(low=0.2, high=0.3), torch.tensor([0.5, 1.0, 2.0]), torch.ones(3)
     torch.testing.assert_close(clip.surrogate(ratio, ones), -torch.tensor([0.5, 1.0, 1.3]))
     torch.testing.assert_close(clip.surrogate(ratio, -ones), torch.tensor([0.8, 1.0, 2.0]))
     assert clip.shares(ratio, ones)["clip_ratio/both"].tolist() == [False, False, True]
     assert clip.shares(ratio, -ones)["clip_ratio/both"].tolist() == [True, False, False]
     half = torch.tensor([0.5]).log()
-    torch.testing.assert_close(loss.divergence(torch.zeros(1), half), torch.tensor([0.5 + math.log(2) - 1]))
+    torch.testing.assert_close(grpo.divergence(torch.zeros(1), half), torch.tensor([0.5 + math.log(2) - 1]))
     mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     losses = torch.tensor([[1.0, 3.0, 9.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
-    assert loss.per_answer(losses, mask).item() == (2 + 4 + 0) / 3
+    assert grpo.per_answer(losses, mask).item() == (2 + 4 + 0) / 3
 
 
 def test_the_sample_functions_score_as_they_say():

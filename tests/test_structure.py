@@ -308,7 +308,7 @@ OTHERS = {
     "callbacks/metrics.py": {"control.should_log"},
     "callbacks/stopping.py": {"control.should_save", "control.should_training_stop"},
     "trainer.py": {"self.control.should_training_stop"},
-    "methods/distillation/tiles.py": {"ctx.dtypes"},
+    "methods/distillation/divergence.py": {"ctx.dtypes"},
     "model/fused_lora.py": {"ctx.scaling"},
     "parallel/sequence.py": {
         "context.group",

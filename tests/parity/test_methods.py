@@ -11,7 +11,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.methods.preferences import precomputed
+from deepspeed_recipes.training.methods.preferences import reference
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import trl_alone
@@ -99,7 +99,7 @@ def test_a_reference_of_other_pairs_is_refused(tmp_path):
     run = RunFolder(tmp_path)
     write_json(run.reference, [[-1.0, -2.0]] * 7)
     with pytest.raises(UserError, match=r"log-probabilities of 7 pairs, and the data has 8; resume with the data"):
-        precomputed.stored(run, 8)
+        reference.stored(run, 8)
 
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

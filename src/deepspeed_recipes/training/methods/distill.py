@@ -32,7 +32,7 @@ from ..model.attention import needs_boundaries
 from ..trainer import RunContext
 from . import sft
 from .averages import Averaging
-from .distillation import divergence, likeliest, on_policy, teacher, tiles
+from .distillation import divergence, likeliest, on_policy, teacher
 from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from .distillation.served import Served
 from .distillation.teacher import Teacher
@@ -124,7 +124,7 @@ class RunDistillTrainer(Averaging, Trainer):
             gathered.enter_context(maybe_gather_lm_head_ctx(*self.head.weights))
             if self.teacher:
                 gathered.enter_context(self.teacher.gathered())
-            return tiles.summed(hidden, self.head, partial(self._compared, batch, of_teacher))
+            return divergence.summed(hidden, self.head, partial(self._compared, batch, of_teacher))
 
     def _compared(
         self, batch: dict[str, Any], of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice

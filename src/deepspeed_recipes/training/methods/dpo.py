@@ -10,9 +10,8 @@ from ...recipe.methods import Dpo
 from ...recipe.recipe import Recipe
 from ..data import example_numbers
 from ..parallel import scores
-from .preferences import precomputed
 from .preferences.pairs import PairHooks, datasets, ranked_by
-from .preferences.reference import with_reference
+from .preferences.reference import precomputed, with_reference
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 
@@ -31,7 +30,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         """Also compute or read the reference model's log-likelihoods."""
         super().on_engine_ready()
         if self.precompute_ref_logps:
-            self.before = precomputed.of_run(self, self.train_dataset)
+            self.before = precomputed(self, self.train_dataset)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
         """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""

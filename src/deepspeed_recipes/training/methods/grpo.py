@@ -7,6 +7,7 @@ device, once per step.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +29,37 @@ from ..parallel import scores
 from ..trainer import RunContext
 from . import sft
 from .preferences import reference
-from .rollouts import loss, scoring
+from .rollouts import scoring
 from .rollouts.hooks import RolloutHooks
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Limits of the ratio of a likelihood to its rollout's: between 1 - low and 1 + high."""
+
+    low: float
+    high: float
+
+    def surrogate(self, ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        """Return the clipped objective, to be minimised (the paper's equation 3; PPO's, arXiv:1707.06347)."""
+        return -torch.min(ratio * advantages, ratio.clamp(1 - self.low, 1 + self.high) * advantages)
+
+    def shares(self, ratio: torch.Tensor, advantages: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the clipped ratios, as booleans for the log."""
+        low = (ratio < 1 - self.low) & (advantages < 0)
+        high = (ratio > 1 + self.high) & (advantages > 0)
+        return {"clip_ratio/low": low, "clip_ratio/high": high, "clip_ratio/both": low | high}
+
+
+def divergence(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Return the estimate of the KL divergence from the reference model at each token, never below 0 (equation 4)."""
+    difference = reference - log_probs
+    return difference.exp() - difference - 1
+
+
+def per_answer(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over answers of the mean over an answer's tokens (equation 3)."""
+    return ((losses * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
 
 
 class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
@@ -40,12 +70,12 @@ class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
         log_probs, mask = self._log_probs(model, inputs)
         ratio = (log_probs - inputs.get("old_per_token_logps", log_probs.detach())).exp()
         advantages = inputs["advantages"][:, None]
-        clip = loss.Clip(self.epsilon_low, self.epsilon_high)
+        clip = Clip(self.epsilon_low, self.epsilon_high)
         losses = clip.surrogate(ratio, advantages)
         if "importance_sampling_ratio" in inputs:  # from a server, whose arithmetic differs
             losses = losses * inputs["importance_sampling_ratio"]
         if self.beta:
-            kl = loss.divergence(log_probs, inputs["ref_per_token_logps"])
+            kl = divergence(log_probs, inputs["ref_per_token_logps"])
             losses = losses + self.beta * kl
             self.averages.add({"kl": kl}, mask)
         self.averages.add(clip.shares(ratio.detach(), advantages), mask)
@@ -54,7 +84,7 @@ class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
         if self.loss_type == "dr_grpo":
             mean = (losses * mask).sum() / (len(losses) * self.max_completion_length)
         else:
-            mean = loss.per_answer(losses, mask)
+            mean = per_answer(losses, mask)
         return mean / self.current_gradient_accumulation_steps
 
 
@@ -68,7 +98,7 @@ class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
         """Return the mean loss of a micro-batch: a whole answer is one action."""
         log_probs, mask = self._log_probs(model, inputs)
         ratio = ((log_probs * mask).sum(-1) - inputs["old_logps"]).exp()
-        clip = loss.Clip(self.epsilon_low, self.epsilon_high)
+        clip = Clip(self.epsilon_low, self.epsilon_high)
         self.averages.add(clip.shares(ratio.detach(), inputs["advantages"]))
         return clip.surrogate(ratio, inputs["advantages"]).mean()
 

@@ -17,7 +17,6 @@ from ...console import say
 from ...model import load, output_head, packing_check
 from ...model.output_head import Head
 from . import divergence, vocabulary
-from .tiles import ENTRIES
 
 INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """Keys of a batch that models read; all others are for the loss."""
@@ -133,7 +132,7 @@ class Teacher:
         """
         hidden, found = self.hidden(inputs, places), []
         with self.gathered():
-            for part in hidden.split(max(1, ENTRIES // self.head.vocabulary)):
+            for part in hidden.split(max(1, divergence.ENTRIES // self.head.vocabulary)):
                 log_probs = self.log_probs(part)
                 tokens = log_probs.topk(count).indices
                 found.append((tokens.int().cpu(), divergence.of_outcomes(log_probs, tokens).cpu()))
