@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export.gguf import modelfile, pre_tokenizer
+from deepspeed_recipes.export.quantize import modelfile, pre_tokenizer
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL

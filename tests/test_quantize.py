@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export.quantize import compared, kinds, write
-from deepspeed_recipes.export.quantize.compared import Comparison
+from deepspeed_recipes.export.quantize import kinds, measure, write
+from deepspeed_recipes.export.quantize.measure import Comparison
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, read_json, write_json
@@ -51,8 +51,7 @@ def test_a_quantised_model_is_smaller_and_still_the_same_one(kind, share, model,
 
 
 def test_one_that_lost_too_much_is_refused_and_nothing_stays(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compared, "lost", lambda found: "exact match falls from 90.0% to 80.0%.")
-    monkeypatch.setattr(write, "lost", compared.lost)
+    monkeypatch.setattr(measure, "lost", lambda found, allowed: "exact match falls from 90.0% to 80.0%.")
     kept = tmp_path / "kept"
     kept.mkdir()
     assert quantize(model, "nf4", kept, "--data", HELD_OUT, "--limit", "1") == 2
@@ -73,7 +72,7 @@ def test_one_that_lost_too_much_is_refused_and_nothing_stays(model, tmp_path, ca
     ],
 )
 def test_how_much_may_be_lost(metric, before, after, allowed, refused):
-    assert (compared.lost(Comparison(metric, 100, before, after, 0.9, allowed)) is not None) == refused
+    assert (measure.lost(Comparison(metric, 100, before, after, 0.9, "token"), allowed) is not None) == refused
 
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tmp_path, capsys, monkeypatch):
@@ -102,7 +101,7 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tm
 
 def test_without_examples_what_is_calibrated_says_so(model):
     with pytest.raises(UserError, match="add --data FILE"):
-        compared.Original(None, kinds.DROP).calibration(model)
+        measure.calibration(None, model)
 
 
 def test_the_kinds_that_are_calibrated_are_llm_compressors():

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from deepspeed_recipes.commands import generate, main, serve
 from deepspeed_recipes.export.evaluate import harness
-from deepspeed_recipes.export.gguf import modelfile
+from deepspeed_recipes.export.quantize import modelfile
 from deepspeed_recipes.export.serve import served
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError, printable

@@ -390,8 +390,8 @@ def patched(path: Path) -> set[str]:
 
 def test_only_upstream_replaces_what_others_define():
     files = sources()
-    # convert.py runs beside llama.cpp's converter in the serving environment, which cannot import the project.
-    assert {file.name for file in files if patched(file)} == {"upstream.py", "convert.py"}
+    # gguf_convert.py runs beside llama.cpp's converter in the serving environment, which cannot import the project.
+    assert {file.name for file in files if patched(file)} == {"upstream.py", "gguf_convert.py"}
 
 
 def test_a_replaced_function_is_noticed(tmp_path):

@@ -88,33 +88,16 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         raise UserError("--quantize and --gguf: two formats; write one after the other.")
     if options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
-    lines = gguf(options, source) if options.gguf else quantize(options, source)
-    print("\n".join(lines))
-    return 0
+    from ..export.quantize import kinds, write
 
-
-def quantize(options: argparse.Namespace, source: Path) -> list[str]:
-    """Write a quantised copy, and return the lines to print."""
-    from ..export.quantize import write
-
-    kind, output = write.kind_of(options.quantize), options.output.resolve()
-    write.check(source, output, kind)
-    from ..export.quantize.compared import Original
-
-    with known_examples(options, source) as known:
-        written = write.write(source, output, kind, Original(known, options.allow_drop), print)
-    return [f"{options.output}: {kind.title}, from {source}", *write.describe(written)]
-
-
-def gguf(options: argparse.Namespace, source: Path) -> list[str]:
-    """Write a GGUF file, and return the lines to print."""
-    from ..export.gguf import write
-
+    kind = kinds.find("--gguf", options.gguf) if options.gguf else kinds.find("--quantize", options.quantize)
     output = options.output.resolve()
-    write.check(source, output, options.gguf)
+    write.check(source, output, kind)
     with known_examples(options, source) as known:
-        written = write.write(source, output, options.gguf, known, options.allow_drop, print)
-    return [f"{options.output}: GGUF, {write.KINDS[options.gguf]}, from {source}", *written.lines()]
+        lines = write.write(source, output, kind, known, options.allow_drop, print)
+    form = f"GGUF, {kind.title}" if options.gguf else kind.title
+    print("\n".join([f"{options.output}: {form}, from {source}", *lines]))
+    return 0
 
 
 @contextlib.contextmanager

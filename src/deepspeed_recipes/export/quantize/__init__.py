@@ -1,1 +1,1 @@
-"""Models of fewer bits, and the proof that they still answer as trained."""
+"""Writes smaller copies of models: quantised folders, and GGUF files for llama.cpp and programs based on it."""

@@ -1,37 +1,74 @@
-"""The kinds of quantised models, with the library that writes each and the programs that load it."""
+"""The kinds of smaller models, with the library that writes each and the programs that load it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
+
+from ...recipe.errors import UserError
+
+Option = Literal["--quantize", "--gguf"]
+Quantizer = Literal["llm-compressor", "bitsandbytes", "llama.cpp"]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A format that `ds-recipes export --quantize` can write."""
+    """A format that `ds-recipes export` can write."""
 
+    option: Option
     name: str
     title: str
-    quantizer: str
-    """The library that writes it."""
+    quantizer: Quantizer
+    """The library that writes it: bitsandbytes in the training environment, the others in the serving environment."""
     scheme: str
     """The library's name for it."""
-    calibrated: bool
-    """Weights are rounded so that the outputs on examples change least (GPTQ, arXiv:2210.17323)."""
     loads_in: str
+    wider: str = ""
+    """The kinds that lose less."""
+    calibrated: bool = False
+    """Weights are rounded so that the outputs on examples change least (GPTQ, arXiv:2210.17323)."""
+
+    @property
+    def typed(self) -> str:
+        """The kind as on the command line."""
+        return f"{self.option} {self.name}"
 
 
 DROP = 2.0
-"""Percentage points of the metric that a quantised model may lose; percent if the metric is the loss."""
-_SERVERS = "vLLM, and transformers with compressed-tensors"
-_TRAINING = "transformers with bitsandbytes"
+"""Percentage points of the metric that a smaller model may lose; percent if the metric is the loss."""
+SERVERS = "vLLM, and transformers with compressed-tensors"
+TRAINING = "transformers with bitsandbytes"
+LLAMA = "llama.cpp, and Ollama (ollama create NAME -f Modelfile)"
 
-KINDS: Mapping[str, Kind] = {
-    kind.name: kind
+KINDS: Mapping[tuple[Option, str], Kind] = {
+    (kind.option, kind.name): kind
     for kind in (
-        Kind("int8", "8-bit weights and activations", "llm-compressor", "W8A8", True, _SERVERS),
-        Kind("int4", "4-bit weights", "llm-compressor", "W4A16", True, _SERVERS),
-        Kind("fp8", "8-bit floating-point weights and activations", "llm-compressor", "FP8_DYNAMIC", False, _SERVERS),
-        Kind("nf4", "4-bit normal-float weights", "bitsandbytes", "nf4", False, _TRAINING),
-        Kind("int8-bitsandbytes", "8-bit weights", "bitsandbytes", "int8", False, _TRAINING),
+        Kind("--quantize", "int8", "8-bit weights and activations", "llm-compressor", "W8A8", SERVERS, "", True),
+        Kind("--quantize", "int4", "4-bit weights", "llm-compressor", "W4A16", SERVERS, "int8 or fp8 lose less", True),
+        Kind("--quantize", "fp8", "8-bit floating-point weights and activations", "llm-compressor", "FP8_DYNAMIC",
+             SERVERS),
+        Kind("--quantize", "nf4", "4-bit normal-float weights", "bitsandbytes", "nf4", TRAINING,
+             "int8-bitsandbytes loses less"),
+        Kind("--quantize", "int8-bitsandbytes", "8-bit weights", "bitsandbytes", "int8", TRAINING),
+        Kind("--gguf", "f16", "16-bit weights", "llama.cpp", "f16", LLAMA),
+        Kind("--gguf", "q8_0", "8-bit weights", "llama.cpp", "q8_0", LLAMA, "f16 loses less"),
+        Kind("--gguf", "q4_k_m", "4-bit weights, and 6 bits where they count most", "llama.cpp", "q4_k_m", LLAMA,
+             "q8_0 and f16 lose less"),
     )
-}
-"""The kinds by name. llm-compressor is in the serving environment, bitsandbytes in the training environment."""
+}  # fmt: skip
+"""The kinds by option and name."""
+
+
+def names(option: Option) -> list[str]:
+    """Return the names of an option's kinds."""
+    return [name for one, name in KINDS if one == option]
+
+
+def find(option: Option, name: str) -> Kind:
+    """Return the kind with this name.
+
+    Raises:
+        UserError: there is no such kind.
+    """
+    if (option, name) not in KINDS:
+        raise UserError(f"{option} {name}: choose {', '.join(names(option))}.")
+    return KINDS[option, name]

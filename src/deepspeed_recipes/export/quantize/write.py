@@ -1,73 +1,64 @@
-"""Writes a quantised copy of a trained model, compares it with the original, and refuses too large a loss."""
+"""Writes a smaller copy of a trained model, compares it with the original, and refuses too large a loss."""
 
 import json
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...machine import children
 from ...recipe.errors import UserError
 from ...training.model_folder import base_model, complete, record
 from ..serve import environment
-from .compared import Comparison, Original, lost
-from .kinds import KINDS, Kind
+from .kinds import Kind
 
-COMPRESS = Path(__file__).with_name("compress.py")
+if TYPE_CHECKING:
+    from ..evaluate.held_out import HeldOut
+
+COMPRESS, CONVERT, ANSWER = (
+    Path(__file__).with_name(name) for name in ("compress.py", "gguf_convert.py", "gguf_answer.py")
+)
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 """Files that a quantised model has its own version of; all others in the folder are copied."""
-
-
-@dataclass(frozen=True)
-class Written:
-    """The result of `write`."""
-
-    kind: Kind
-    before: int
-    """Size of the original's weights, in bytes."""
-    after: int
-    comparison: Comparison | None
-    """The comparison, or None if no held-out examples are known."""
-
-
-def kind_of(name: str) -> Kind:
-    """Return the kind with this name.
-
-    Raises:
-        UserError: there is no such kind.
-    """
-    if name not in KINDS:
-        raise UserError(f"--quantize {name}: choose {', '.join(KINDS)}.")
-    return KINDS[name]
+MODELFILE = "Modelfile"
+MIB = 2**20
 
 
 def check(source: Path, output: Path, kind: Kind) -> None:
-    """Refuse a model that cannot be quantised, before anything is loaded.
+    """Refuse a model of which no such copy can be written, before anything is loaded.
 
     Raises:
         UserError: no model, a model without a language model's head, an output in use, or no quantiser installed.
     """
-    complete.check_smaller(source, output, "--quantize")
+    complete.check_smaller(source, output, kind.option)
     if kind.quantizer == "llm-compressor":
-        environment.require("llmcompressor", f"--quantize {kind.name}")
+        environment.require("llmcompressor", kind.typed)
+    elif kind.quantizer == "llama.cpp":
+        environment.require_llama_cpp(kind.typed)
 
 
-def write(source: Path, output: Path, kind: Kind, original: Original, say: Callable[[str], None]) -> Written:
-    """Write a quantised copy of the model in `source`, completely or not at all.
+def write(
+    source: Path, output: Path, kind: Kind, held_out: "HeldOut | None", allowed: float, say: Callable[[str], None]
+) -> list[str]:
+    """Write a smaller copy of the model in `source`, completely or not at all.
 
     Args:
         source: a whole model, or an adapter, which is merged first.
         output: a new or empty folder.
-        kind: the kind of quantised model.
-        original: measures the model before and after, and provides the sequences for calibration.
+        kind: the kind of copy.
+        held_out: the examples on which both models are measured, or None if they are unknown.
+        allowed: percentage points of the metric that the copy may lose, or percent if the metric is the loss.
         say: prints progress.
 
+    Returns:
+        Lines to print: the sizes, and the comparison with the original.
+
     Raises:
-        UserError: the model cannot be quantised, or has lost more than is allowed.
+        UserError: the model cannot be converted, or has lost more than is allowed.
     """
     from ...training import export
+    from . import measure
 
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(output.name + ".", inside=output.parent) as place:
@@ -75,89 +66,124 @@ def write(source: Path, output: Path, kind: Kind, original: Original, say: Calla
         if (source / base_model.ADAPTER).exists():
             whole = place / "merged"
             export.write(source, whole, merge=True)
-        say(f"quantising to {kind.title} with {kind.quantizer}")
-        _copy(whole, part)
-        _quantise(whole, part, kind, original, place)
-        comparison = original.compared(whole, part, say)
-        result = Written(kind, size(whole), size(part), comparison)
-        if comparison and (reason := lost(comparison)):
-            raise UserError(f"--quantize {kind.name}: {reason} Nothing was written; {_instead(kind)}")
-        complete.of_quantized(part, output, recorded(result))
+        part.mkdir()
+        if (whole / record.FOLDER).is_dir():
+            shutil.copytree(whole / record.FOLDER, part / record.FOLDER)
+        say(f"writing {kind.title} with {kind.quantizer}")
+        if kind.quantizer == "llama.cpp":
+            file = _convert(whole, part, kind, place)
+            found = measure.answers(whole, held_out, say, lambda asked: _answer(file, asked, kind, place))
+        else:
+            _quantize(whole, part, kind, held_out, place)
+            found = measure.tokens(whole, part, held_out, say)
+        before, after = (size(folder) for folder in (whole, part))
+        if found and (reason := measure.lost(found, allowed)):
+            others = f"{kind.wider}, and --allow-drop 5" if kind.wider else "--allow-drop 5"
+            raise UserError(f"{kind.typed}: {reason} Nothing was written; {others} accepts five points.")
+        results = {
+            "kind": kind.name if kind.option == "--quantize" else f"gguf {kind.name}",
+            "title": kind.title,
+            "quantizer": kind.quantizer,
+            "loads_in": kind.loads_in,
+            "bytes_before": before,
+            "bytes_after": after,
+        }
+        complete.of_quantized(part, output, results | (found.recorded() if found else {}))
         export.move(part, output)
-    return result
+    measured = found.lines() if found else ["not measured: no held-out examples known"]
+    return [f"{before / MIB:,.1f} -> {after / MIB:,.1f} MiB of weights; loads in {kind.loads_in}", *measured]
 
 
 def size(folder: Path) -> int:
     """Return the size of a folder's weights, in bytes."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return sum(file.stat().st_size for pattern in ("*.safetensors", "*.gguf") for file in folder.glob(pattern))
 
 
-def recorded(written: Written) -> dict[str, Any]:
-    """Return the entry for `training/results.json`."""
-    kind, comparison = written.kind, written.comparison
-    found: dict[str, Any] = {
-        "kind": kind.name,
-        "title": kind.title,
-        "quantizer": kind.quantizer,
-        "loads_in": kind.loads_in,
-    }
-    found |= {"bytes_before": written.before, "bytes_after": written.after}
-    return found | (comparison.recorded() if comparison else {})
-
-
-def _copy(whole: Path, part: Path) -> None:
-    """Copy everything except the weights, their index and config.json."""
-    part.mkdir()
+def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", place: Path) -> None:
+    """Write the quantised weights and their config.json into `part`, with copies of all other files."""
     own = {file.name for pattern in WEIGHTS for file in whole.glob(pattern)}
     for file in sorted(whole.iterdir()):
         if file.is_file() and file.name not in own and file.suffix in (".json", ".jinja", ".model", ".txt", ".md"):
             shutil.copy2(file, part)
-    if (whole / record.FOLDER).is_dir():
-        shutil.copytree(whole / record.FOLDER, part / record.FOLDER)
-
-
-def _quantise(whole: Path, part: Path, kind: Kind, original: Original, place: Path) -> None:
-    """Write the quantised weights and their config.json into `part`."""
     written = place / "quantised"
     if kind.quantizer == "bitsandbytes":
-        from .with_bitsandbytes import save
-
-        save(whole, written, kind.scheme)
+        _with_bitsandbytes(whole, written, kind.scheme)
     else:
-        _compress(whole, written, kind, original, place)
+        from . import measure
+
+        calibration = []
+        if kind.calibrated:
+            calibration = [place / "calibration.json"]
+            calibration[0].write_text(json.dumps(measure.calibration(held_out, whole)), encoding="utf-8")
+        python = environment.require("llmcompressor", kind.typed)
+        _run(kind, place, python, COMPRESS, whole, written, kind.scheme, *calibration)
     for pattern in WEIGHTS:
         for file in written.glob(pattern):
             shutil.move(file, part)
 
 
-def _compress(whole: Path, written: Path, kind: Kind, original: Original, place: Path) -> None:
-    python = environment.require("llmcompressor", f"--quantize {kind.name}")
-    words = [str(python), str(COMPRESS), str(whole), str(written), kind.scheme]
-    if kind.calibrated:
-        file = place / "calibration.json"
-        file.write_text(json.dumps(original.calibration(whole)), encoding="utf-8")
-        words.append(str(file))
-    log = place / "log.txt"
-    with log.open("wb") as out:
-        # Started in `place`, since llm-compressor leaves a log folder in its working directory.
-        done = children.run(words, stdout=out, stderr=subprocess.STDOUT, cwd=place, env=environment.variables())
+def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
+    """Write the model in `whole`, in 4-bit normal floats (`nf4`) or 8-bit integers (`int8`), to `folder`.
+
+    fp32 models then compute in bf16, since bitsandbytes' 8-bit product accepts only 16-bit numbers.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from ...training import distributed
+    from ...training.model import generation_settings, remote_code
+
+    options: dict[str, Any] = {"trust_remote_code": remote_code.permitted(whole)}
+    dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
+    compute = torch.bfloat16 if dtype == torch.float32 else dtype
+    if scheme == "nf4":
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    options |= {"quantization_config": config, "device_map": str(distributed.device())}
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
+    generation_settings.correct(model, str(whole))
+    model.save_pretrained(folder)
+
+
+def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
+    """Write the model as GGUF with a Modelfile for Ollama into `part`, and return the GGUF file."""
+    from ...training import export
+    from . import modelfile, pre_tokenizer
+
+    python, converter = environment.require_llama_cpp(kind.typed)
+    file = part / f"model-{kind.name}.gguf"
+    known = pre_tokenizer.substitute(whole)
+    _run(kind, place, python, CONVERT, converter, whole, file, kind.scheme, *([known] if known else []))
+    text = modelfile.write(export.load_tokenizer(whole), file.name)
+    (part / MODELFILE).write_text(text, encoding="utf-8")
+    return file
+
+
+def _answer(file: Path, asked: dict[str, Any], kind: Kind, place: Path) -> dict[str, Any]:
+    """Return the tokens of the prompts and of llama.cpp's answers (`gguf_answer.py`)."""
+    questions, answers = place / "questions.json", place / "answers.json"
+    questions.write_text(json.dumps(asked), encoding="utf-8")
+    _run(kind, place, environment.require_llama_cpp(kind.typed)[0], ANSWER, file, questions, answers)
+    return json.loads(answers.read_text(encoding="utf-8"))
+
+
+def _run(kind: Kind, place: Path, *words: object) -> None:
+    """Run a script in the serving environment.
+
+    Raises:
+        UserError: the script failed; quotes its error.
+    """
+    done = children.run(
+        list(map(str, words)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=place,  # llm-compressor leaves a log folder in its working directory
+        env=environment.variables(),
+    )
     if done.returncode:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise UserError(
-            f"--quantize {kind.name}: llm-compressor cannot quantise this model: {lines[-1] if lines else 'no output'}"
-        )
-
-
-def _instead(kind: Kind) -> str:
-    wider = {"int4": "int8 or fp8 lose less", "nf4": "int8-bitsandbytes loses less"}.get(kind.name)
-    more = "--allow-drop 5 accepts five points"
-    return f"{wider}, and {more}." if wider else f"{more}."
-
-
-def describe(written: Written) -> list[str]:
-    """Return the lines to print: the sizes, and the comparison with the original."""
-    mib = 2**20
-    lines = [
-        f"{written.before / mib:,.1f} -> {written.after / mib:,.1f} MiB of weights; loads in {written.kind.loads_in}"
-    ]
-    return lines + (written.comparison.lines() if written.comparison else ["not measured: no held-out examples known"])
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["no output"]
+        errors = [line for line in lines if "Error" in line or "ERROR" in line] or lines
+        raise UserError(f"{kind.typed}: {kind.quantizer} cannot convert this model: {errors[-1][:300]}")

@@ -1,6 +1,6 @@
 """Answer greedily with a GGUF file; runs in the serving environment, so it imports nothing of the project.
 
-    python answer.py MODEL.gguf QUESTIONS.json ANSWERS.json
+    python gguf_answer.py MODEL.gguf QUESTIONS.json ANSWERS.json
 
 QUESTIONS has `texts` (whole prompts), `ends` (tokens that end an answer) and `max_new_tokens`. ANSWERS receives the
 tokens of each prompt in `prompts`, and the tokens of each answer, including its end token, in `answers`.

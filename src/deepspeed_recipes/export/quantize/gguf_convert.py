@@ -1,6 +1,6 @@
 """Write a model as GGUF; runs in the serving environment, so it imports nothing of the project.
 
-    python convert.py CONVERTER MODEL OUTPUT.gguf TYPE [PRE_TOKENIZER]
+    python gguf_convert.py CONVERTER MODEL OUTPUT.gguf TYPE [PRE_TOKENIZER]
 
 CONVERTER is the folder of llama.cpp's convert_hf_to_gguf.py. PRE_TOKENIZER is used if the converter does not recognise
 the model's pre-tokenizer.
