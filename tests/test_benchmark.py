@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.benchmarks import measure, own_process, tables
-from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.benchmarks.cases import ALL, BENCHMARKS, CASE, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
 from deepspeed_recipes.commands import benchmark
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from scripts.maintain import gpu_results
 from scripts.maintain.calibration import MEASUREMENTS, calibrate, measured_runs
 from scripts.maintain.documents import documents, index
 from tests.ranks import read_logs
@@ -270,12 +270,9 @@ def test_the_index_shows_what_was_measured(tmp_path, monkeypatch):
     write_json(tmp_path / "packing_gpu.json", on_a_gpu())
     write_json(tmp_path / "lora_8b_gpu.json", on_a_gpu() | {"benchmark": "lora_8b", "draft": True})
     monkeypatch.setattr(index, "MEASUREMENTS", tmp_path)
-    assert list(benchmark_results.results(tmp_path)) == ["packing"], "drafts are none"
-    assert (
-        str(benchmark_results.measured_recipes(tmp_path)["llama3-1b-full"])
-        == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
-    )
+    assert list(gpu_results.results(tmp_path)) == ["packing"], "drafts are none"
+    assert str(gpu_results.measured_recipes(tmp_path)["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
     assert "| measured per GPU |" in index.families()
-    summary = tables.summary(COMPARED, benchmark_results.results(tmp_path))
+    summary = gpu_results.summary(COMPARED, gpu_results.results(tmp_path))
     assert "| packing | packed | 200 | 1.000 |" in summary
     assert "full_1b" not in summary and "padded" not in summary, "what was not measured is left out"

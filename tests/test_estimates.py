@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.benchmarks import estimates
-from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.run_folder import write_json
+from scripts.maintain import gpu_results
+from scripts.maintain.documents import estimates
 from tests import ROOT
 
 CASES = [case for one in BENCHMARKS.values() if one.estimates for case in one.cases]
@@ -68,6 +68,6 @@ def test_estimates_are_for_the_gpu_that_was_measured(tmp_path):
     label = CASES[0].label
     ran = {"peak_allocated_gib": 50.0, "tokens_per_second": 1000.0}
     write_json(tmp_path / "planner_error_gpu.json", GPU | {"benchmark": "planner_error", "runs": {label: [ran]}})
-    found = list(estimates.rows(benchmark_results.results(tmp_path)))
+    found = list(estimates.rows(gpu_results.results(tmp_path)))
     assert found[0].plan.cluster == Cluster(find("H100")) and found[0].measured == ran
     assert found[1].measured is None and found[-1].plan.cluster == Cluster(find("H200"))

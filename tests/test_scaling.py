@@ -4,11 +4,11 @@ import copy
 
 import pytest
 
-from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.benchmarks import scaling
 from deepspeed_recipes.commands import benchmark
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from scripts.maintain import gpu_results
 from scripts.maintain.documents import documents
 
 SETTINGS = {"zero_stage": 2, "steps": 40, "micro_batch": 8, "length": 256, "dtype": "fp32"}
@@ -64,7 +64,7 @@ def test_the_document_shows_what_is_measured(result, tmp_path):
     assert documents.scaled(tmp_path) == "Not measured yet.\n"
     write_json(tmp_path / "scaling_cpu.json", result)
     assert "(scaling_cpu.png)" in documents.scaled(tmp_path) and "1,800" in documents.scaled(tmp_path)
-    assert benchmark_results.results(tmp_path) == {}
+    assert gpu_results.results(tmp_path) == {}
 
 
 def test_ranks_double():

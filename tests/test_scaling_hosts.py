@@ -1,6 +1,5 @@
 """1, 2 and 4 hosts over a fast and a slow link: the planner's efficiency is the measured one."""
 
-import json
 from itertools import pairwise
 from statistics import median
 
@@ -10,9 +9,8 @@ from deepspeed_recipes.benchmarks import scaling
 from deepspeed_recipes.launching import paths
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.overrides import apply
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from tests.network_hosts import Hosts, without_hosts
-from tests.ranks import read_logs
 from tests.workers import on_hosts
 
 pytestmark = [
@@ -62,9 +60,10 @@ def step_of(ranks, hosts, path, link, count):
 
 def all_reduce(ranks, hosts, path, count):
     """Return the seconds of an all-reduce between the first `count` hosts, per byte."""
-    where, log = (hosts.spaces[:count], hosts.addresses[0]), path.with_suffix(".link")
-    ranks.check(on_hosts.measure_link, *where, world_size=count, log=log, timeout=400)
-    return json.loads(read_logs(log)[0].splitlines()[-1])["seconds_per_byte"]
+    file, where = path.with_suffix(".json"), (hosts.spaces[:count], hosts.addresses[0])
+    log = path.with_suffix(".link")
+    ranks.check(on_hosts.measure_link, str(file), *where, world_size=count, log=log, timeout=400)
+    return read_json(file)["seconds"]["seconds_per_byte"]
 
 
 @pytest.mark.parametrize("link", LINKS)

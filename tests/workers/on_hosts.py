@@ -4,7 +4,7 @@ import ctypes
 import os
 from collections.abc import Sequence
 
-from deepspeed_recipes.benchmarks import link
+from deepspeed_recipes.benchmarks import probe
 from deepspeed_recipes.training import run
 
 NETWORK = 0x40000000
@@ -17,10 +17,10 @@ def main(folder: str, spaces: Sequence[str], address: str) -> None:
     run.main(folder)
 
 
-def measure_link(spaces: Sequence[str], address: str) -> None:
-    """Print the time of an all-reduce, one rank on each host."""
+def measure_link(file: str, spaces: Sequence[str], address: str) -> None:
+    """Write the time of an all-reduce, one rank on each host, to `file`."""
     settle(spaces, address)
-    link.main()
+    probe.main(file, "link")
 
 
 def settle(spaces: Sequence[str], address: str) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -15,6 +14,7 @@ from deepspeed_recipes.recipe import deepspeed_file
 from deepspeed_recipes.recipe.conversions import from_dict
 from deepspeed_recipes.recipe.recipe import Layout, Recipe
 
+from .. import gpu_results
 from . import MEASUREMENTS
 
 
@@ -131,9 +131,9 @@ def _own_runs() -> Iterator[MeasuredRun]:
     Other trainers are omitted, and so are runs for which `cost.time.step_time` has no terms: compiled layers, fused
     kernels and adapters, selective checkpointing and padded sequences. Cases of `planner_error` are held out.
     """
-    for name, result in benchmark_results.results(MEASUREMENTS).items():
+    for name, result in gpu_results.results(MEASUREMENTS).items():
         for case in result["cases"]:
-            runs = benchmark_results.completed_runs(result, case["label"])
+            runs = gpu_results.completed_runs(result, case["label"])
             recipe = from_dict(runs[0]["recipe"]) if runs else None
             if recipe and case["peer"] == "recipe" and _is_plain(recipe):
                 yield MeasuredRun(
@@ -143,7 +143,7 @@ def _own_runs() -> Iterator[MeasuredRun]:
                     profile_of(recipe.model.config, recipe.lora),
                     training_setup(recipe, deepspeed_file.parse(runs[0]["config"]), world_size=1),
                     Cluster(find(result["environment"]["gpus"][0])),
-                    benchmark_results.tokens_per_second(runs),
+                    gpu_results.tokens_per_second(runs),
                 )
 
 

@@ -1,18 +1,19 @@
 """Generates the current text of every document that is generated in whole or in part."""
 
 from pathlib import Path
+from typing import Any
 
-from deepspeed_recipes.benchmarks import estimates, overhead, scaling, tables
-from deepspeed_recipes.benchmarks import results as benchmark_results
+from deepspeed_recipes.benchmarks import overhead, scaling
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.recipe import files
 from deepspeed_recipes.recipe.project import CONFIGS, PAGES
 from deepspeed_recipes.recipe.run_folder import read_json
 
+from .. import gpu_results
 from ..calibration import MEASUREMENTS, accuracy
 from ..calibration.published_rows import published_rows
-from . import chart, combinations, index, troubleshooting
+from . import chart, combinations, estimates, index, troubleshooting
 from .blocks import with_block
 
 SCRIPTS = Path(__file__).parents[2]
@@ -33,19 +34,29 @@ def documents() -> dict[Path, str]:
 
 def measurements() -> dict[str, str]:
     """Return the tables of measurements: the planner's errors, the project's own overhead, and benchmarks on GPUs."""
-    results = benchmark_results.results(MEASUREMENTS)
+    results = gpu_results.results(MEASUREMENTS)
     names = [one.name for one in BENCHMARKS.values() if not one.estimates]
     on_gpus = (
-        tables.summary(names, results) if set(names) & set(results) else "No comparison has been run on a GPU yet.\n"
+        gpu_results.summary(names, results)
+        if set(names) & set(results)
+        else "No comparison has been run on a GPU yet.\n"
     )
     stored = (read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
     return {
         "accuracy": accuracy.table(published_rows(), read_json(FILE)),
-        "overhead": "\n".join(overhead.section(result) for result in stored),
+        "overhead": "\n".join(overhead_section(result) for result in stored),
         "scaling": scaled(MEASUREMENTS),
         "speed": on_gpus,
         "estimates": estimates.render(list(estimates.rows(results))),
     }
+
+
+def overhead_section(result: dict[str, Any]) -> str:
+    """Return a stored result's table under a line with the measured setting, the hardware and the date."""
+    settings, rounds = result["settings"], len(result["runs"]["recipe"])
+    where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
+    about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"
+    return f"{about}:\n\n{overhead.table(result)}\n"
 
 
 def scaled(folder: Path) -> str:

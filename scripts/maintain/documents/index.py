@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from deepspeed_recipes.benchmarks import results as benchmark_results
 from deepspeed_recipes.planning.cost.ranges import highest_memory
 from deepspeed_recipes.planning.search.smallest_hardware import GPU, MOST, SINGLE, smallest
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Recipe
 
+from .. import gpu_results
 from ..calibration import MEASUREMENTS
 
 VARIANTS = ("full", "full_offload", "lora", "qlora", "dpo_lora", "long_context")
@@ -27,7 +27,7 @@ def hardware() -> str:
 
 def _families() -> Iterator[str]:
     """Yield the table of families, with a column for measured peaks once there are any."""
-    seen = benchmark_results.measured_recipes(MEASUREMENTS)
+    seen = gpu_results.measured_recipes(MEASUREMENTS)
     columns = ["family", "sizes", "variants", *(["measured per GPU"] if seen else []), "command"]
     yield _line(columns) + _line(["---"] * len(columns))
     for family in pages.families():

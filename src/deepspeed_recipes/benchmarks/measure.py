@@ -4,8 +4,8 @@ from ..training import peft_without_bitsandbytes  # noqa: F401, I001  # first: b
 
 import json
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from ..training.model import lora as adapters
 from ..training.model import load, transforms
 from ..training.callbacks.metrics import training_flops
 from ..training.tracking.trackers import Trackers
-from . import synthetic
+from . import probe, synthetic
 from .cases import Case, recipe_of
 from .clock import Clock
 
@@ -47,31 +47,15 @@ def main(order: str, result: str) -> None:
 
 def limits() -> dict[str, float]:
     """Return this machine's best rates: bf16 matrix products, and memory copies (counting reads and writes)."""
-    on_gpu = torch.cuda.is_available()
-    device, size, times = ("cuda", 8192, 30) if on_gpu else ("cpu", 512, 5)
-    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-    found = {"matrix_flops": 2 * size**3 / _seconds(lambda: a @ b, times)}
-    source = torch.empty(2**30 if on_gpu else 2**26, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    found["copy_bytes"] = 2 * source.numel() / _seconds(lambda: target.copy_(source), times)
-    if on_gpu:
-        host = torch.empty(2**30, dtype=torch.uint8, pin_memory=True)
-        found["from_host_bytes"] = host.numel() / _seconds(lambda: target.copy_(host, non_blocking=True), times)
-    return found
-
-
-def _seconds(work: Any, times: int) -> float:
-    """Return the median time of a call, after three warm-up calls."""
-    taken = []
-    for _ in range(times + 3):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return sorted(taken[3:])[times // 2]
+    sizes, device = probe.sizes(), distributed.device()
+    side = sizes["products"][-1]
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    copies = probe.copies()
+    found = {
+        "matrix_flops": 2 * side**3 / probe.median_seconds(partial(torch.matmul, a, b)),
+        "copy_bytes": 2 * sizes["copy"] / copies["copy"],
+    }
+    return found | ({"from_host_bytes": sizes["copy"] / copies["from_host"]} if "from_host" in copies else {})
 
 
 def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Any, attention: str) -> dict[str, Any]:

@@ -118,14 +118,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def section(result: dict[str, Any]) -> str:
-    """Return a stored result's table under a line with the measured setting, the hardware and the date."""
-    settings, rounds = result["settings"], len(result["runs"]["recipe"])
-    where = "GPUs" if result["environment"]["gpus"] else "CPU ranks"
-    about = f"ZeRO-{settings['zero_stage']}, medians of {rounds} runs on {settings['ranks']} {where}, {result['date']}"
-    return f"{about}:\n\n{table(result)}\n"
-
-
 def recipe_of(bench: Bench) -> Any:
     """Return `tiny full` as the benchmark runs it."""
     recipe = pages.find("tiny", "full")

@@ -1,6 +1,6 @@
 """Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
 
-deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE
+    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [link]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
 the medians over the ranks, in seconds, to `FILE`; `planning.cost.measured` turns them into constants.
@@ -31,31 +31,20 @@ from ..training.console import leave_out_noise
 from ..training.environment import describe
 from ..training.model import attention
 
-ON_GPU = {
-    "products": (1024, 2048, 4096, 8192),
-    "copy": 2**30,
-    "length": 4096,
-    "heads": 16,
-    "repeats": 10,
-    "steps": 20,
-    "calls": 10,
-    "message": 2**26,
-    "adam": 2**25,
+SIZES: dict[str, tuple[Any, Any]] = {
+    "products": ((1024, 2048, 4096, 8192), (128, 256, 512, 1024)),
+    "copy": (2**30, 2**26),
+    "length": (4096, 512),
+    "heads": (16, 4),
+    "repeats": (10, 7),
+    "steps": (20, 7),
+    "calls": (10, 1),
+    "message": (2**26, 2**24),
+    "adam": (2**25, 2**23),
 }
-ON_CPU = {
-    "products": (128, 256, 512, 1024),
-    "copy": 2**26,
-    "length": 512,
-    "heads": 4,
-    "repeats": 7,
-    "steps": 7,
-    "calls": 1,
-    "message": 2**24,
-    "adam": 2**23,
-}
-"""Sides of square products, bytes of a copy, tokens and heads of attention; how often each is timed, optimizer steps of
-the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a collective that is bound
-by the link, and parameters that the host's Adam updates."""
+"""On a GPU and on a CPU: sides of square products, bytes of a copy, tokens and heads of attention; how often each is
+timed, optimizer steps of the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a
+collective that is bound by the link, and parameters that the host's Adam updates."""
 LAYERS = (2, 10)
 """Layers of two Llamas 64 wide; their difference is a layer's cost on the host, since a GPU computes it in no time."""
 WARM_UP = 3
@@ -64,14 +53,19 @@ SMALL = 2**10
 """Bytes of a collective that is bound by latency."""
 
 
-def main(file: str) -> None:
-    """Measure, and write what was found."""
+def main(file: str, only: str = "") -> None:
+    """Measure, and write what was found.
+
+    Args:
+        file: the file to write.
+        only: the name of a single probe, or an empty string for all those of `doctor --measure`.
+    """
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()
     found: dict[str, Any] = {}
     took: dict[str, float] = {}
-    for probe in (products, attentions, copies, launches, collectives, host_adam):
+    for probe in (link,) if only == "link" else (products, attentions, copies, launches, collectives, host_adam):
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
@@ -92,7 +86,7 @@ def over_ranks(seconds: Any) -> Any:
 
 def sizes() -> dict[str, Any]:
     """Return the sizes that suit the ranks' device."""
-    return ON_GPU if distributed.on_gpu() else ON_CPU
+    return {name: on_gpu if distributed.on_gpu() else on_cpu for name, (on_gpu, on_cpu) in SIZES.items()}
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -271,6 +265,12 @@ def collectives() -> dict[str, float]:
         found[f"all_reduce {name}"] = median_seconds(partial(dist.all_reduce, message))
         found[f"all_gather {name}"] = median_seconds(partial(dist.all_gather_into_tensor, message, part))
     return found
+
+
+def link() -> dict[str, float]:
+    """Return the seconds per byte of a large fp32 all-reduce, by which `scaling` predicts CPU ranks."""
+    message = torch.ones(sizes()["message"] // 4, device=distributed.device())
+    return {"seconds_per_byte": median_seconds(partial(dist.all_reduce, message)) / sizes()["message"]}
 
 
 def host_adam() -> dict[str, float]:

@@ -8,7 +8,6 @@ numbers include that, and the table marks it.
 """
 
 import io
-import json
 import os
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from ..planning.search import forecast, strategies
 from ..recipe import pages
 from ..recipe.errors import UserError
 from ..recipe.recipe import Draft, Recipe
-from ..recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from ..recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from . import overhead
 from .overhead import Bench
 
@@ -109,9 +108,11 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
 
 def link_speed(bench: Bench, count: int) -> float:
     """Return the seconds of an all-reduce between `count` CPU ranks, per byte."""
-    command = launcher_command(("deepspeed_recipes.benchmarks.link",), count)
-    printed = execute(command, environment(bench, count)).splitlines()
-    return next(json.loads(line)["seconds_per_byte"] for line in printed if line.startswith("{"))
+    file = bench.folder / f"link{count}.json"
+    execute(
+        launcher_command(("deepspeed_recipes.benchmarks.probe", str(file), "link"), count), environment(bench, count)
+    )
+    return read_json(file)["seconds"]["seconds_per_byte"]
 
 
 def execute(command: list[str], environment: dict[str, str]) -> str:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..recipe.gpus import peak_flops
-from .results import completed_runs, tokens_per_second
 
 COLUMNS = (
     "tokens/s", "spread", "of the first", "MFU", "of this machine's matrix product", "peak GiB", "reserved GiB",
@@ -22,12 +21,22 @@ def table(result: dict[str, Any]) -> str:
     if result.get("longest"):
         lines = ["| | longest sequence that trained, tokens | next length |", "|---|---|---|"]
         return "\n".join([*lines, *(f"| {name} | {n or ''} | {why} |" for name, (n, why) in result["longest"].items())])
-    measured = _rows(result)
+    measured = cells(result)
     rows: list[list[str]] = []
     for name, runs in result["runs"].items():
         why = runs[0].get("error", "") if runs else "not reached"
         rows.append([name, *measured.get(name, [*[""] * (len(COLUMNS) - 1), why])])
     return markdown(["", *COLUMNS], rows)
+
+
+def completed_runs(result: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
+    """Return a contender's runs that ended without an error."""
+    return [run for run in result["runs"].get(label, []) if "error" not in run]
+
+
+def tokens_per_second(runs: Sequence[Mapping[str, Any]]) -> float:
+    """Return a contender's tokens per second and GPU, from the median of all steps of its runs."""
+    return runs[0]["tokens_per_step"] / statistics.median(second for run in runs for second in run["step_seconds"])
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -37,7 +46,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line[number] for number in filled) + " |" for line in lines)
 
 
-def _rows(result: dict[str, Any]) -> dict[str, list[str]]:
+def cells(result: dict[str, Any]) -> dict[str, list[str]]:
     """Return the cells of each contender with completed runs, in the order of `COLUMNS`; unmeasured cells are empty."""
     rows: dict[str, list[str]] = {}
     first = None
@@ -55,26 +64,6 @@ def _rows(result: dict[str, Any]) -> dict[str, list[str]]:
             f"{max(run['reads_per_step'] for run in ended)}",
         ]  # fmt: skip
     return rows
-
-
-def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
-    """Return the README's table: a line per contender of every benchmark that was measured on a GPU."""
-    lines = [
-        "| benchmark | contender | tokens/s | of the first | MFU | peak GiB | reads per step | hardware, date |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name in names:
-        if name not in results:
-            continue
-        result = results[name]
-        where = f"{result['environment']['gpus'][0]}, {result['date']}"
-        if result.get("longest"):
-            for label, (longest, _) in result["longest"].items():
-                lines.append(f"| {name} | {label}: sequences of {longest:,} tokens |" + " |" * 5 + f" {where} |")
-            continue
-        for label, (speed, _, ratio, mfu, _, peak, _, reads) in _rows(result).items():
-            lines.append(f"| {name} | {label} | {speed} | {ratio} | {mfu} | {peak} | {reads} | {where} |")
-    return "\n".join(lines) + "\n"
 
 
 def heading(result: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@
     ds-recipes benchmark full_1b lora_8b --quick  # some of them, one run per contender instead of two
     ds-recipes benchmark overhead --zero-stage 3 --steps 60 --rounds 3
     ds-recipes benchmark scaling --gpus 4         # efficiency of 1, 2 and 4 ranks, compared with the planner's
-    ds-recipes benchmark planner                  # seconds and memory of ds-recipes plan itself; no GPU needed
     ds-recipes benchmark lora_8b --draft          # shrunken models: does it run? (the default without a GPU)
 
 Contenders train on the same sequences of random tokens, with random weights of the real dimensions, so nothing is
@@ -30,7 +29,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..benchmarks import overhead, own_process, plan_speed, scaling, tables
+from ..benchmarks import overhead, own_process, scaling, tables
 from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from ..launching.command import rank_count, visible_gpus
 from ..machine import children
@@ -57,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = {
         "overhead": "a small recipe compared with the same training without this project",
         "scaling": "1, 2, 4 and 8 ranks with the same work per rank and in all; 18 minutes on two cores",
-        "planner": "seconds and memory of ds-recipes plan itself",
         **{one.name: one.about for one in BENCHMARKS.values()},
     }
     parser.epilog = "benchmarks:\n" + "\n".join(f"  {name:<14} {what}" for name, what in about.items())
@@ -85,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.refuse(options, overhead.OPTIONS, "only overhead and scaling read it")
     if options.output is not None:
         files.check_writable("--output", options.output, folder=True)
-    if names != ["planner"]:
-        require("deepspeed")
+    require("deepspeed")
     failed = []
     end = time.monotonic() + 60 * options.minutes
     for left, name in zip(range(len(names), 0, -1), names, strict=True):
@@ -152,12 +149,6 @@ def _overhead(options: argparse.Namespace) -> None:
     write_json((options.output or RESULTS) / name, result)
 
 
-def _planner(options: argparse.Namespace) -> None:
-    result = plan_speed.plan_speed(options.rounds)
-    print(plan_speed.table(result))
-    write_json((options.output or RESULTS) / "planner_cpu.json", result)
-
-
 def _scaling(options: argparse.Namespace) -> None:
     ranks = scaling.counts(options.gpus, visible_gpus())
     with children.scratch() as folder:
@@ -171,7 +162,7 @@ def _scaling(options: argparse.Namespace) -> None:
     files.write_bytes(place.with_suffix(".png"), scaling.png(result))
 
 
-OWN = {"overhead": _overhead, "scaling": _scaling, "planner": _planner}
+OWN = {"overhead": _overhead, "scaling": _scaling}
 """Benchmarks that have their own functions to run and write them."""
 
 

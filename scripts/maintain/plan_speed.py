@@ -1,4 +1,4 @@
-"""`planner`: measures the time and the peak memory of ds-recipes plan itself.
+"""Measures the time and the peak memory of ds-recipes plan itself: `python -m scripts.maintain.plan_speed FILE.json`.
 
 Cases: a recipe, 1,024 GPUs, and a config.json for the first and the second time.
 """
@@ -12,9 +12,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from ..machine import children
-from ..recipe import pages
-from ..recipe.run_folder import write_json
+from deepspeed_recipes.machine import children
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.run_folder import write_json
 
 
 def plan_speed(rounds: int) -> dict[str, Any]:
@@ -62,3 +62,9 @@ def table(result: dict[str, Any]) -> str:
         cells = [format(statistics.median(run[key] for run in runs), form) for key, form in keys.items()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    result = plan_speed(rounds=2)
+    write_json(Path(sys.argv[1]), result)
+    print(table(result))

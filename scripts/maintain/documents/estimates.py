@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning.cost.memory.stage_shards import stage_shards
-from ..planning.hardware.cluster import Cluster
-from ..planning.hardware.gpus import find
-from ..planning.search import strategies
-from ..planning.search.plans import GIB, Plan
-from .cases import BENCHMARKS, Benchmark, Case, recipe_of
-from .tables import markdown
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, recipe_of
+from deepspeed_recipes.benchmarks.tables import markdown
+from deepspeed_recipes.planning.cost.memory.stage_shards import stage_shards
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.planning.search import strategies
+from deepspeed_recipes.planning.search.plans import GIB, Plan
 
 GPU = "H200"
 """The GPU to predict for where nothing has been measured yet."""

@@ -1,11 +1,12 @@
-"""Reads the results of `ds-recipes benchmark` on GPUs from `measurements/`, and finds each recipe's fastest run."""
+"""The results of `ds-recipes benchmark` on GPUs in `measurements/`: as a table, and each recipe's fastest run."""
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from deepspeed_recipes.benchmarks.tables import cells, completed_runs, tokens_per_second
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,6 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
     return {one["benchmark"]: one for one in found if "limits" in one and not one["draft"]}
 
 
-def completed_runs(result: Mapping[str, Any], label: str) -> list[dict[str, Any]]:
-    """Return a contender's runs that ended without an error."""
-    return [run for run in result["runs"].get(label, []) if "error" not in run]
-
-
-def tokens_per_second(runs: Sequence[Mapping[str, Any]]) -> float:
-    """Return a contender's tokens per second and GPU, from the median of all steps of its runs."""
-    return runs[0]["tokens_per_step"] / statistics.median(second for run in runs for second in run["step_seconds"])
-
-
 def measured_recipes(folder: Path) -> Mapping[str, MeasuredRecipe]:
     """Return the fastest run of each recipe that was measured, by its name (`llama3-8b-lora`)."""
     best: dict[str, MeasuredRecipe] = {}
@@ -55,3 +46,23 @@ def measured_recipes(folder: Path) -> Mapping[str, MeasuredRecipe]:
             if name not in best or found.tokens_per_second > best[name].tokens_per_second:
                 best[name] = found
     return best
+
+
+def summary(names: Sequence[str], results: Mapping[str, dict[str, Any]]) -> str:
+    """Return the README's table: a line per contender of every benchmark that was measured on a GPU."""
+    lines = [
+        "| benchmark | contender | tokens/s | of the first | MFU | peak GiB | reads per step | hardware, date |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        if name not in results:
+            continue
+        result = results[name]
+        where = f"{result['environment']['gpus'][0]}, {result['date']}"
+        if result.get("longest"):
+            for label, (longest, _) in result["longest"].items():
+                lines.append(f"| {name} | {label}: sequences of {longest:,} tokens |" + " |" * 5 + f" {where} |")
+            continue
+        for label, (speed, _, ratio, mfu, _, peak, _, reads) in cells(result).items():
+            lines.append(f"| {name} | {label} | {speed} | {ratio} | {mfu} | {peak} | {reads} | {where} |")
+    return "\n".join(lines) + "\n"
