@@ -29,7 +29,7 @@ from deepspeed_recipes.recipe.run_folder import (
 )
 from deepspeed_recipes.report.write import page as report_page
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.tracking import afterwards, offline_records, other_nodes
+from deepspeed_recipes.training.tracking import afterwards, offline_records, trackers
 from deepspeed_recipes.training.tracking.trackers import Trackers
 from deepspeed_recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
@@ -128,10 +128,10 @@ def test_half_a_sample_of_another_node_is_left_out(tmp_path):
     with run.system_of(9).open("a") as file:
         file.write('{"time": 2.0, "no')
     wanted = {f"nodes/worker-1/rank-{rank}/gpu_power_watts": rank for rank in (8, 9)}
-    assert other_nodes.readings(run) == wanted
+    assert trackers.other_nodes(run) == wanted
     with run.system_of(9).open("a") as file:
-        file.write("x" * other_nodes.TAIL)
-    assert other_nodes.readings(run).keys() == {"nodes/worker-1/rank-8/gpu_power_watts"}
+        file.write("x" * trackers.TAIL)
+    assert trackers.other_nodes(run).keys() == {"nodes/worker-1/rank-8/gpu_power_watts"}
 
 
 @pytest.mark.every

@@ -8,6 +8,7 @@ from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
+from transformers.utils import flatten_dict
 
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
@@ -35,18 +36,17 @@ class Run:
         if found:
             self.id = found[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")
-            self.step = self.last = max((metric.step for metric in self._history("loss")), default=-1)
+            self.step = self.last = max(
+                (metric.step for metric in self.client.get_metric_history(self.id, "loss")), default=-1
+            )
             return
         labels = {TAG: run_id(run), "tags": ",".join(tags(recipe)), "group": recipe.wandb.group or ""}
         self.id = self.client.create_run(number, run_name=recipe.name, tags=labels).info.run_id
         shown = settings(recipe, deepspeed_config)
-        params = [Param(key, str(value)[:500]) for key, value in _flat(shown["recipe"])]
+        params = [Param(key, str(value)[:500]) for key, value in flatten_dict(shown["recipe"]).items()]
         for start in range(0, len(params), BATCH):
             self.client.log_batch(self.id, params=params[start : start + BATCH])
         self.client.log_dict(self.id, shown["deepspeed"], "deepspeed.json")
-
-    def _history(self, key: str) -> Sequence[Any]:
-        return self.client.get_metric_history(self.id, key)
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers of a step."""
@@ -66,12 +66,3 @@ class Run:
         self.client.log_dict(self.id, {**summary, "exit_status": status}, "summary.json")
         self.client.set_terminated(self.id, "FAILED" if status else "FINISHED")
         return f"MLflow       mlflow ui --backend-store-uri {shlex.quote(self.uri)}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Return nested values under the override keys' names."""
-    pairs: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        pairs += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return pairs

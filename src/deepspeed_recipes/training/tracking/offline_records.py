@@ -1,6 +1,6 @@
-"""Reads W&B's offline records: W&B syncs these files but cannot read them.
+"""Reads W&B's offline records, since W&B has no reader for them: 0.31 only uploads them, in a program written in Go.
 
-They lack the records that a killed process had not written yet, which only they can show. The format is LevelDB's log
+Only these files show which records a killed process had written. The format is LevelDB's log
 (https://github.com/google/leveldb/blob/main/doc/log_format.md) after a header of 7 bytes, with protocol buffers in it.
 """
 

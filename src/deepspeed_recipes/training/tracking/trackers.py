@@ -1,10 +1,14 @@
 """The trackers of a run, on rank 0 of the world: what is recorded when, and what happens if a run ends early."""
 
+import json
+import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from ...recipe.errors import first_line, redact
@@ -12,8 +16,14 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
 from .. import distributed
 from ..console import say
-from . import other_nodes
 from .writer import Writer, numbers_of, opened
+
+PLACE = ("time", "node", "rank", "step")
+"""Keys of a sample with its time and place."""
+OF_RANK = ("gpu_", "pcie_", "nvlink_")
+"""Prefixes of readings that a rank takes of its own GPU; all others are of its node."""
+TAIL = 4096
+"""Bytes at the end of a file that contain its newest sample, which has about 600."""
 
 
 @dataclass
@@ -54,7 +64,7 @@ class Trackers:
     def record(self, row: dict[str, Any]) -> None:
         """Send one object of metrics.jsonl, or of evaluations.jsonl with its keys under `held_out/`."""
         self.tokens = row.get("tokens", self.tokens)
-        numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes.readings(self.run)
+        numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes(self.run)
         for name, writer in list(self.writers.items()):
             if row["step"] > writer.last:
                 self._attempt(name, partial(writer.record, row["step"], numbers))
@@ -114,3 +124,32 @@ def answers(run: RunFolder) -> list[list[str]]:
     for row in read_jsonl(run.answers):
         found.setdefault((row["prompt"], row["expected"]), []).append(row["answer"])
     return [[*asked, given[0], given[-1]] for asked, given in found.items() if len(given) > 1]
+
+
+def other_nodes(run: RunFolder) -> dict[str, float]:
+    """Return the newest readings of every other node, e.g. `nodes/worker-1/cpu_utilization`.
+
+    W&B samples only the first rank's node by itself. Readings of a GPU also have its rank's number:
+    `nodes/worker-1/rank-8/gpu_utilization`. Units as in system.jsonl.
+    """
+    found: dict[str, float] = {}
+    for path in sorted(run.ranks.glob(run.system_of("*").name)):
+        sample = _newest(path)
+        if sample.get("node", socket.gethostname()) == socket.gethostname():
+            continue
+        for name in sample.keys() - set(PLACE):
+            rank = f"rank-{sample['rank']}/" if name.startswith(OF_RANK) else ""
+            found[f"nodes/{sample['node']}/{rank}{name}"] = sample[name]
+    return found
+
+
+def _newest(path: Path) -> dict[str, Any]:
+    """Return the last whole sample in a file, or an empty one if there is none or the file cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            lines = file.read().decode().splitlines(keepends=True)
+    except OSError:  # a temporary error of a shared file system
+        return {}
+    whole = [line for line in lines if line.startswith("{") and line.endswith("}\n")]
+    return json.loads(whole[-1]) if whole else {}
