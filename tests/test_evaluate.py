@@ -14,7 +14,7 @@ import torch
 
 from deepspeed_recipes.commands import evaluate
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export.evaluate import comparison, harness, intervals, score
+from deepspeed_recipes.export.evaluate import comparison, harness, score
 from deepspeed_recipes.export.evaluate.held_out import alone, read
 from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import environment
@@ -96,19 +96,19 @@ def test_wilsons_interval_is_where_the_share_is_as_far_off_as_the_level_says():
     """The interval's ends are the shares whose own normal interval ends at what was seen."""
     z = 1.959963984540054
     for right, examples in ((7, 10), (98, 100), (1, 400)):
-        low, high = intervals.wilson(right, examples)
+        low, high = comparison.wilson(right, examples)
         for end in (low, high):
             assert abs(right / examples - end) == pytest.approx(z * (end * (1 - end) / examples) ** 0.5)
-    assert intervals.wilson(0, 10)[0] == 0 and intervals.wilson(10, 10)[1] == 1
-    assert intervals.wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
+    assert comparison.wilson(0, 10)[0] == 0 and comparison.wilson(10, 10)[1] == 1
+    assert comparison.wilson(0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
 
 
 def test_the_sign_test_counts_every_split_that_is_as_uneven():
     for better, worse in ((0, 0), (1, 0), (5, 1), (2, 9), (3, 3)):
         n = better + worse
         as_uneven = [k for k in range(n + 1) if abs(2 * k - n) >= abs(better - worse)]
-        assert intervals.sign_test(better, worse) == pytest.approx(sum(comb(n, k) for k in as_uneven) / 2**n)
-    assert intervals.sign_test(10, 0) == 2 / 1024
+        assert comparison.sign_test(better, worse) == pytest.approx(sum(comb(n, k) for k in as_uneven) / 2**n)
+    assert comparison.sign_test(10, 0) == 2 / 1024
 
 
 def test_the_bootstrap_covers_what_it_says():
@@ -117,7 +117,7 @@ def test_the_bootstrap_covers_what_it_says():
     held = 0
     for seed in range(200):
         values = numbers.exponential(2.0, 50)
-        low, high = intervals.bootstrap(list(values), [1] * 50, seed)
+        low, high = comparison.bootstrap(list(values), [1] * 50, seed)
         held += low <= 2.0 <= high
     assert 0.88 <= held / 200 <= 0.98
 

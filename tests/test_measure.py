@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
-from deepspeed_recipes.benchmarks.estimates import DOCUMENTS
 from deepspeed_recipes.commands import doctor, plan
 from deepspeed_recipes.commands.doctor import measure
 from deepspeed_recipes.planning.hardware import machine_file
@@ -18,6 +17,7 @@ from deepspeed_recipes.planning.search import forecast, past_runs, strategies
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json
+from scripts.maintain.documents.estimates import DOCUMENTS
 
 MEASUREMENTS = Path(__file__).parents[1] / "scripts" / "maintain" / "measurements"
 H100 = MEASUREMENTS / "machine_h100.json"

@@ -16,7 +16,6 @@ from deepspeed_recipes.report.profiler import (
     collectives,
     nsys,
     operators,
-    request,
     shares,
     trace,
     verdict,
@@ -82,13 +81,13 @@ def test_bad_input_is_refused_before_anything_is_written(changes, says, tmp_path
 
 def test_no_room_is_said_before_the_run(tmp_path, monkeypatch):
     recipe = replace(pages.find("tiny", "full"), profile=Profile(steps="4:6"), max_steps=9)
-    same, line = request.checked(recipe, 2, 2, tmp_path / "run")
+    same, line = window.checked(recipe, 2, 2, tmp_path / "run")
     assert same.profile == Profile("4:6", "0,1")
     assert line.startswith("profile: steps 4 to 6 on 2 ranks; the traces need about ")
     monkeypatch.setattr(window.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     with pytest.raises(UserError, match=r"the traces need about .* MB while they are written, and .* has 1 MB left"):
-        request.checked(recipe, 2, 2, tmp_path / "run")
-    assert request.checked(replace(recipe, profile=Profile()), 2, 2, tmp_path)[1] is None
+        window.checked(recipe, 2, 2, tmp_path / "run")
+    assert window.checked(replace(recipe, profile=Profile()), 2, 2, tmp_path)[1] is None
 
 
 def test_ranks_of_several_hosts():

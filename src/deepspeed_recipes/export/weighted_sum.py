@@ -21,6 +21,22 @@ TOLERANCE = 1e-4
 """The largest difference of a weight from the sum of the parts, relative to the largest change of its matrix."""
 
 
+CARD = """---
+{{ card_data }}
+---
+
+# A sum of adapters
+
+The weighted sum of {{ parts | length }} LoRA adapters for `{{ base }}`.
+
+| adapter | weight |
+|---|---|
+{% for part in parts -%}
+| {{ part.folder_name }} | {{ "%g" | format(part.weight) }} |
+{% endfor -%}
+"""
+
+
 @dataclass(frozen=True)
 class Part:
     """An adapter of the sum."""
@@ -29,6 +45,11 @@ class Part:
     """The adapter's name as typed."""
     folder: Path
     weight: float
+
+    @property
+    def folder_name(self) -> str:
+        """The adapter's name without the path."""
+        return Path(self.name).name
 
 
 def check(parts: Sequence[Part]) -> None:
@@ -126,8 +147,5 @@ def write_card(folder: Path, parts: Sequence[Part], merged: bool) -> None:
         tags=["lora", "merge"],
         **named,
     )
-    rows = "".join(f"| {Path(part.name).name} | {part.weight:g} |\n" for part in parts)
-    kept = read_json(folder / ADAPTER)[KEY]
-    about = f"The weighted sum of {len(parts)} LoRA adapters for `{base if named else Path(kept).name}`."
-    text = f"---\n{data.to_yaml()}\n---\n\n# A sum of adapters\n\n{about}\n\n| adapter | weight |\n|---|---|\n{rows}"
-    ModelCard(text).save(folder / card.FILE)
+    name = base if named else Path(read_json(folder / ADAPTER)[KEY]).name
+    ModelCard.from_template(data, template_str=CARD, parts=parts, base=name).save(folder / card.FILE)

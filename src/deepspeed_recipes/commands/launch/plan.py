@@ -20,7 +20,6 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 from ...report.profiler import nsys, window
-from ...report.profiler import request as traces
 from ...training.checkpoint import universal
 from ...training.model_folder import base_model
 from ..plan import workload
@@ -247,7 +246,7 @@ def with_profile(recipe: Recipe, folder: RunFolder, machines: Machines) -> Recip
         UserError: no such steps or ranks, or too little disk space.
     """
     known = preflight.with_dimensions(recipe)
-    found, line = traces.checked(known, machines.ranks, machines.ranks_each, folder.path)
+    found, line = window.checked(known, machines.ranks, machines.ranks_each, folder.path)
     if line:
         print(line, flush=True)
     return replace(recipe, profile=found.profile)

@@ -1,14 +1,21 @@
 """Compares several models' scores in one table, with intervals and paired tests of neighbours on the same examples."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
 from ...recipe.methods.metrics import higher_is_better, shown, title
-from . import intervals
 from .harness import Found
 from .held_out import HeldOut
 from .score import Scores
+
+LEVEL = 0.95
+"""Confidence level of the intervals."""
+RESAMPLES = 2000
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
@@ -45,7 +52,7 @@ def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tu
         "metric": metric,
         "data": data,
         "examples": len(found[0][1].sums),
-        "level": intervals.LEVEL,
+        "level": LEVEL,
         "models": [model(name, scores) for name, scores in found],
         "pairs": [
             pair(higher_is_better, first, second)
@@ -59,10 +66,10 @@ def model(name: str, scores: Scores) -> dict[str, Any]:
     """Return one model's row: `score` with the interval from `low` to `high`, and every example's value."""
     values: list[float]
     if set(scores.sums) <= {0, 1} and set(scores.counts) == {1}:
-        low, high = intervals.wilson(round(sum(scores.sums)), len(scores.sums))
+        low, high = wilson(round(sum(scores.sums)), len(scores.sums))
         values = [int(value) for value in scores.sums]
     else:
-        low, high = intervals.bootstrap(scores.sums, scores.counts)
+        low, high = bootstrap(scores.sums, scores.counts)
         values = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
     interval = {"score": scores.value, "low": low, "high": high}
     answers: dict[str, Any] = {"answers": scores.answers} if scores.answers else {}
@@ -78,7 +85,7 @@ def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, S
     ]
     better = sum(after > before for before, after in zip(*values, strict=True))
     worse = sum(after < before for before, after in zip(*values, strict=True))
-    p = intervals.sign_test(better, worse)
+    p = sign_test(better, worse)
     return {"first": first[0], "second": second[0], "better": better, "worse": worse, "p": p}
 
 
@@ -113,3 +120,34 @@ def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
         f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
         f"({p}, {test})"
     )
+
+
+def wilson(right: int, examples: int) -> tuple[float, float]:
+    """Return the interval of a share (Wilson 1927), which stays within 0 and 1 even if all or none are right."""
+    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
+    share = right / examples
+    middle = share + z * z / (2 * examples)
+    half = z * math.sqrt(share * (1 - share) / examples + z * z / (4 * examples**2))
+    scale = 1 + z * z / examples
+    # The ends are exact if all or none are right: rounding would move them slightly off 0 and 1.
+    low = 0.0 if right == 0 else (middle - half) / scale
+    return low, 1.0 if right == examples else (middle + half) / scale
+
+
+def bootstrap(sums: Sequence[float], counts: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Return the interval of `sum(sums) / sum(counts)` over examples resampled with replacement."""
+    numbers = np.random.default_rng(seed)
+    drawn = numbers.integers(len(sums), size=(RESAMPLES, len(sums)))
+    means = np.asarray(sums)[drawn].sum(1) / np.asarray(counts)[drawn].sum(1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def sign_test(better: int, worse: int) -> float:
+    """Return the probability of a split at least this uneven, among differing examples, for two equally good models.
+
+    For right and wrong answers this is McNemar's test in its exact form (McNemar 1947).
+    """
+    differing = better + worse
+    tail = sum(math.comb(differing, count) for count in range(min(better, worse) + 1))
+    return min(1.0, 2 * tail / 2**differing)

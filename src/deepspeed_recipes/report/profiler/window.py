@@ -1,11 +1,14 @@
-"""Chooses the steps and ranks that a run records, and estimates the size of their traces."""
+"""Chooses the steps and ranks that a run records, estimates the size of their traces, and checks both beforehand."""
 
 import re
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...recipe.errors import UserError
+from ...recipe.layout import gradient_accumulation_steps
+from ...recipe.recipe import Recipe
 
 AUTO = "auto"
 FIRST, LAST = 4, 6
@@ -17,6 +20,37 @@ micro-batches of `tiny full` under ZeRO-3, 140 MB for twice as many with `layout
 ranks)."""
 PACKED = 15
 """Compression ratio of the same traces."""
+LAYERS = 32
+"""Assumed number of layers if the model's dimensions are unknown until the ranks load it."""
+
+
+def checked(recipe: Recipe, count: int, per_host: int, folder: Path) -> tuple[Recipe, str | None]:
+    """Return the recipe with the steps and ranks to record, and a line that describes them, or None without --profile.
+
+    Args:
+        recipe: the recipe to run, with its model's dimensions if they are known.
+        count: number of ranks.
+        per_host: number of ranks on each host.
+        folder: the run folder.
+
+    Raises:
+        UserError: such steps or ranks do not exist, or the disk lacks space for their traces.
+    """
+    asked = recipe.profile
+    if asked.steps is None:
+        return recipe, None
+    chosen = ranks(asked.ranks, count, per_host)
+    first, last = parse(asked.steps, recipe.max_steps)
+    line = f"profile: {described(first, last)} on {counted(len(chosen), 'rank')}"
+    if not asked.nsys:
+        layers = next(
+            (size for name in ("num_hidden_layers", "n_layer") if (size := recipe.model.config.get(name))), LAYERS
+        )
+        micro_batches = gradient_accumulation_steps(recipe, count)
+        line += f"; {room(folder, layers, micro_batches, last - first + 1, len(chosen))}"
+    # `auto` is kept: if the number of steps is not known yet, the ranks choose.
+    steps = asked.steps if asked.steps == AUTO else f"{first}:{last}"
+    return replace(recipe, profile=replace(asked, steps=steps, ranks=",".join(map(str, chosen)))), line
 
 
 def words(arguments: Sequence[str]) -> list[str]:
@@ -109,7 +143,7 @@ def described(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
     """Return `1 rank`, `2 ranks`."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
