@@ -1,5 +1,7 @@
 """The verdict on a run's recorded steps: their bottleneck, and a setting to change."""
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 from typing import Any
@@ -67,98 +69,27 @@ def of_trace(trace: RankTrace) -> Rank:
 def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
     """Return the bottleneck of the steps, given the `about` of any rank's trace."""
     stages = about.get("layout", {}).get("pipeline", 1)
-    slow = slow_rank(ranks) if stages == 1 else None
-    if slow is not None:
-        return _slow(slow, ranks)
-    slow_ones = slow_stage(ranks, about) if stages > 1 else []
-    if slow_ones:
-        return _slow_stage(slow_ones, ranks, about)
-    waited = mean(rank.share("communication_waited") for rank in ranks)
-    most = {kind: mean(rank.share(kind) for rank in ranks) for kind in KINDS[3:]} | {"communication_waited": waited}
+    if slow := slow_stage(ranks, about) if stages > 1 else slow_rank(ranks):
+        return _slow(slow, ranks, about)
+    most = {kind: mean(rank.share(kind) for rank in ranks) for kind in (*KINDS[3:], "communication_waited")}
     worst = max(most, key=lambda kind: most[kind])
-    if most[worst] < MATTERS:
+    share = most[worst]
+    if share < MATTERS:
         return Cause(
             "compute",
             f"computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
             "nothing; nearly all time is computation, though a larger micro_batch_size may use the hardware better",
         )
     if worst == "communication_waited":
-        return _pipeline(waited, about) if stages > 1 else _network(waited, ranks, about)
-    return {"data": _data, "host": _host, "idle": _idle}[worst](most[worst], ranks, about)
-
-
-def slow_rank(ranks: list[Rank]) -> Rank | None:
-    """Return the rank that all others wait for, which itself waits much less, or None."""
-    if len(ranks) < 2:
-        return None
-    order = sorted(ranks, key=lambda rank: rank.share("communication_waited"))
-    least, others = order[0], order[1:]
-    gap = median(rank.share("communication_waited") for rank in others) - least.share("communication_waited")
-    return least if gap > MATTERS else None
-
-
-def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
-    """Return the ranks of the pipeline stage that the others wait for, the busiest first, or an empty list.
-
-    Equally fast stages all wait for the pipeline to fill and drain, for the same time.
-    """
-    layout, found = Layout(**about["layout"]), dict[int, list[Rank]]()
-    for rank in sorted(ranks, key=lambda rank: rank.share("communication_waited")):
-        found.setdefault(rank_position(layout, rank.number, about["world_size"]).stage, []).append(rank)
-    if len(found) < 2:
-        return []
-    waits = {stage: mean(rank.share("communication_waited") for rank in of) for stage, of in found.items()}
-    least = min(waits, key=lambda stage: waits[stage])
-    gap = median(waits[stage] for stage in waits if stage != least) - waits[least]
-    return found[least] if gap > MATTERS else []
-
-
-def _slow_stage(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
-    others = [rank for rank in ranks if rank not in slow]
-    what, waited = _more_of(slow[0], others), median(rank.share("communication_waited") for rank in others)
-    stages, layout = about["layout"]["pipeline"], Layout(**about["layout"])
-    stage = rank_position(layout, slow[0].number, about["world_size"]).stage
-    micro_batches, who = about["micro_batches"], f"rank {slow[0].number} on {slow[0].host}"
-    return Cause(
-        "slow stage",
-        f"stage {stage} ({who}) is slow ({what}): the others wait {waited:.0%} of the time; "
-        f"{bubble(stages, micro_batches):.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches",
-        f"{who}: check that host for other processes, or a slower or hotter GPU; if the stage itself is larger (the "
-        "last one has the head), try another layout.pipeline",
-    )
-
-
-def _more_of(slow: Rank, others: list[Rank]) -> str:
-    """Return the kind of time whose share exceeds that of the other ranks most."""
-    more = {kind: slow.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
-    return max(more, key=lambda kind: more[kind])
-
-
-def _slow(slow: Rank, ranks: list[Rank]) -> Cause:
-    others = [rank for rank in ranks if rank is not slow]
-    what, waited = _more_of(slow, others), median(rank.share("communication_waited") for rank in others)
-    fixes = {
-        "compute": "check that host for other processes, a slower or hotter GPU, or a larger part of the model",
-        "data": "set data.workers=4 to load ahead in separate processes, and check that host's disk",
-        "host": "check that host for other processes, fewer cores or a slower CPU",
-        "idle": "check that host for other processes, a slow disk, or code that sleeps",
-    }
-    return Cause(
-        "slow rank",
-        f"rank {slow.number} on {slow.host} is slow ({what}): the others wait {waited:.0%} of the time",
-        f"rank {slow.number} on {slow.host}: {fixes[what]}",
-    )
-
-
-def _data(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
-    return Cause(
-        "data",
-        f"waits for data {share:.0%} of the time",
-        "set data.workers=4 to load ahead in separate processes, or packing=true for fewer, fuller sequences",
-    )
-
-
-def _host(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+        return _communication(share, ranks, about)
+    if worst == "data":
+        change = "set data.workers=4 to load ahead in separate processes, or packing=true for fewer, fuller sequences"
+        return Cause("data", f"waits for data {share:.0%} of the time", change)
+    if worst == "idle":
+        change = (
+            "other processes may use its cores (run fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)"
+        )
+        return Cause("idle", f"is idle {share:.0%} of the time", change)
     optimizer = mean(rank.optimizer / rank.shares.seconds for rank in ranks if rank.shares.seconds)
     if about.get("offload_optimizer", "none") != "none" and optimizer > share / 2:
         return Cause(
@@ -175,30 +106,80 @@ def _host(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
     )
 
 
-def _idle(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
-    return Cause(
-        "idle",
-        f"is idle {share:.0%} of the time",
-        "other processes may use its cores (run fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)",
-    )
+def slow_rank(ranks: list[Rank]) -> list[Rank]:
+    """Return the rank that all others wait for, which itself waits much less, or an empty list."""
+    return _least(dict(enumerate([rank] for rank in ranks)))
 
 
-def _pipeline(share: float, about: dict[str, Any]) -> Cause:
+def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
+    """Return the ranks of the pipeline stage that the others wait for, the busiest first, or an empty list.
+
+    Equally fast stages all wait for the pipeline to fill and drain, for the same time.
+    """
+    found: dict[int, list[Rank]] = {}
+    for rank in sorted(ranks, key=_waited):
+        found.setdefault(_stage(rank, about), []).append(rank)
+    return _least(found)
+
+
+def _least(groups: Mapping[int, list[Rank]]) -> list[Rank]:
+    """Return the group that waits much less than the median of the others, or an empty list."""
+    waits = {key: mean(map(_waited, group)) for key, group in groups.items()}
+    least, *others = sorted(waits, key=lambda key: waits[key])
+    slow = others and median(waits[key] for key in others) - waits[least] > MATTERS
+    return groups[least] if slow else []
+
+
+def _waited(rank: Rank) -> float:
+    return rank.share("communication_waited")
+
+
+def _stage(rank: Rank, about: dict[str, Any]) -> int:
+    return rank_position(Layout(**about["layout"]), rank.number, about["world_size"]).stage
+
+
+def _unavoidable(about: dict[str, Any]) -> str:
+    """Return how much of a pipeline's waiting is unavoidable."""
     stages, micro_batches = about["layout"]["pipeline"], about["micro_batches"]
-    return Cause(
-        "pipeline",
-        f"stages wait for each other {share:.0%} of the time; {bubble(stages, micro_batches):.0%} is unavoidable "
-        f"with {stages} stages and {micro_batches} micro-batches",
-        "a larger global_batch_size or a smaller micro_batch_size gives more micro-batches, so stages wait less",
-    )
+    share = bubble(stages, micro_batches)
+    return f"{share:.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches"
 
 
-def _network(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
-    totals: dict[tuple[str, tuple[int, ...]], float] = {}
+def _slow(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    """Return the cause for a rank, or for the ranks of a stage, that the others wait for."""
+    first, others = slow[0], [rank for rank in ranks if rank not in slow]
+    more = {kind: first.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
+    what = max(more, key=lambda kind: more[kind])
+    who = f"rank {first.number} on {first.host}"
+    waiting = f"is slow ({what}): the others wait {median(map(_waited, others)):.0%} of the time"
+    if about.get("layout", {}).get("pipeline", 1) > 1:
+        return Cause(
+            "slow stage",
+            f"stage {_stage(first, about)} ({who}) {waiting}; {_unavoidable(about)}",
+            f"{who}: check that host for other processes, or a slower or hotter GPU; if the stage itself is larger "
+            "(the last one has the head), try another layout.pipeline",
+        )
+    fixes = {
+        "compute": "check that host for other processes, a slower or hotter GPU, or a larger part of the model",
+        "data": "set data.workers=4 to load ahead in separate processes, and check that host's disk",
+        "host": "check that host for other processes, fewer cores or a slower CPU",
+        "idle": "check that host for other processes, a slow disk, or code that sleeps",
+    }
+    return Cause("slow rank", f"{who} {waiting}", f"{who}: {fixes[what]}")
+
+
+def _communication(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+    if about.get("layout", {}).get("pipeline", 1) > 1:
+        return Cause(
+            "pipeline",
+            f"stages wait for each other {share:.0%} of the time; {_unavoidable(about)}",
+            "a larger global_batch_size or a smaller micro_batch_size gives more micro-batches, so stages wait less",
+        )
+    totals: dict[tuple[str, tuple[int, ...]], float] = defaultdict(float)
     for rank in ranks:
         for one in rank.collectives:
-            totals[one.kind, one.ranks] = totals.get((one.kind, one.ranks), 0.0) + one.waited
-    (kind, group), _ = max(totals.items(), key=lambda item: item[1], default=(("communication", ()), 0.0))
+            totals[one.kind, one.ranks] += one.waited
+    kind, group = max(totals, key=lambda key: totals[key], default=("communication", ()))
     who = f" of ranks {', '.join(map(str, group))}" if group else ""
     return Cause(
         "communication",
