@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-GIB = 2**30
+from ..recipe.gpus import GIB
+
 OF_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
 """Operations whose result or output shape depends on the values: `item()`, `bool()`, `x[mask]`."""
 

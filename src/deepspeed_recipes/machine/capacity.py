@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ..recipe.errors import UserError
 from ..recipe.files import check_writable
-
-GIB = 2**30
+from ..recipe.gpus import GIB
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:

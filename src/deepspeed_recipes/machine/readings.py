@@ -10,7 +10,8 @@ from typing import Any
 
 import psutil
 
-GIB = 2**30
+from ..recipe.gpus import GIB
+
 ALL_LINKS = 0xFFFFFFFF
 """NVML's number for all NVLinks of a GPU together."""
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from ..recipe.files import Json
+from ..recipe.gpus import GIB
 
-GIB = 2**30
 _BLOCK = 8 * 2**20  # bytes per request; drives reach full speed from about 1 MiB
 
 

@@ -1,7 +1,10 @@
-"""Peak throughput of GPUs. Standard library only."""
+"""Peak throughput of GPUs, and the unit of their memory. Standard library only."""
 
 import re
 from functools import cache
+
+GIB = 2**30
+"""Bytes of a GiB."""
 
 BF16_TFLOPS = {
     "RTX 2080 Ti": 53.8,  # Turing whitepaper: fp16 with fp32 accumulation; it has no bf16

@@ -84,13 +84,6 @@ def highlighted(pieces: Sequence[tuple[str, bool]]) -> str:
     return captured.get()
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as `1:05` or `2:03:20`."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def keep_log(run: RunFolder) -> None:
     """Copy this rank's output from Python to its log, and its stack if it crashes.
 

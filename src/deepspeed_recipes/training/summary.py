@@ -7,10 +7,11 @@ from typing import Any
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_jsonl, write_json
+from ..report.page import duration
 from . import distributed
 from .callbacks.evaluation import Evaluation
 from .callbacks.metrics import memory
-from .console import duration, say
+from .console import say
 from .model import stored
 from .tracking.trackers import Trackers
 

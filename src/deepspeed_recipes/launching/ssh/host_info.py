@@ -15,9 +15,8 @@ import psutil
 
 from ...machine import software
 from ...machine.system import output
+from ...recipe.gpus import GIB
 from ...recipe.project import CONFIGS, PACKAGE, PAGES
-
-GIB = 2**30
 
 
 def collect(folder: Path, file: str, peer: str) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...recipe.errors import UserError
+from ...recipe.gpus import GIB
 from . import machine_file
 from .gpus import Gpu, all_names, find, host_gbs, with_memory
 from .instances import INSTANCES, instance_name
 from .machine_file import Machine
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

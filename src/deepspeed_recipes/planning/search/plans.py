@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...recipe.deepspeed_file import DeepSpeedFile
+from ...recipe.gpus import GIB
 from ...recipe.recipe import Recipe
 from ..cost.memory.peak_memory import Memory
 from ..cost.ranges import memory_range, speed_range
@@ -15,7 +16,6 @@ from ..hardware.cluster import Cluster, Correction
 from ..model_profile.profile import ModelProfile
 from .past_runs import kind_of
 
-GIB = 2**30
 REFUSE = 0.95
 """Usable share of a node's memory and NVMe: a plan whose likely need is higher does not fit. A GPU's memory counts in
 full, since its need is predicted as a range, but plans likely to exceed this share of it come last among the tight

@@ -15,11 +15,11 @@ import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from ...machine.capacity import GIB
-from ...recipe.gpus import peak_flops
+from ...recipe.gpus import GIB, peak_flops
 from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
+from ...report.page import duration
 from .. import distributed
-from ..console import duration, say
+from ..console import say
 
 
 @dataclass(frozen=True)
