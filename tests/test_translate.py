@@ -5,6 +5,7 @@ import random
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -210,6 +211,25 @@ def test_the_command_that_is_printed_runs(place):
     assert "max_steps=3" in words
     status, shown = launch(*words[words.index("tiny-3m") :], "--dry-run")
     assert status == 0 and '"rank": 8' in shown, shown
+
+
+def test_a_translation_is_kept_as_a_page(place):
+    file = written(place, FACTORY)
+    status, shown = launch("--from", str(file), "--write", "ours.py", "max_steps=3")
+    assert status == 0 and "written: ours.py" in shown, shown
+    status, shown = launch("./ours.py", "lora", "--dry-run")
+    assert status == 0 and '"rank": 8' in shown and '"max_steps": 3' in shown, shown
+    found = translate.translate(file, 1)
+    wanted = recipe_of([*translate.command_of(found), "max_steps=3"])
+    page = pages.find("./ours.py", "lora")
+    assert replace(page, family=wanted.family, size=wanted.size, variant=wanted.variant, page="") == wanted
+    status, shown = launch("--from", str(file), "--write", "ours.py")
+    assert status == 2 and "exists; choose a new name" in shown
+    status, shown = launch("tiny", "full", "--write", "other.py")
+    assert status == 2 and "only with --from FILE" in shown
+    elsewhere = written(place, FACTORY | {"model_name_or_path": "us/ours"}, "elsewhere.yaml")
+    status, shown = launch("--from", str(elsewhere), "--write", "other.py")
+    assert status == 2 and "has no page to start from" in shown and not (place / "other.py").exists()
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     words = [word for word in (typed.recipe, typed.variant, *typed.overrides) if word]
     if typed.source:
-        return translate.main(typed.source, typed.gpus, typed.nodes, words)
+        return translate.main(typed.source, typed.gpus, typed.nodes, words, typed.write)
     if Path(words[0] if words else "").suffix in translate.SUFFIXES:
         raise UserError(
             f"{words[0]}: no recipe, but perhaps a file of another tool: ds-recipes launch --from {words[0]}"
         )
+    if typed.write:
+        raise UserError(f"--write {typed.write}: only with --from FILE, whose translation it keeps.")
     options = options_of(typed)
     try:
         from .run import run  # not at the top: the planner and the report take longer to import than --list to print

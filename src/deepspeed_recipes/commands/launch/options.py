@@ -69,6 +69,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         metavar="FILE",
         help="print the command that does what a training file of LLaMA-Factory, Axolotl or TRL asks for",
     )
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE.py", help="with --from: keep the translation as a page of your own"
+    )
     parser.add_argument("--list", action="store_true", help="list recipes, sizes and variants, or RECIPE's only")
     parser.add_argument("--json", action="store_true", help="with --list: as JSON")
     parser.add_argument(

@@ -28,7 +28,7 @@ SUFFIXES = (".yaml", ".yml", ".json")
 WIDTH = 116
 
 
-def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str]) -> int:
+def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], page: Path | None = None) -> int:
     """Print the command that does what a file asks for; return 1 if the run would train differently.
 
     Args:
@@ -36,9 +36,10 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str]) ->
         gpus: GPUs per machine, as the user gave them; None: 1.
         nodes: number of machines, in the same way.
         changes: the overrides that the user gave, which win.
+        page: a new page to keep the translation in, or None.
 
     Raises:
-        UserError: the file cannot be read, or is of no tool that is known here.
+        UserError: the file cannot be read, or is of no tool that is known here; or the page cannot be written.
     """
     if words := [change for change in changes if "=" not in change]:
         raise UserError(f"--from {file}: {words[0]}: the file names model and method; only key=value can be added.")
@@ -51,6 +52,9 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str]) ->
     for option, given in (("--gpus", gpus), ("--nodes", nodes)):
         found.options += [option, str(given)] if given else []
     print("\n".join(report(found, file)))
+    if page:
+        write(found, file, page)
+        print(f"\nwritten: {page}; to run it: {command('launch')} {_typed(page)} {variant(found)}")
     return 1 if found.missing else 0
 
 
@@ -190,6 +194,68 @@ def _each(found: Translation, entries: Mapping[str, str], between: str) -> list[
 
 def _filled(first: str, words: list[str]) -> list[str]:
     return textwrap.wrap(" ".join([first, *words]), WIDTH) if words else []
+
+
+PAGE = '''"""{family}: {model}, as {source} ({tool}) trained it.
+
+    {launch} {typed} {variant}
+"""
+
+from deepspeed_recipes import launch
+from deepspeed_recipes.recipe import Recipe, overrides, pages
+
+SETTINGS = [
+{settings}
+]
+"""What the file asks for, where it differs from {start} {variant}."""
+SIZES = {{"{size}": pages.find("{start}", "{variant}").model}}
+
+
+def {variant}(size: str) -> Recipe:
+    """As {source} trained it."""
+    return overrides.apply(pages.find("{start}", "{variant}"), SETTINGS)
+
+
+if __name__ == "__main__":
+    launch(__file__)
+'''
+
+
+def write(found: Translation, file: Path, page: Path) -> None:
+    """Write a page with the translation as its only variant.
+
+    Raises:
+        UserError: the model has no page to start from, or the page exists or cannot be one.
+    """
+    start, *rest = command_of(found)
+    if start == "auto":
+        raise UserError(
+            f"--write {page}: {found.model} has no page to start from; use the command, or give "
+            f"model.path={found.model} to a recipe of its architecture (ds-recipes launch --list)."
+        )
+    if page.suffix != ".py" or not page.stem.isidentifier():
+        raise UserError(f"--write {page}: name a Python file whose name is one word, such as ours.py.")
+    if page.exists():
+        raise UserError(f"--write {page}: exists; choose a new name.")
+    settings = [word for word in rest[1:] if "=" in word and not word.startswith("-")]
+    text = PAGE.format(
+        family=page.stem,
+        model=found.model,
+        source=file.name,
+        tool=found.tool,
+        launch=command("launch"),
+        typed=_typed(page),
+        variant=rest[0],
+        start=start,
+        size=pages.split(start)[1],
+        settings="\n".join(f"    {json.dumps(word, ensure_ascii=False)}," for word in settings),
+    )
+    files.check_writable("--write", page)
+    files.write_text(page, text)
+
+
+def _typed(page: Path) -> str:
+    return str(page) if page.is_absolute() else f"./{page}"
 
 
 def _short(value: Any) -> str:
