@@ -29,145 +29,79 @@ REWIND = 75
 """Exit status of ranks that rewind: the run should resume from its newest checkpoint (`EX_TEMPFAIL`: try again)."""
 
 
+class Place:
+    """A file or folder of a run, by its name in the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: "RunFolder", kind: type | None = None) -> Path:
+        """Return the path in a run folder."""
+        return run.path / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The paths of one run; nothing is created until it is needed."""
 
     path: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The recipe as it runs, including overrides."""
-        return self.path / "recipe.json"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The DeepSpeed configuration that the engine got, with every value resolved."""
-        return self.path / "deepspeed.json"
-
-    @property
-    def command(self) -> Path:
-        """The command that started the run."""
-        return self.path / "command.txt"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, hardware and git commit."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def system(self) -> Path:
-        """Utilization of GPUs and nodes: one JSON object per sample, with its time, node and rank."""
-        return self.path / "system.jsonl"
+    recipe = Place("recipe.json")
+    """The recipe as it runs, including overrides."""
+    deepspeed = Place("deepspeed.json")
+    """The DeepSpeed configuration that the engine got, with every value resolved."""
+    command = Place("command.txt")
+    """The command that started the run."""
+    environment = Place("environment.json")
+    """Versions, hardware and git commit."""
+    metrics = Place("metrics.jsonl")
+    """One JSON object per logged step."""
+    system = Place("system.jsonl")
+    """Utilization of GPUs and nodes: one JSON object per sample, with its time, node and rank."""
+    evaluations = Place("evaluations.jsonl")
+    """One JSON object per evaluation on the held-out data."""
+    evaluation = Place("evaluation.json")
+    """The latest results of `ds-recipes evaluate`: this run compared with other models."""
+    answers = Place("answers.jsonl")
+    """Answers to a few held-out examples, before and after training; one JSON object per answer."""
+    rollouts = Place("rollouts.jsonl")
+    """The training answers with the highest and lowest reward of each logged step; one JSON object per answer."""
+    data = Place("data.json")
+    """A summary of the training data: counts, lengths, and examples with their loss masks."""
+    reference = Place("reference.json")
+    """Log-likelihoods of each pair's answers before training, if they were precomputed."""
+    draft_model = Place("draft_model")
+    """The shrunken model that a draft trains."""
+    likeliest = Place("likeliest")
+    """The likeliest next tokens of a teacher, computed before training."""
+    checkpoints = Place("checkpoints")
+    """The folder of the `checkpoint-STEP` folders, from which a run resumes."""
+    ranks = Place("ranks")
+    """The folder of each rank's output (`rank-N.log`), contents (`rank-N.json`), and stack if the run hung."""
+    profile = Place("profile")
+    """The folder of the traces that `--profile` recorded, by rank, and `verdict.json`."""
+    restarts = Place("restarts.jsonl")
+    """One JSON object per restart: its cause, the step from which it resumed, and the number of ranks."""
+    left_out = Place("left_out.json")
+    """The numbers of the examples that a rewind has found to be bad; the run skips them from then on."""
+    wandb_id = Place("wandb_id.txt")
+    """The run's id in W&B and the other trackers, which show a run and its restarts as a single run."""
+    tracking = Place("tracking.json")
+    """The time since which trackers follow the run's latest start, and the final status that they received."""
+    export = Place("export")
+    """The result: a Hugging Face folder, or an adapter."""
+    unverified = Place("export.part")
+    """The export, until it has been reloaded and its logits match the trained model's."""
+    report = Place("report.png")
+    """Loss, learning rate, gradient norm and throughput over the steps."""
+    report_page = Place("report.html")
+    """The report with all charts and tables, in one HTML file."""
+    summary = Place("summary.json")
+    """The result, written at the end of the run."""
 
     def system_of(self, rank: int | str) -> Path:
         """Return the file in which a rank other than 0 keeps its samples until training ends."""
         return self.ranks / f"rank-{rank}.system.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """One JSON object per evaluation on the held-out data."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        """The latest results of `ds-recipes evaluate`: this run compared with other models."""
-        return self.path / "evaluation.json"
-
-    @property
-    def answers(self) -> Path:
-        """Answers to a few held-out examples, before and after training; one JSON object per answer."""
-        return self.path / "answers.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """The training answers with the highest and lowest reward of each logged step; one JSON object per answer."""
-        return self.path / "rollouts.jsonl"
-
-    @property
-    def data(self) -> Path:
-        """A summary of the training data: counts, lengths, and examples with their loss masks."""
-        return self.path / "data.json"
-
-    @property
-    def reference(self) -> Path:
-        """Log-likelihoods of each pair's answers before training, if they were precomputed."""
-        return self.path / "reference.json"
-
-    @property
-    def draft_model(self) -> Path:
-        """The shrunken model that a draft trains."""
-        return self.path / "draft_model"
-
-    @property
-    def likeliest(self) -> Path:
-        """The likeliest next tokens of a teacher, computed before training."""
-        return self.path / "likeliest"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of the `checkpoint-STEP` folders, from which a run resumes."""
-        return self.path / "checkpoints"
-
-    @property
-    def ranks(self) -> Path:
-        """The folder of each rank's output (`rank-N.log`), contents (`rank-N.json`), and stack if the run hung."""
-        return self.path / "ranks"
-
-    @property
-    def profile(self) -> Path:
-        """The folder of the traces that `--profile` recorded, by rank, and `verdict.json`."""
-        return self.path / "profile"
-
-    @property
-    def restarts(self) -> Path:
-        """One JSON object per restart: its cause, the step from which it resumed, and the number of ranks."""
-        return self.path / "restarts.jsonl"
-
-    @property
-    def left_out(self) -> Path:
-        """The numbers of the examples that a rewind has found to be bad; the run skips them from then on."""
-        return self.path / "left_out.json"
-
-    @property
-    def wandb_id(self) -> Path:
-        """The run's id in W&B and the other trackers, which show a run and its restarts as a single run."""
-        return self.path / "wandb_id.txt"
-
-    @property
-    def tracking(self) -> Path:
-        """The time since which trackers follow the run's latest start, and the final status that they received."""
-        return self.path / "tracking.json"
-
-    @property
-    def export(self) -> Path:
-        """The result: a Hugging Face folder, or an adapter."""
-        return self.path / "export"
-
-    @property
-    def unverified(self) -> Path:
-        """The export, until it has been reloaded and its logits match the trained model's."""
-        return self.path / "export.part"
-
-    @property
-    def report(self) -> Path:
-        """Loss, learning rate, gradient norm and throughput over the steps."""
-        return self.path / "report.png"
-
-    @property
-    def report_page(self) -> Path:
-        """The report with all charts and tables, in one HTML file."""
-        return self.path / "report.html"
-
-    @property
-    def summary(self) -> Path:
-        """The result, written at the end of the run."""
-        return self.path / "summary.json"
 
 
 def read_recipe(run: RunFolder) -> Recipe:
