@@ -14,15 +14,21 @@ STEP = 256
 """The number of labelled tokens is padded to a multiple of it: a GPU's allocator reuses blocks of equal size."""
 
 
+def rows(lists: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor:
+    """Return lists of numbers as the rows of a matrix, [lists, width], filled up with `value`."""
+    filled = torch.full((len(lists), width), value)
+    for index, numbers in enumerate(lists):
+        filled[index, : len(numbers)] = torch.as_tensor(numbers)
+    return filled
+
+
 def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
     """Return whole texts as `input_ids` and `attention_mask`, [texts, longest] each, and two plain counts.
 
     Padding follows the tokens; its id may also be that of a token.
     """
     lengths = [len(sequence) for sequence in sequences]
-    ids = torch.full((len(lengths), max(lengths)), pad_token_id)
-    for index, tokens in enumerate(sequences):
-        ids[index, : len(tokens)] = torch.as_tensor(tokens)
+    ids = rows(sequences, max(lengths), pad_token_id)
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
     counts = {"tokens": sum(lengths), "squared_lengths": sum(length**2 for length in lengths)}
     return {"input_ids": ids, "attention_mask": mask, **counts}
@@ -51,9 +57,9 @@ class Collator:
         longest = max(len(sequence["input_ids"]) for sequence in sequences)
         width = -(-longest // self.multiple) * self.multiple
         lengths = [sequence["seq_lengths"] for sequence in sequences]
-        labels = self._pad([sequence["labels"] for sequence in sequences], width, IGNORED)
+        labels = rows([sequence["labels"] for sequence in sequences], width, IGNORED)
         return {
-            "input_ids": self._pad([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
+            "input_ids": rows([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
             "labels": labels,
             "position_ids": torch.stack([_positions(one, width) for one in lengths]),
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
@@ -66,13 +72,6 @@ class Collator:
             ),
             **(labelled_only(next_labels(labels)) if self.labelled else {}),
         }
-
-    @staticmethod
-    def _pad(lists: list[list[int]], width: int, value: int) -> torch.Tensor:
-        padded = torch.full((len(lists), width), value)
-        for index, values in enumerate(lists):
-            padded[index, : len(values)] = torch.as_tensor(values)
-        return padded
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from ..model import processor
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.shown import shown
 from . import chat_templates, thinking
-from .collate import IGNORED
+from .collate import IGNORED, rows
 from .images import read_all
 
 Spans = list[tuple[int, int]]
@@ -135,18 +135,14 @@ class PictureCollator:
         """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""
         lengths = [len(one["input_ids"]) for one in sequences]
         width = -(-max(lengths) // self.multiple) * self.multiple
-        ids = self._padded([one["input_ids"] for one in sequences], width, self.pad_token_id)
+        ids = rows([one["input_ids"] for one in sequences], width, self.pad_token_id)
         pictures = [read_all(one["where"], one["images"], self.max_pixels) for one in sequences]
         return {
             "input_ids": ids,
-            "labels": self._padded([one["labels"] for one in sequences], width, IGNORED),
+            "labels": rows([one["labels"] for one in sequences], width, IGNORED),
             "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
             **processor.token_types(self.seen, self.accepted, ids),
             **processor.for_tower(self.seen, pictures),
             "tokens": sum(lengths),
             "squared_lengths": sum(length**2 for length in lengths),
         }
-
-    @staticmethod
-    def _padded(lists: list[list[int]], width: int, value: int) -> torch.Tensor:
-        return torch.tensor([[*one, *[value] * (width - len(one))] for one in lists])

@@ -18,7 +18,7 @@ from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Layout
 from .. import distributed
 from ..data.answers import Question, generation_prompt, question
-from ..data.collate import IGNORED
+from ..data.collate import IGNORED, rows
 from ..data.tokenize import answered
 from ..model.generate import continued, ends, until
 
@@ -283,12 +283,9 @@ def _answers(
     """Return conversations padded on the right and the labels of their answers' tokens, [examples, longest] each."""
     texts = [answered(tokenizer, example, answer) for example in examples]
     width = max(len(tokens) for tokens, _ in texts)
-    inputs = torch.full((len(texts), width), tokenizer.pad_token_id)
-    counted = torch.zeros((len(texts), width), dtype=torch.bool)
-    for index, (tokens, start) in enumerate(texts):
-        inputs[index, : len(tokens)] = torch.as_tensor(tokens)
-        counted[index, start : len(tokens)] = True
-    return inputs.to(distributed.device()), inputs.masked_fill(~counted, IGNORED).to(distributed.device())
+    inputs = rows([tokens for tokens, _ in texts], width, tokenizer.pad_token_id)
+    labels = rows([[IGNORED] * start + tokens[start:] for tokens, start in texts], width, IGNORED)
+    return inputs.to(distributed.device()), labels.to(distributed.device())
 
 
 def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
