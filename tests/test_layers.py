@@ -56,7 +56,7 @@ def test_adams_update_is_found_again(monkeypatch, piece):
         weight.grad = torch.randn(4, 5)
         weight.grad[0, :2] = 0
         optimizer.step()
-    one = layer_stats.fragments.Fragment("layer", 0, 20)
+    one = layer_stats.holdings.Fragment("layer", 0, 20)
     sums = sum(layer_stats._sums(weight, optimizer, optimizer.param_groups[0], one)).tolist()
     moved = (weight.detach() - before).double().norm() ** 2
     expected = [weight.grad.double().norm() ** 2, 2, 20, moved, before.double().norm() ** 2, 20]
