@@ -253,8 +253,8 @@ def _check_row_groups(path: Path) -> None:
     """Refuse a file with a row group that would take far more memory than the file's size suggests."""
     about = ParquetFile(path).metadata
     for number in range(about.num_row_groups):
-        formats = [about.row_group(number).column(index) for index in range(about.num_columns)]
-        unpacked = sum(column.total_uncompressed_size for column in formats)
+        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in columns)
         if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
             raise _unpacks(path)
 
@@ -458,12 +458,12 @@ def _ranks(found: Dataset, seed: int) -> np.ndarray:
     ranked = found.map(
         _rank, fn_kwargs={"seed": seed}, remove_columns=found.column_names, features=Features({"rank": Value("int64")})
     )
-    return np.asarray(ranked["rank"])
+    return np.asarray(ranked.with_format("numpy")["rank"][:])  # without the format, each is converted by itself
 
 
 def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
-    images = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
-    return {"rank": int.from_bytes(hashlib.blake2b(images, digest_size=7).digest())}
+    content = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
+    return {"rank": int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())}
 
 
 def _keep(source: Source, which: np.ndarray) -> Source:

@@ -78,7 +78,7 @@ def tokenized(
         UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
     """
     documents = _tokens(raw, recipe, tokenizer)
-    forgetting = sum(documents["forgets"])
+    forgetting = int(np.sum(documents.with_format("numpy")["forgets"][:]))
     documents = documents.remove_columns("forgets")
     kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     lengths = _lengths(documents)
