@@ -59,7 +59,7 @@ SECTIONS = {name: kind for name, kind in METHODS.items() if dataclasses.fields(k
 
 
 def _method(values: Mapping[str, Any]) -> Method:
-    """Return the method of a `recipe.json`, which before November 2026 also had the sections of all other methods."""
+    """Return the method of a `recipe.json`, which in older versions also has the sections of all other methods."""
     name = values.get("method", "sft")
     if not isinstance(name, str) or name not in METHODS:
         raise UserError(f"method={shown(name)}: must be one of {', '.join(METHODS)}.")
