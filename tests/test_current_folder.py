@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed_recipes.launching import command, variables
 from deepspeed_recipes.launching.ray import cluster, submit
-from deepspeed_recipes.launching.ssh import pdsh_environment, remote
+from deepspeed_recipes.launching.ssh import remote
 from deepspeed_recipes.recipe.project import IMPORT_ROOT, SCRIPTS, python_path
 from deepspeed_recipes.recipe.run_folder import RunFolder
 from tests import ROOT
@@ -96,6 +96,6 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
         assert "PYTHONSAFEPATH=1" in typed
     (tmp_path / "data" / ".deepspeed_env").write_text("LD_PRELOAD=/data/evil.so\n")
     (tmp_path / ".deepspeed_env").write_text("MINE=1\n")
-    written = pdsh_environment.write_environment(RunFolder(tmp_path), ranks).read_text()
+    written = remote.write_environment(RunFolder(tmp_path), ranks).read_text()
     assert "MINE=1" in written and "LD_PRELOAD" not in written and "PYTHONSAFEPATH=1" in written
     assert f"{tmp_path}/data/.deepspeed_env: ignored; move the variables" in capsys.readouterr().out

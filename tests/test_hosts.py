@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.launching import variables
 from deepspeed_recipes.launching.ssh import host_checks, host_info, hostfile
-from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
+from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
 from tests.launching import LAUNCH

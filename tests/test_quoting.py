@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from deepspeed_recipes.launching import kubernetes, paths, slurm
 from deepspeed_recipes.launching.command import deepspeed_command
 from deepspeed_recipes.launching.options import Allocation
-from deepspeed_recipes.launching.ssh import hostfile, pdsh_environment
+from deepspeed_recipes.launching.ssh import hostfile, remote
 from deepspeed_recipes.recipe import pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
@@ -81,7 +81,7 @@ def arrived(far: Path, environment: dict[str, str]) -> tuple[list[str], dict[str
     """Send a run through DeepSpeed's launcher and pdsh, and return the words and the variables that arrive."""
     environment = {name: os.environ[name] for name in ("PATH", "HOME")} | {"TORCH_EXTENSIONS_DIR": "/o"} | environment
     run, pool = RunFolder(far / "run"), hostfile.read(far / "hosts")
-    launcher = pdsh_environment.launcher_environment(run, environment)
+    launcher = remote.launcher_environment(run, environment)
     command = deepspeed_command(run, 2, pool, "far")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
@@ -115,7 +115,7 @@ def test_a_variable_reaches_another_host_as_it_is_or_is_refused(far, value):
 @needs("deepspeed>=0.19.8")
 def test_deepspeed_exports_nothing_that_the_file_does_not_have(far):
     with mock.patch.object(CUDA_Accelerator, "__init__", lambda self: None):
-        assert set(pdsh_environment.EXPORTED) == {*runner.EXPORT_ENVS, *CUDA_Accelerator().export_envs()}
+        assert set(remote.EXPORTED) == {*runner.EXPORT_ENVS, *CUDA_Accelerator().export_envs()}
     hostile = {"MLFLOW_TRACKING_PASSWORD": "$(touch PWNED)", "PYTHON_X;touch PWNED;": "1", "NCCL_X;touch PWNED;": "1"}
     _, seen = arrived(far, hostile)
     assert not (far / "PWNED").exists() and "MLFLOW_TRACKING_PASSWORD" not in seen

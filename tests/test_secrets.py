@@ -13,7 +13,7 @@ from deepspeed_recipes.export.serve import environment as serving
 from deepspeed_recipes.launching import command, kubernetes, paths, slurm, variables
 from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.ray import submit
-from deepspeed_recipes.launching.ssh.pdsh_environment import write_environment
+from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, write_json, write_recipe

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.prove.small import small
+from deepspeed_recipes.prove.settings import small
 from deepspeed_recipes.recipe import quantization
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json

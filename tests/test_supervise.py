@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deepspeed_recipes.launching import causes, supervise
+from deepspeed_recipes.launching import supervise
 from deepspeed_recipes.launching.ranks import RankMonitor, of_run
 from deepspeed_recipes.recipe.run_folder import REWIND, RunFolder, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
@@ -99,7 +99,7 @@ def attempt(tmp_path, monkeypatch):
     ],
 )
 def test_the_status_is_the_launchers_unless_it_was_killed_for_a_rank(how, codes, status):
-    failed = [causes.FailedRank(0, code, "here") for code in codes]
+    failed = [supervise.FailedRank(0, code, "here") for code in codes]
     with subprocess.Popen([sys.executable, "-c", f"import os, sys; {how}"]) as launcher:
         launcher.wait()
         assert supervise.wait(launcher, SimpleNamespace(failed=lambda seconds: failed)) == (failed, status)
@@ -173,7 +173,7 @@ def test_a_launcher_that_starts_no_rank_is_named(tmp_path):
     ("code", "status", "said"), [(None, 247, "SIGKILL"), (None, 7, "status 7"), (-6, 1, "SIGABRT")]
 )
 def test_how_a_process_ended(code, status, said):
-    assert said in causes.ending(code, status)
+    assert said in supervise.ending(code, status)
 
 
 @pytest.mark.parametrize("how", tiered(("asleep", "with the interpreter's lock"), ("with the interpreter's lock",)))
@@ -183,12 +183,12 @@ def test_a_run_that_hangs_ends_and_shows_where(ranks, tmp_path, model_folder, co
     begun = time.monotonic()
     statuses = ranks.run(hang, str(run.path), how, log=tmp_path / "log")
     assert statuses == [1, 1] and time.monotonic() - begun < 120, read_logs(tmp_path / "log")
-    assert causes.stacks(run) == [0, 1]
+    assert supervise.stacks(run) == [0, 1]
     assert "hang_here" in (run.ranks / "rank-1.stack").read_text()
     assert "hang_here" not in (run.ranks / "rank-0.stack").read_text()
     assert "in all_reduce" in (run.ranks / "rank-0.stack").read_text()
-    assert causes.explain(run, [], 1, 2).startswith("no step finished for 0.1 minutes")
-    assert "none from rank 2, which was stopped or cut off" in causes.explain(run, [], 1, 3)
+    assert supervise.explain(run, [], 1, 2).startswith("no step finished for 0.1 minutes")
+    assert "none from rank 2, which was stopped or cut off" in supervise.explain(run, [], 1, 3)
     assert "step 3/6" not in read_logs(tmp_path / "log")[0]
 
 

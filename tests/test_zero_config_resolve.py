@@ -84,6 +84,7 @@ def test_every_key_that_the_trainer_fills_is_filled():
         for part in parts:
             node = node.setdefault(part, {})
         node[last] = "auto"
+    assert len(FILLED) == 23
     numbers = Numbers(hidden_size=10, total_steps=7, warmup_steps=3, learning_rate=0.25)
     filled = resolve(config, numbers)
     assert "auto" not in dumps(filled)

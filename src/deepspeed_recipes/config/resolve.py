@@ -68,7 +68,7 @@ def resolve(template: Json, numbers: Numbers) -> Json:
     """
     _check_layout(numbers)
     config = copy.deepcopy(template)
-    filled = _fillings(config, numbers)
+    filled = fillings(numbers)
     mismatches = [
         line
         for path, value in _matched(numbers).items()
@@ -129,9 +129,9 @@ def _matched(numbers: Numbers) -> dict[str, object]:
     return matched
 
 
-def _fillings(config: Json, numbers: Numbers) -> dict[str, object]:
+def fillings(numbers: Numbers) -> dict[str, object]:
     """Return the value for every key that may be "auto"."""
-    fillings = {
+    found = {
         **_matched(numbers),
         "scheduler.params.warmup_min_lr": 0,
         "zero_optimization.stage": 2,
@@ -143,10 +143,10 @@ def _fillings(config: Json, numbers: Numbers) -> dict[str, object]:
     }
     if numbers.hidden_size is not None:
         square = numbers.hidden_size * numbers.hidden_size
-        fillings["zero_optimization.reduce_bucket_size"] = square
-        fillings["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * square)
-        fillings["zero_optimization.stage3_param_persistence_threshold"] = 10 * numbers.hidden_size
-    return fillings
+        found["zero_optimization.reduce_bucket_size"] = square
+        found["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * square)
+        found["zero_optimization.stage3_param_persistence_threshold"] = 10 * numbers.hidden_size
+    return found
 
 
 def _mismatch(config: Json, path: str, value: object, fillings: Json) -> str | None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..recipe.recipe import Layout, Lora, Model, Recipe
-from .settings import Settings
-from .small import of_settings
+from .settings import Settings, of_settings
 
 WHOLE = Layout()
 """Every rank has a replica."""

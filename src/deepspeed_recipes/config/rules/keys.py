@@ -1,14 +1,34 @@
-"""Rules about keys: unknown, misspelt, misplaced, removed, renamed or duplicate ones."""
+"""Rules about syntax that is not strict JSON, and about unknown, misspelt, misplaced, removed and duplicate keys."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from ...recipe.files import Json
 from .. import schema
 from ..read import Key
-from ..rule import COSTS, REJECTED, WRONG, Config, Edit, Facts, Hit, dotted, rule
+from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, dotted, rule
 from ..schema import fits, nearest
+
+
+def _problems(kind: str) -> Callable[[Config, Facts], Iterator[Hit]]:
+    def check(config: Config, facts: Facts) -> Iterator[Hit]:
+        for problem in config.problems:
+            if problem.kind == kind:
+                # DeepSpeed itself reads hjson, which allows these.
+                mild = facts.trainer == "plain" and kind in ("comment", "trailing-comma", "missing-comma")
+                yield Hit(problem.key, problem.value, problem.what, severity="warning" if mild else None)
+
+    return check
+
+
+_duplicate_key = rule("duplicate-key", "error", REJECTED)(_problems("duplicate"))
+_comment = rule("comment", "error", FAILS_LATER)(_problems("comment"))
+_trailing_comma = rule("trailing-comma", "error", FAILS_LATER)(_problems("trailing-comma"))
+_missing_comma = rule("missing-comma", "error", FAILS_LATER)(_problems("missing-comma"))
+_not_a_number = rule("not-a-number", "error", FAILS_LATER)(_problems("not-a-number"))
+_python_word = rule("python-word", "error", FAILS_LATER)(_problems("python-word"))
+
 
 # Names from old guides that are too different from the current ones for a spelling match.
 _OLD_NAMES = {

@@ -7,36 +7,15 @@ from collections.abc import Iterator
 from ...recipe.files import Json
 from .. import schema
 from ..read import Key
+from ..resolve import Numbers, fillings
 from ..rule import FAILS_LATER, REJECTED, TRUE_TEXTS, WRONG, Config, Edit, Facts, Hit, dotted, rule, shown
 from ..schema import describe, fits
 
-# Batch sizes depend on each other; rules/batch.py covers them.
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Batch sizes depend on each other, so that rules/batch.py covers them."""
 
-# Keys that the Trainer fills, through accelerate; a test compares them with a real Trainer.
-FILLED = (
-    *BATCH_KEYS,
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "optimizer.params.lr",
-    "optimizer.params.betas",
-    "optimizer.params.eps",
-    "optimizer.params.weight_decay",
-    "scheduler.params.warmup_min_lr",
-    "scheduler.params.warmup_max_lr",
-    "scheduler.params.warmup_num_steps",
-    "scheduler.params.total_num_steps",
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer.device",
-    "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_param.device",
-    "zero_optimization.offload_param.nvme_path",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-)
+FILLED = tuple(fillings(Numbers(hidden_size=1, total_steps=1)))
+"""The keys that the Trainer fills, through accelerate; a test compares them with a real Trainer."""
 
 
 def known_keys(config: Config) -> Iterator[tuple[Key, object, Json]]:

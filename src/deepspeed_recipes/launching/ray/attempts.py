@@ -9,10 +9,9 @@ from pathlib import Path
 from select import select
 
 from ...recipe.run_folder import RunFolder
-from ..causes import FailedRank
 from ..command import rank_environment, record
 from ..ssh import host_checks
-from ..supervise import Outcome, supervise
+from ..supervise import FailedRank, Outcome, supervise
 from . import output
 from .cluster import RayCluster, ask, command, nodes_of, selected
 from .cluster import environment as cluster_environment

@@ -24,7 +24,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ...recipe.errors import first_line
 from ...recipe.run_folder import RunFolder, write_json
 from .. import variables
-from ..causes import FailedRank
+from ..supervise import FailedRank
 from . import nodes, output, rank
 from .cluster import LOCAL
 

@@ -1,14 +1,23 @@
-"""Runs commands on other hosts over ssh, sends signals to a run's ranks, and detects which hosts answer."""
+"""Runs commands on other hosts over ssh, sends signals to a run's ranks, and writes the environment for pdsh.
 
+That environment becomes part of one command line for the shell of each host: DeepSpeed writes `export NAME="VALUE";`
+without any escaping, and pdsh replaces `%h`, `%n` and `%u`.
+"""
+
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+from ...recipe import files
+from ...recipe.errors import UserError, is_secret
 from ...recipe.project import IMPORT_ROOT, python_path
 from ...recipe.run_folder import RunFolder
+from .. import variables
 from .hostfile import HostPool, with_slots
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
@@ -57,3 +66,65 @@ def reachable(pool: HostPool, folder: RunFolder) -> HostPool:
     answers = signal_ranks(pool, folder, signal.SIGKILL)
     alive = [host for host, answer in zip(pool.hosts, answers, strict=True) if answer.returncode == 0]
     return with_slots(pool, {host: pool.slots[host] for host in alive})
+
+
+EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+"""Prefixes of the variables that DeepSpeed exports from the environment of its launcher."""
+EXPANSION = re.compile(r"\$(?=[A-Za-z_]|\{\w+\})")
+"""A reference to a variable of the host, `$NAME` or `${NAME}`."""
+
+
+def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path:
+    """Write the forwarded variables in DeepSpeed's format, print their names, and return the file.
+
+    DeepSpeed reads only one file, which `DS_ENV_FILE` sets to this one. It includes the variables of the user's
+    `~/.deepspeed_env` that do not contradict ours; `$NAME` in them is a variable of the host, as in that file. A
+    `.deepspeed_env` in the current folder, which DeepSpeed would prefer, is ignored: it may be part of downloaded data,
+    and could load code into every rank.
+
+    Raises:
+        UserError: a value that the file cannot contain.
+    """
+    home, here = (folder / ".deepspeed_env" for folder in (Path.home(), Path.cwd()))
+    lines = home.read_text(encoding="utf-8").splitlines() if home.is_file() else []
+    own = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    if here.is_file() and here != home:
+        print(f"{here}: ignored; move the variables that you need to {home}", flush=True)
+    passed = [name for name, value in own.items() if variables.is_name(name) and not is_secret(name, value)]
+    taken = {name: _quoted(name, own[name], EXPANSION) for name in passed}
+    taken |= {name: _quoted(name, value) for name, value in variables.forwarded(environment).items()}
+    needed = [name for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if name in environment]
+    taken |= {name: _quoted(name, environment[name]) for name in needed}
+    # The ranks find ninja on the PATH. The rest of the PATH is each host's own.
+    taken["PATH"] = f"{_quoted('PATH', str(Path(sys.executable).parent))}:$PATH"
+    print(f"forwarded: {', '.join(taken)}", flush=True)
+    if left := sorted({*own} - {*taken} | {*variables.withheld(environment)}):
+        print(f"not forwarded, because they look like secrets: {', '.join(left)}; set them on each host", flush=True)
+    file = folder.path / "deepspeed_env"
+    files.write_text(file, "".join(f"{name}={value}\n" for name, value in taken.items()))
+    return file
+
+
+def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> dict[str, str]:
+    """Write the file, and return an environment with which DeepSpeed's launcher exports no more than the file."""
+    file = write_environment(folder, environment)
+    written = {line.partition("=")[0] for line in file.read_text(encoding="utf-8").splitlines()}
+    kept = {name: value for name, value in environment.items() if name in written or not name.startswith(EXPORTED)}
+    return kept | {"DS_ENV_FILE": str(file)}
+
+
+def _quoted(name: str, value: str, kept: re.Pattern[str] | None = None) -> str:
+    """Return a value escaped for the file, so that DeepSpeed, pdsh and the host's shell do not change it.
+
+    A dollar sign at which `kept` matches keeps its meaning.
+
+    Raises:
+        UserError: the value has a line break.
+    """
+    if "\n" in value or "\r" in value:
+        raise UserError(f"{name}={value.splitlines()[0]}...: a line break cannot be sent over ssh; remove it.")
+    escaped = re.sub(
+        r"[\\\"`$]", lambda found: found[0] if kept and kept.match(value, found.start()) else f"\\{found[0]}", value
+    )
+    escaped = escaped.replace("%", "%%")
+    return f'""{escaped}""' if value != value.strip() else escaped  # DeepSpeed strips before it quotes

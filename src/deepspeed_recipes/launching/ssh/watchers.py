@@ -8,11 +8,9 @@ import subprocess
 from collections.abc import Mapping
 
 from ...recipe.run_folder import RunFolder
-from ..causes import FailedRank
-from ..supervise import Outcome, supervise
+from ..supervise import FailedRank, Outcome, supervise
 from .hostfile import HostPool
-from .pdsh_environment import launcher_environment
-from .remote import NO_CONNECTION, SSH, module_command, signal_ranks
+from .remote import NO_CONNECTION, SSH, launcher_environment, module_command, signal_ranks
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "ControlPath=none")
 """A host that does not answer for 15 to 20 s is lost. A connection shared with other logins would not detect it."""
