@@ -19,7 +19,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
 def test_every_value_in_a_template_passes_through_a_filter():
-    assert {path.name for path in TEMPLATES} >= {"job.sbatch.jinja", "job.yaml.jinja", "jobset.yaml.jinja"}
+    assert {path.name for path in TEMPLATES} >= {"job.sbatch.jinja", "manifest.yaml.jinja", "job_spec.yaml.jinja"}
     for path in TEMPLATES:
         kind = path.suffixes[-2]
         # The commands of a SkyPilot task are shell within YAML.

@@ -1,4 +1,4 @@
-"""Writes a run's Kubernetes manifests, one file for each kind of cluster, from the templates in this folder.
+"""Writes a run's Kubernetes manifests, one file for each kind of cluster, from the template in this folder.
 
 `job.yaml` needs only Kubernetes (an indexed Job), `jobset.yaml` the JobSet controller, `trainjob.yaml` Kubeflow
 Trainer. In each of them a pod is a node: it runs `launching.node`, and after a restart resumes from the newest complete
@@ -39,7 +39,7 @@ GRACE = 300
 """Seconds between SIGTERM and SIGKILL."""
 HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that describe this machine, like paths."""
-FILES = ("job.yaml", "jobset.yaml", "trainjob.yaml")
+KINDS = ("job", "jobset", "trainjob")
 
 
 def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
@@ -85,7 +85,8 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Map
         "grace": GRACE,
         "shared_memory": SHARED_MEMORY,
     }
-    return {file: fill(Path(__file__).with_name(f"{file}.jinja"), **values) for file in FILES}
+    template = Path(__file__).with_name("manifest.yaml.jinja")
+    return {f"{kind}.yaml": fill(template, kind=kind, **values) for kind in KINDS}
 
 
 def check_names(image: str, volume: str) -> None:
@@ -153,7 +154,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 def how_to(written: Path) -> str:
     """Return the commands that use the manifests."""
-    job, jobset, trainjob = (shlex.quote(str(written / file)) for file in FILES)
+    job, jobset, trainjob = (shlex.quote(str(written / f"{kind}.yaml")) for kind in KINDS)
     return f"""manifests: {written}
 apply one:  kubectl apply -f {job}       (plain Kubernetes)
             kubectl apply -f {jobset}    (with the JobSet controller)
