@@ -27,13 +27,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from ..benchmarks import overhead, own_process, scaling, tables
 from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from ..launching.command import rank_count, visible_gpus
 from ..machine import children
 from ..recipe import files
+from ..recipe.files import Json
 from ..recipe.project import require
 from ..recipe.run_folder import write_json
 from .main import Parser
@@ -42,7 +42,7 @@ RESULTS = Path("benchmarks")
 """Default folder for results."""
 SHORTEST, LONGEST = 8192, 2**20
 """The shortest and the longest sequence of `long_context`, in tokens."""
-Start = Callable[[dict[str, Any], Path, float], dict[str, Any]]
+Start = Callable[[Json, Path, float], Json]
 """Runs an order in a separate process: maps order, folder and time limit to numbers, or to `{"error": ...}`."""
 
 
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def broken(result: dict[str, Any]) -> list[str]:
+def broken(result: Json) -> list[str]:
     """Return the failed contenders of a benchmark with their errors; out of memory counts as a measurement."""
     return [
         f"{label}: {done['error']}"
@@ -166,13 +166,11 @@ OWN = {"overhead": _overhead, "scaling": _scaling}
 """Benchmarks that have their own functions to run and write them."""
 
 
-def run(
-    benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds: float = float("inf")
-) -> dict[str, Any]:
+def run(benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds: float = float("inf")) -> Json:
     """Run one benchmark for at most `seconds`, write its results after each of its runs, and return them."""
     draft = options.draft or not visible_gpus()
     warm_up, steps = (2, 3) if draft else FEW if benchmark.estimates else (WARM_UP, STEPS)
-    result: dict[str, Any] = {
+    result: Json = {
         "benchmark": benchmark.name,
         "about": benchmark.about,
         "date": date.today().isoformat(),
@@ -185,7 +183,7 @@ def run(
     began = time.monotonic()
     limit = min(seconds, LIMIT / (2 if options.quick else 1))
 
-    def ask(case: Case | None) -> dict[str, Any]:
+    def ask(case: Case | None) -> Json:
         order = {"case": asdict(case) if case else "limits", "warm_up": warm_up, "steps": steps, "draft": draft}
         with children.scratch() as folder:
             found = start(order, folder, min(CASE, limit - (time.monotonic() - began)))
@@ -222,7 +220,7 @@ def run(
     return result
 
 
-def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadline: float) -> tuple[int, str]:
+def _grow(case: Case, ask: Callable[[Case], Json], draft: bool, deadline: float) -> tuple[int, str]:
     """Return the longest sequence that trained, in tokens, and why the next length did not."""
     longest, length = 0, SHORTEST
     while length <= (2 * SHORTEST if draft else LONGEST):
@@ -236,14 +234,14 @@ def _grow(case: Case, ask: Callable[[Case], dict[str, Any]], draft: bool, deadli
     return longest, "not tried"
 
 
-def _line(found: dict[str, Any]) -> str:
+def _line(found: Json) -> str:
     if "error" in found:
         return str(found["error"])
     peak = found.get("peak_allocated_gib", found["host_peak_gib"])
     return f"{found['tokens_per_second']:>9,.0f} tokens/s {peak:>8.2f} GiB {found['reads_per_step']:>4} reads per step"
 
 
-def write_result(result: dict[str, Any], output: Path | None) -> None:
+def write_result(result: Json, output: Path | None) -> None:
     """Write the numbers and the table; a draft's only if a folder is given."""
     if result["draft"] and output is None:
         return

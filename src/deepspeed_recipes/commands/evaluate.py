@@ -18,12 +18,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..export.evaluate import candidates, server
 from ..export.evaluate.candidates import Candidate
 from ..export.serve import environment
 from ..recipe.errors import UserError, printable
+from ..recipe.files import Json
 from ..recipe.run_folder import read_json, write_json
 from ..report import write
 from .main import Parser
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str, Any]:
+def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
     """Measure every model, print the comparison and return it.
 
     Raises:
@@ -89,7 +89,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> dict[str
     return compared
 
 
-def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[Json]:
     """Measure every model with lm-evaluation-harness, print the comparisons and return them.
 
     Raises:
@@ -110,7 +110,7 @@ def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Na
     return compared
 
 
-def keep(one: Candidate, compared: dict[str, Any]) -> None:
+def keep(one: Candidate, compared: Json) -> None:
     """Write the comparison into the folder of a model's run, and update the run's report.
 
     Results by the run's own metric and by tasks are kept together.

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..export.evaluate import candidates, server
 from ..recipe.errors import UserError, printable, redact
+from ..recipe.files import Json
 from ..recipe.run_folder import RunFolder
 from ..training.model_folder import head
 from .main import Parser
@@ -117,7 +118,7 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--adapter: a server has its own models; name one with --model NAME.")
 
 
-def sampling(options: argparse.Namespace) -> dict[str, Any]:
+def sampling(options: argparse.Namespace) -> Json:
     """Return the sampling arguments of transformers' `generate`."""
     if not options.temperature:
         return {"do_sample": False}
@@ -168,7 +169,7 @@ def of_server(options: argparse.Namespace) -> Answer:
         UserError: the server cannot be reached, or does not have this model.
     """
     found = server.connect(options.server, options.served)
-    asked: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_new_tokens}
+    asked: Json = {"temperature": options.temperature, "max_tokens": options.max_new_tokens}
     asked |= {key: value for key in ("top_p", "top_k", "seed") if (value := getattr(options, key)) is not None}
     return lambda turns: server.stream(found, turns, asked)
 
@@ -187,9 +188,7 @@ def of_folder(options: argparse.Namespace) -> Answer:
     return lambda turns: stream(model, tokenizer, turns, options.max_new_tokens, **sampling(options))
 
 
-def answer(
-    folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: dict[str, Any] | None = None
-) -> str:
+def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: Json | None = None) -> str:
     """Return the answer of the model in `folder` to one question.
 
     Args:

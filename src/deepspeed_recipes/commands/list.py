@@ -11,9 +11,9 @@ only one.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from ..recipe import pages
+from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 from .main import Parser
 
@@ -54,7 +54,7 @@ def listing(as_json: bool, only: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def entry(recipe: Recipe) -> dict[str, Any]:
+def entry(recipe: Recipe) -> Json:
     """Return a recipe's entry in the JSON list."""
     return {
         "recipe": pages.typed(recipe),

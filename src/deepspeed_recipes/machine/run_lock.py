@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 
 NAME = "writer.json"
 BEAT = 5
@@ -35,7 +35,7 @@ _ENDING = threading.Lock()
 class Lock:
     """A run folder's lock, with its holder at the time when this process began to write."""
 
-    def __init__(self, folder: Path, holder: dict[str, Any] | None) -> None:
+    def __init__(self, folder: Path, holder: Json | None) -> None:
         """`holder`: the process that holds the lock, or None without a lock, as in tests that start ranks."""
         self.folder = folder
         self.holder = holder
@@ -146,7 +146,7 @@ def _link(file: Path, lock: Path) -> None:
             opened.write(file.read_text(encoding="utf-8"))
 
 
-def _self() -> dict[str, Any]:
+def _self() -> Json:
     return {
         "host": socket.gethostname(),
         "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
@@ -165,7 +165,7 @@ def _started(pid: int) -> int | None:
     return None if state == "Z" else int(fields[18])
 
 
-def _read(lock: Path) -> dict[str, Any] | None:
+def _read(lock: Path) -> Json | None:
     """Return the record of a lock's holder, an empty one if the file is incomplete, or None without a lock."""
     try:
         held = json.loads(lock.read_bytes())
@@ -176,7 +176,7 @@ def _read(lock: Path) -> dict[str, Any] | None:
     return held if isinstance(held, dict) else {}
 
 
-def _lives(lock: Path, holder: dict[str, Any]) -> bool:
+def _lives(lock: Path, holder: Json) -> bool:
     """Return whether a lock's holder is alive; on another host, whether it touched the lock recently or does now."""
     own = _self()
     if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and "pid" in holder:

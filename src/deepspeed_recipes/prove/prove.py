@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..launching.command import rank_environment
 from ..machine import children
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.run_folder import RunFolder, read_json, write_json, write_recipe
 from .defects import Defect
 from .ranks import Ranks, read_logs
@@ -39,7 +40,7 @@ class Finding:
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """For a technique: `found`, its distance from the plain loop, and `allowed`."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         """Return the finding as JSON-like data."""
         return asdict(self)
 
@@ -53,7 +54,7 @@ class Workshop:
     gpus: int
     folder: Path
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> Json:
         """Return versions and hardware, in the form of a run folder's."""
         return read_json(self.folder / "environment.json")
 

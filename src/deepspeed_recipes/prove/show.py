@@ -1,14 +1,14 @@
 """Shows the results: two tables on the terminal, a JSON object, and reports for the libraries' projects."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..recipe.files import Json
 from .defects import Defect
 from .prove import Finding
 
@@ -17,9 +17,7 @@ STACK = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
 SCRIPT, REPORT = "reproduce.py", "report.md"
 
 
-def terminal(
-    console: Console, environment: Mapping[str, Any], techniques: Sequence[Finding], defects: Sequence[Finding]
-) -> None:
+def terminal(console: Console, environment: Json, techniques: Sequence[Finding], defects: Sequence[Finding]) -> None:
     """Print the stack, the tables and a summary line."""
     console.print(stack(environment), highlight=False)
     if techniques:
@@ -39,7 +37,7 @@ def _table(kind: str, detail: str, findings: Sequence[Finding]) -> Table:
     return table
 
 
-def stack(environment: Mapping[str, Any]) -> str:
+def stack(environment: Json) -> str:
     """Return the versions and devices in a line."""
     packages = [f"{name} {environment['packages'][name]}" for name in STACK if name in environment["packages"]]
     where = ", ".join(sorted(set(environment["gpus"]))) or "CPU"
@@ -75,9 +73,7 @@ def status(techniques: Sequence[Finding]) -> int:
     return int(any(one.state in ("different", "failed") for one in techniques))
 
 
-def data(
-    environment: Mapping[str, Any], techniques: Sequence[Finding], defects: Sequence[Finding], seconds: float
-) -> dict[str, Any]:
+def data(environment: Json, techniques: Sequence[Finding], defects: Sequence[Finding], seconds: float) -> Json:
     """Return everything as JSON."""
     return {
         "environment": dict(environment),
@@ -88,7 +84,7 @@ def data(
     }
 
 
-def reports(folder: Path, environment: Mapping[str, Any], defects: Sequence[tuple[Defect, Finding]]) -> list[Path]:
+def reports(folder: Path, environment: Json, defects: Sequence[tuple[Defect, Finding]]) -> list[Path]:
     """Write a report and its script for every defect that is present, each in its own folder; return the folders."""
     written = []
     for defect, finding in defects:
@@ -101,7 +97,7 @@ def reports(folder: Path, environment: Mapping[str, Any], defects: Sequence[tupl
     return written
 
 
-def report(defect: Defect, finding: Finding, environment: Mapping[str, Any]) -> str:
+def report(defect: Defect, finding: Finding, environment: Json) -> str:
     """Return a text for the project of the defect's library, in Markdown."""
     packages = environment["packages"]
     versions = [f"{name} {packages[name]}" for name in (defect.library, *packages) if name in packages]

@@ -4,10 +4,9 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
 from ...machine import children, system
@@ -103,7 +102,7 @@ def probe(ranks: int, gpus: int) -> Json:
         return rates
 
 
-def lines(measured: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def lines(measured: Json) -> Iterator[tuple[str, str]]:
     """Yield what was measured, in the units of datasheets."""
     seconds, sizes = measured["seconds"], measured["sizes"]
     for name, taken in seconds["products"].items():

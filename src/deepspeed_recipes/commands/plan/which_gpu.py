@@ -4,7 +4,6 @@ import argparse
 import json
 import shlex
 from collections.abc import Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +16,7 @@ from ...planning.search.run_cost import Workload, in_words
 from ...planning.search.which_gpu import Choice
 from ...planning.show import table
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.project import command
 from . import workload
 from .options import recipe_of
@@ -135,7 +135,7 @@ def _names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> lis
     return [*cheapest, *(["smallest"] if least and choice.cluster == least.cluster else [])]
 
 
-def _as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[dict[str, Any]]:
+def _as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[Json]:
     """Return the choices as data."""
     return [
         {

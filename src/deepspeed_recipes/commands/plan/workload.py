@@ -12,6 +12,7 @@ from ...planning.hardware.instances import prices
 from ...planning.search.plans import Plan
 from ...planning.search.run_cost import Workload
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe, names
 from ...training.data import text_files, updates
 from ...training.data.forms import formats
@@ -144,7 +145,7 @@ def _files(recipe: Recipe) -> Iterator[Path]:
         yield from local
 
 
-def _examples(file: Path, recipe: Recipe) -> Iterator[dict[str, Any]]:
+def _examples(file: Path, recipe: Recipe) -> Iterator[Json]:
     located = text_files.read(file)
     if recipe.data.columns:  # only the amount of text matters, not the columns' meaning
         return (example for _, example in located)

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from ...machine import children, run_lock
 from ...recipe.errors import UserError, redact
+from ...recipe.files import Json
 from ...recipe.methods.metrics import higher_is_better
 from ...recipe.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
 
@@ -121,7 +121,7 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
     """Return a trial's row: its numbers if it has finished, otherwise the reason."""
     if not is_finished(place):
         return Result(trial, overrides, status or 1, reason(place, log))
-    summary: dict[str, Any] = read_json(place.summary)
+    summary: Json = read_json(place.summary)
     held_out = [row["loss"] for row in read_jsonl(place.evaluations) if "loss" in row]
     judged = summary.get("after") is not None
     return Result(

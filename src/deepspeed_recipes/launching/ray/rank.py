@@ -9,9 +9,9 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from ...machine import children
+from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder
 from ...training.rendezvous import free_port
 from ..command import share_of_cores
@@ -28,7 +28,7 @@ class RankFailed(Exception):
         self.rank, self.code, self.host, self.ended = rank, code, host, ended
 
 
-def train(config: dict[str, Any]) -> None:
+def train(config: Json) -> None:
     """Start this worker's rank and wait for its end; `config` has the run's `folder` and the ranks' `environment`.
 
     Raises:
@@ -57,7 +57,7 @@ def wait_for(run: RunFolder, rank: int, variables: dict[str, str]) -> int:
         return children.run(command, env=variables, stdout=file, stderr=file).returncode
 
 
-def environment(given: dict[str, str], place: dict[str, Any]) -> dict[str, str]:
+def environment(given: dict[str, str], place: Json) -> dict[str, str]:
     """Return a rank's variables: its node's own, those that the launcher has forwarded, and its position."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     # Ray sets this to the number of CPUs that it has reserved for the worker, 1.
@@ -65,7 +65,7 @@ def environment(given: dict[str, str], place: dict[str, Any]) -> dict[str, str]:
     return os.environ | threads | {"PATH": path} | given | {name: str(value) for name, value in place.items()}
 
 
-def describe(folder: str, file: str, peer: str, extensions: str) -> dict[str, Any]:
+def describe(folder: str, file: str, peer: str, extensions: str) -> Json:
     """Return the facts about this node that must be equal on all nodes, from `host_info`."""
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     return host_info.collect(Path(folder), file, peer)

@@ -9,17 +9,17 @@ import sys
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from ...machine import software
 from ...machine.system import output
+from ...recipe.files import Json
 from ...recipe.gpus import GIB
 from ...recipe.project import CONFIGS, PACKAGE, PAGES
 
 
-def collect(folder: Path, file: str, peer: str) -> dict[str, Any]:
+def collect(folder: Path, file: str, peer: str) -> Json:
     """Return the facts that must be equal on all hosts, or sufficient on each host.
 
     Args:
