@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 from transformers import TrainerState
 
 from deepspeed_recipes.machine import capacity
@@ -25,6 +27,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import loss_guard
 from deepspeed_recipes.training.data import example_numbers
+from deepspeed_recipes.training.data.collate import IGNORED
 from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import read_logs
 from tests.small import in_sub_groups, small
@@ -237,3 +240,24 @@ def test_memory_is_checked_before_a_save(monkeypatch):
     monkeypatch.setattr(capacity, "free_memory", lambda: 2**30)
     with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, but only 1\.00 GiB is free"):
         capacity.check_memory(2**31, "a checkpoint")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
+def test_ranks_share_an_epoch_without_repeating_a_sequence(count, size, ranks):
+    batches = example_numbers.EvenBatches(SequentialSampler(range(count)), size, ranks)
+    shares = [[*BatchSamplerShard(batches, ranks, rank, even_batches=False)] for rank in range(ranks)]
+    assert len({len(share) for share in shares}) == 1, "ranks that make fewer passes would leave the others waiting"
+    numbers = [number for share in shares for batch in share for number in batch]
+    assert sorted(number for number in numbers if number >= 0) == [*range(count)]
+    sequences = example_numbers.Numbered([{"at": at} for at in range(count)], frozenset({0} if count > 1 else ()))
+    for filler in (number for number in numbers if number < 0):
+        assert sequences[filler][example_numbers.FILLER] and sequences[filler]["at"] not in sequences.bad
+
+
+def test_a_filler_counts_nothing():
+    collate = example_numbers.WithNumbers(lambda _: {"labels": torch.tensor([[1, 2]]), "tokens": 2})
+    counted, filler = (collate([{example_numbers.KEY: 0, **more}]) for more in ({}, {example_numbers.FILLER: True}))
+    assert counted["tokens"] == 2 and example_numbers.FILLER not in counted
+    assert filler["tokens"] == 0 and (filler["labels"] == IGNORED).all() and filler[example_numbers.FILLER]

@@ -64,6 +64,22 @@ def test_micro_batches_of_any_size_are_one_batch_of_a_classifier(ranks, tmp_path
     gate.agree_on_steps(run, alone("classify", False)[0])
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("count", [7, 5])
+def test_each_text_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
+    ranks, tmp_path, model_folder, labelled, count
+):
+    data = tmp_path / "few.jsonl"
+    rows = labelled.read_text().splitlines(keepends=True)
+    data.write_text("".join([*rows[: count - 1], rows[-1]]))  # with all three classes
+    given = {"classify": data}
+    run = trained(ranks, tmp_path, model_folder, given, "classify", 2, micro_batch_size=2)
+    records, weights = texts.train("classify", model_folder, data, False)
+    gate.agree_on_steps(run, records)
+    for name, weight in load_file(run.export / "model.safetensors").items():
+        assert plain.worst(weight, weights[name]) <= 1, name
+
+
 @pytest.mark.parametrize(
     ("method", "mistake"),
     tiered(

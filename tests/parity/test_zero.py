@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
@@ -49,6 +49,30 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
     assert engine["zero_optimization"]["stage"] == stage
     assert engine["gradient_accumulation_steps"] == accumulation
     assert engine["train_batch_size"] == 8
+
+
+@pytest.mark.parametrize(
+    ("examples", "micro_batch_size", "stage"),
+    tiered(
+        [(count, size, stage) for count in (7, 5, 1) for size in (1, 2, 4) for stage in (0, 3)], {(7, 2, 0), (1, 1, 3)}
+    ),
+)
+def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
+    ranks, tmp_path, model_folder, conversations, examples, micro_batch_size, stage
+):
+    """Every step is a whole epoch of fewer examples than a global batch: one rank has fewer of them, or none."""
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:examples]))
+    reference = plain.train(model_folder, data, SETTINGS)
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(
+        SETTINGS, model_folder, data, f"zero{stage}.json", micro_batch_size=micro_batch_size, save_steps=3
+    )
+    write_recipe(run, recipe)
+    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    gate.agree(run, *reference)
+    per_step = len({row["tokens"] / row["step"] for row in read_jsonl(run.metrics)})
+    assert per_step == 1, "a filler's tokens are not counted"
 
 
 @pytest.mark.every

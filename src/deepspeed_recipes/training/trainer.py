@@ -107,6 +107,8 @@ class RunHooks(Hooked):
         """Some of the trained weights before the first step."""
         self.asked: list[dict[str, Any]] = []
         """The recipe's update settings of each parameter group."""
+        self.filler = False
+        """Whether the micro-batch has no effect (`example_numbers.EvenBatches`)."""
         super().__init__(**options)
         self.noise: Noise | None = None
         if context.recipe.neftune_alpha:
@@ -154,13 +156,15 @@ class RunHooks(Hooked):
         The Trainer's own loader, prepared by accelerate, treats every rank as data-parallel.
         """
         arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
+        ranks = data_parallel_size(layout, dist.get_world_size())
         dataset = example_numbers.numbered(self.train_dataset, self.context.run)
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"batch_size": self.sequences_per_load()}
         if not isinstance(dataset, IterableDataset):
-            options = {"sampler": self._get_train_sampler(dataset), "drop_last": arguments.dataloader_drop_last}
+            sampler = self._get_train_sampler(dataset)
+            assert sampler, "every dataset with a length has one"
+            options = {"batch_sampler": example_numbers.EvenBatches(sampler, self.sequences_per_load(), ranks)}
         loader = DataLoader(
             dataset,
-            batch_size=self.sequences_per_load(),
             collate_fn=example_numbers.WithNumbers(self.data_collator),
             num_workers=arguments.dataloader_num_workers,
             pin_memory=arguments.dataloader_pin_memory,
@@ -172,11 +176,12 @@ class RunHooks(Hooked):
         return prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=data_parallel_size(layout, dist.get_world_size()),
+            num_processes=ranks,
             process_index=distributed.place(layout).data,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,
+            even_batches=False,  # `EvenBatches` has made them so
             use_seedable_sampler=accelerator.use_seedable_sampler,
             non_blocking=accelerator.non_blocking,
         )
@@ -269,7 +274,7 @@ class RunHooks(Hooked):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Return the loss of a micro-batch, computed by `context.parallel` and checked by the guard."""
-        numbers = inputs.pop(example_numbers.KEY)
+        numbers, self.filler = inputs.pop(example_numbers.KEY), inputs.pop(example_numbers.FILLER, False)
         ordinary = partial(super().training_step, model)
         loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
         return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
@@ -281,7 +286,8 @@ class RunHooks(Hooked):
         if self.noise:
             self.noise.begin(self.state.global_step, inputs.pop("document_lengths"))
         with self.context.phases.phase("forward"):
-            return super().compute_loss(model, inputs, *arguments, **options)
+            loss = super().compute_loss(model, inputs, *arguments, **options)
+        return loss * 0 if self.filler else loss  # its labels are excluded, but routers balance its tokens
 
     def _clip_grad_norm(self, model: Any) -> Any:
         """Return the engine's gradient norm, still on the device; the engine clips by itself.

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from .. import distributed
+from ..data.example_numbers import FILLER
 from ..trainer import RunContext, RunHooks
 
 
@@ -17,6 +18,8 @@ class Averages:
     def __init__(self) -> None:
         self.sums: dict[str, torch.Tensor] = {}
         self.counts: dict[str, torch.Tensor] = {}
+        self.paused = False
+        """Whether the next numbers are left out: those of a micro-batch that only fills a step."""
 
     def add(self, values: dict[str, torch.Tensor], counted: torch.Tensor | None = None) -> None:
         """Add numbers of examples, on every rank under the same names.
@@ -27,6 +30,7 @@ class Averages:
         """
         for name, value in values.items():
             kept = torch.ones_like(value, dtype=torch.bool) if counted is None else counted
+            kept = kept & (not self.paused)
             self.sums[name] = self.sums.get(name, 0.0) + (value.detach().float() * kept).sum()
             self.counts[name] = self.counts.get(name, 0) + kept.sum()
 
@@ -49,6 +53,11 @@ class Averaging(RunHooks):
         """`options` are passed to the trainer's own class."""
         self.averages = Averages()
         super().__init__(context, **options)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
+        """Return the loss of a micro-batch, whose numbers count unless it only fills the step."""
+        self.averages.paused = FILLER in inputs
+        return super().training_step(model, inputs, *arguments)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log the averages with the loss."""

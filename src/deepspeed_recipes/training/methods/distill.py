@@ -109,7 +109,7 @@ class RunDistillTrainer(Averaging, Trainer):
             forward = partial(self._forward, inputs, of_teacher)
             loss, numbers = teacher.run_as(model, self.student, forward, **teacher.read_by_models(inputs))
         self.averages.add(dict(zip(("divergence", "cross_entropy"), numbers, strict=True)))
-        return loss * dist.get_world_size() / options["num_items_in_batch"]
+        return loss * (not self.filler) * dist.get_world_size() / options["num_items_in_batch"]
 
     def _forward(
         self, batch: dict[str, Any], of_teacher: torch.Tensor | None, **inputs: Any

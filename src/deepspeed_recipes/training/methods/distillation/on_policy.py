@@ -15,7 +15,7 @@ from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 from ...console import say
 from ...data.collate import IGNORED
-from ...data.example_numbers import KEY
+from ...data.example_numbers import FILLER, KEY, filler
 from ...data.load import Datasets
 from ...model.generate import ends
 from ..rollouts import sampling
@@ -70,7 +70,7 @@ def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any
     for batch, own in zip(batches, prompts, strict=True):
         inputs = trainer.data_collator([_sequence(prompt, next(answers)) for prompt in own])
         moved = {name: one.to(device) if torch.is_tensor(one) else one for name, one in inputs.items()}
-        found.append({**moved, KEY: batch[KEY]})
+        found.append({**moved, KEY: batch[KEY]} if FILLER not in batch else filler({**moved, KEY: batch[KEY]}))
     return found
 
 
@@ -80,7 +80,7 @@ def _prompts(batch: dict[str, Any]) -> list[list[int]]:
 
 
 def _prompt_length(labels: list[int]) -> int:
-    return next(at for at, label in enumerate(labels) if label != IGNORED)
+    return next((at for at, label in enumerate(labels) if label != IGNORED), 1)  # a filler has no answer
 
 
 def _sequence(prompt: list[int], answer: list[int]) -> dict[str, Any]:

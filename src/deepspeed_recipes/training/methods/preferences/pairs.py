@@ -5,11 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from ....recipe.errors import UserError
+from ....recipe.layout import data_parallel_size
 from ....recipe.recipe import Recipe
 from ...console import say
 from ...data import load, tokenize, updates
@@ -58,20 +60,23 @@ class PairHooks(RunHooks):
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
 
     pairs_per_pass = 1.0
-    """The pairs of the step divided by its micro-batches: a whole number except in the last step of an epoch."""
+    """The pairs of the step divided by its micro-batches, both over all ranks."""
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Count the step's pairs, by which `mean` divides."""
-        self.pairs_per_pass = sum(len(batch["input_ids"]) // 2 for batch in batches) / len(batches)
+        """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
+        recipe, pairs = self.context.recipe, len(self.train_dataset)
+        at = self.state.global_step % updates.per_epoch(pairs, recipe.global_batch_size) * recipe.global_batch_size
+        passes = len(batches) * data_parallel_size(recipe.layout, dist.get_world_size())
+        self.pairs_per_pass = min(recipe.global_batch_size, pairs - at) / passes
         return super().prepare_step(batches, items)
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
         """Return a micro-batch's part of the step's mean over pairs, in which each pair counts the same, [].
 
-        The Trainer averages over micro-batches, and TRL does not change that. A smaller micro-batch in the last step of
-        an epoch would make its pairs count more than the others.
+        The Trainer averages over micro-batches and DeepSpeed over ranks, and TRL does not change that. A smaller
+        micro-batch in the last step of an epoch would make its pairs count more than the others.
         """
-        return losses.sum() / self.pairs_per_pass
+        return losses.sum() * (not self.filler) / self.pairs_per_pass
 
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
         """Return the pairs unchanged, where TRL's DPO and reward trainers would tokenize them."""
