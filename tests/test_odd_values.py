@@ -318,3 +318,24 @@ def test_a_sweeps_folder_has_a_name_that_its_trials_can_have(name, capsys):
     assert main.run("sweep", words) == 2
     assert "control characters, or not UTF-8; choose another name." in capsys.readouterr().err
     assert not list(Path().iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("launch", "tiny", "full", "--dry-run", "--gpus", "2", "--gpus", "3"),
+        ("plan", "tiny", "--gpus", "2", "--nodes", "1", "--gpus=3"),
+        ("generate", "folder", "--temperature", "1", "--temperature", "0.5"),
+        ("serve", "folder", "--port", "1", "--port", "2"),
+        ("export", "folder", "--output", "one", "--output", "two"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_an_option_with_two_values_is_refused(words, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main.run(words[0], [*words[1:]])
+    assert "given twice, as " in capsys.readouterr().err
+
+
+def test_an_option_may_be_repeated_with_the_same_value(capsys):
+    assert main.run("launch", ["tiny", "full", "--dry-run", "--gpus", "2", "--gpus", "2"]) == 0

@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, help=f"folder for results (default: {RESULTS})")
     overhead.add_arguments(parser)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     names = [*BENCHMARKS, "overhead"] if "all" in options.benchmark else options.benchmark
     for name in ("minutes", "rounds", "gpus", "micro_batch", "length"):
         value = getattr(options, name)

@@ -33,7 +33,7 @@ def main(words: Sequence[str] | None = None) -> int:
     Raises:
         UserError: the model's config cannot be read.
     """
-    arguments = parser().parse_args(words)
+    arguments = parser().parse_intermixed_args(words)
     facts = facts_of(arguments)
     if arguments.format == "text":
         for name, _ in arguments.argument:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from ..recipe.errors import UserError, first_line, lasting, of_system, printable, redact
 from ..recipe.files import check_ends
@@ -175,7 +175,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--trust-remote-code", action="store_true", help="run the model's own Python code; read that code first"
         )
-        options = self.parse_args(arguments)
+        options = self.parse_intermixed_args(arguments)  # words on both sides of an option
         if options.trust_remote_code:
             from ..training.model import remote_code  # most commands have no such option
 
@@ -203,14 +203,24 @@ class Parser(argparse.ArgumentParser):
         """Exit with a message, in which quoted words are made safe for a terminal."""
         super().exit(status, message and f"{_said(message.rstrip())}\n")
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
-        """Return an option's values; only the system prompt may be empty.
+    def parse_known_args(self, *arguments: Any, **options: Any) -> tuple[Any, list[str]]:
+        """Parse arguments, and refuse an option that is given twice with different values."""
+        self._given: dict[str, object] = {}
+        return super().parse_known_args(*arguments, **options)
 
-        This check is not in `_get_value`, with which argparse also reads defaults, since some defaults are empty.
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
+        """Return an option's values; only the system prompt may be empty, and argparse would take the last of several.
+
+        The first check is not in `_get_value`, with which argparse also reads defaults, since some defaults are empty.
         """
         if action.option_strings and action.dest != "system" and any(not word.strip() for word in arg_strings):
             raise argparse.ArgumentError(action, "the value is missing")
-        return super()._get_values(action, arg_strings)
+        values = super()._get_values(action, arg_strings)
+        if action.option_strings and type(action) is argparse._StoreAction:
+            before = self._given.setdefault(action.dest, values)
+            if before != values:
+                raise argparse.ArgumentError(action, f"given twice, as {before} and {values}; give it once")
+        return values
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> object:
         """Return a value converted to its option's type, and refuse infinite and huge numbers."""

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; several are compared")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report as an HTML file")
     parser.add_argument("--index", action="store_true", help="write runs/index.html, the list of all runs")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     if options.output is not None:
         if not options.runs:
             raise UserError(f"--output {options.output}: name the run folders that the report is of.")
