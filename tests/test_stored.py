@@ -8,6 +8,7 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.utils.quantization_config import QuantizationMethod
 
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
@@ -65,6 +66,7 @@ def refused(folder, *words):
         assert str(folder) in text and all(word in text for word in words) and len(text.splitlines()) == 1, text
 
 
+NAMED_ABOVE = {"fp8", "compressed-tensors", "bitsandbytes", "gptq", "mxfp4", "torchao"}
 STATED = {
     "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     "compressed-tensors, int-quantized": {"quant_method": "compressed-tensors", "format": "int-quantized"},
@@ -73,6 +75,7 @@ STATED = {
     "gptq": {"quant_method": "gptq", "bits": 4},
     "mxfp4": {"quant_method": "mxfp4"},
     "torchao": {"quant_method": "torchao"},
+    **{method: {"quant_method": method} for method in sorted({one.value for one in QuantizationMethod} - NAMED_ABOVE)},
 }
 
 
@@ -92,7 +95,8 @@ def test_the_experts_of_gpt_oss_are_read_and_nothing_stated_is_nothing_refused()
     assert quantization.stated({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) is None
     for nothing in ({}, {"quantization_config": None}, {"quantization_config": {}}):
         assert quantization.stated(nothing) is None
-    assert quantization.stated({"text_config": {"quantization_config": {"quant_method": "awq"}}}) == "awq"
+    for part in ("text_config", "llm_config"):
+        assert quantization.stated({part: {"quantization_config": {"quant_method": "awq"}}}) == "awq"
 
 
 def fp8(tensors):
@@ -111,7 +115,10 @@ def test_weights_of_8_bits_are_refused_whatever_the_configuration_says(change, m
 
 @pytest.mark.parametrize(
     "name",
-    ("weight_scale_inv", "weight_scale", "qweight", "weight.absmax", "SCB", "weight_packed", "weight.quant_state.nf4"),
+    (
+        *("weight_scale_inv", "weight_scale", "qweight", "weight.absmax", "SCB", "weight_packed"),
+        *("weight.quant_state.nf4", "codebooks", "codes", "centroids.weight", "indices", "dense_weights", "tables"),
+    ),
 )
 def test_what_lies_beside_quantised_weights_is_refused_without_a_configuration(name, model):
     rewrite(model, lambda tensors: tensors.update({DOWN.replace("weight", name): torch.ones(1)}))

@@ -28,7 +28,8 @@ def check(config: Mapping[str, Any], name: str) -> None:
 
 def stated(config: Mapping[str, Any]) -> str | None:
     """Return the name of the quantisation in a config.json, or None if it has none or a run can dequantise it."""
-    for part in (config, config.get("text_config") or {}):
+    nested = [part for part in config.values() if isinstance(part, Mapping)]  # `text_config`, `llm_config`, ...
+    for part in (config, *nested):
         block = part.get("quantization_config") or part.get("compression_config")
         if isinstance(block, Mapping) and block and not is_read(config):
             bits = next((f"{bits} bits" for bits in (4, 8) if block.get(f"load_in_{bits}bit")), None)

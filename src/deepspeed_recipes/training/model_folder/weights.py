@@ -21,6 +21,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 _PARTS = re.compile(
     r"[._:](scale_inv|weight_scale(_2|s)?|qweight|qzeros|absmax|SCB|quant_map|W_q|qdata)$|\.quant_state\."
     r"|\.weight(_packed|_zero_point|_g_idx|_format|\._data|\._scale)$|_proj_blocks$"
+    r"|_proj\.(codes|codebooks|(res_)?(centroids|indices)(\.weight)?|dense_weights|tables)$"  # AQLM, VPTQ, SpQR, HIGGS
 )
 """Names of scales, tables and packed weights in quantised formats."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
