@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deepspeed_recipes.commands import launch as launch_command
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_jsonl, step_of
 from tests import ROOT
 from tests.conftest import shared_buffers
@@ -161,6 +162,22 @@ def test_dry_run_writes_nothing(tmp_path):
     assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
     assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
     assert not (tmp_path / "run").exists()
+    assert done.stderr.startswith("not checked by --dry-run: the examples in tokens,") and done.stderr.count("\n") == 1
+
+
+def test_dry_run_names_the_data_that_it_does_not_read(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("not JSON")
+    (tmp_path / "train.parquet").write_bytes(b"not Parquet")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "A text."}) + "\n")
+    words = ["tiny", "pretrain", "--dry-run", f"data.path={tmp_path}/train.jsonl,{tmp_path}/train.parquet,OWNER/NAME"]
+    assert launch_command.main([*words, f"data.validation={tmp_path}/data"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    read = f"{tmp_path}/train.parquet, OWNER/NAME, {tmp_path}/data (read by the ranks); "
+    assert line.startswith(f"not checked by --dry-run: {read}the examples in tokens")
+    streamed = [f"data.path={tmp_path}/train.jsonl", "data.streaming=true", "max_steps=2", "data.validation=none"]
+    assert launch_command.main(["tiny", "pretrain", "--dry-run", *streamed, "data.validation_share=0"]) == 0
+    assert "examples after the first 1,000 (read by the ranks)" in capsys.readouterr().err
 
 
 def test_two_launches_choose_different_ports():

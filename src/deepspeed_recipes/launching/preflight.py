@@ -177,6 +177,23 @@ def check_data(recipe: Recipe) -> int | None:
     return min(sum(known), recipe.data.max_examples or sum(known))
 
 
+def unchecked(recipe: Recipe) -> str:
+    """Return a line with what neither this module nor `--dry-run` reads, and the run checks when it starts."""
+    left = [
+        name
+        for path in (recipe.data.path, recipe.data.validation)
+        for name in names(path)
+        if not Path(name).is_file() or Path(name).suffix in text_files.COLUMNAR
+    ]
+    if recipe.data.streaming:
+        left.append(f"examples after the first {STREAMED:,}")
+    data = f"{', '.join(left)} (read by the ranks); " if left else ""
+    return (
+        f"not checked by --dry-run: {data}the examples in tokens, the number of updates if they are packed, and the "
+        "software of the ranks"
+    )
+
+
 def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
     """Refuse data whose examples do not fit together; `found` has their counts by kind, under `data.*` keys."""
     examples = recipe.method.examples

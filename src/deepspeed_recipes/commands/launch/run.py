@@ -3,8 +3,9 @@
 import json
 import shlex
 import shutil
+import sys
 
-from ...launching import restarts, scheduler
+from ...launching import preflight, restarts, scheduler
 from ...launching.attempts import HostAttempts, LocalAttempts
 from ...launching.command import compile_ops, deepspeed_command, other_launchers, record
 from ...launching.options import LaunchOptions
@@ -42,6 +43,7 @@ def run(options: LaunchOptions) -> int:
 
 def show(plan: LaunchPlan) -> int:
     """Print the recipe and the command that would start it, and return 0."""
+    print(preflight.unchecked(plan.recipe), file=sys.stderr)
     print(json.dumps(to_dict(plan.recipe), indent=2))
     watcher = nsys.command(plan.folder) if plan.recipe.profile.nsys else []
     machines = plan.machines
