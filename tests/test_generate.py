@@ -1,5 +1,6 @@
 """generate.py: one question as ever, a chat with its history, sampling, and a server."""
 
+import base64
 import io
 import json
 import os
@@ -10,11 +11,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from deepspeed_recipes.commands import generate
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, sizes, write_json, write_recipe
-from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_VISION
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model.generate import generate as greedy
 from deepspeed_recipes.training.model.generate import stream
@@ -104,6 +107,64 @@ def test_a_runs_export_or_newest_checkpoint_is_asked(tiny, tmp_path, capsys):
         said = capsys.readouterr()
         assert said.out == greedy(*tiny, [[{"role": "user", "content": FIRST}]], 8)[0] + "\n"
         assert f"{run.path}: a run; its model is {folder}\n" in said.err
+
+
+def plain_answer(words, *files, new=8):
+    """Return what plain transformers answers to a question about images, as the processor renders it."""
+    seen = AutoProcessor.from_pretrained(TINY_VISION)
+    model = AutoModelForImageTextToText.from_pretrained(TINY_VISION).eval()
+    parts = [*({"type": "image"} for _ in files), {"type": "text", "text": words}]
+    chat = seen.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    images = [Image.open(file).convert("RGB") for file in files]
+    inputs = seen(text=[chat], images=[images] if images else None, add_special_tokens=False, return_tensors="pt")
+    output = model.generate(**inputs, max_new_tokens=new, do_sample=False)
+    return seen.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """Return two images."""
+    folder = tmp_path_factory.mktemp("drawn")
+    for name, colour in (("red", (200, 30, 30)), ("blue", (30, 30, 200))):
+        Image.new("RGB", (48, 32), colour).save(folder / f"{name}.png")
+    return folder / "red.png", folder / "blue.png"
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_image_is_answered_as_plain_transformers_does(drawn, capsys, count):
+    asked = "What is in the top left?"
+    words = [word for file in drawn[:count] for word in ("--image", str(file))]
+    assert run_command("generate", [TINY_VISION, asked, "--max-new-tokens", "8", *words]) == 0
+    assert capsys.readouterr().out.strip() == plain_answer(asked, *drawn[:count])
+
+
+MISTAKEN_IMAGES = {
+    "a text model": ([TINY_MODEL, "What?", "--image", "RED"], "is a text model, without an image processor; leave out"),
+    "no such file": ([TINY_VISION, "What?", "--image", "none.png"], "--image (none.png): no such file"),
+    "not an image": ([TINY_VISION, "What?", "--image", __file__], "not an image that Pillow reads"),
+    "a chat": ([TINY_VISION, "--image", "RED"], "--image: add a question about it"),
+    "a folder": ([TINY_VISION, "What?", "--image", "."], "--image (.): no such file"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKEN_IMAGES)
+def test_an_image_that_cannot_be_shown_is_refused(drawn, capsys, mistake):
+    words, said = MISTAKEN_IMAGES[mistake]
+    assert run_command("generate", [str(drawn[0]) if word == "RED" else word for word in words]) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
+def test_a_server_gets_the_bytes_of_an_image(server, drawn, capsys):
+    address, asked = server
+    assert run_command("generate", ["--server", address, "What?", "--image", str(drawn[0])]) == 0
+    (turn,) = asked[-1]["messages"]
+    picture, text = turn["content"]
+    assert text == {"type": "text", "text": "What?"} and picture["type"] == "image_url"
+    kind, _, coded = picture["image_url"]["url"].partition(",")
+    assert kind == "data:image/png;base64" and base64.b64decode(coded) == drawn[0].read_bytes()
+    assert run_command("generate", ["--server", address, "What?", "--image", "none.png"]) == 2
+    assert "no such file" in capsys.readouterr().err
 
 
 def test_an_answer_comes_in_pieces_and_a_seed_repeats_it(tiny):

@@ -1,5 +1,6 @@
 """Models that see: ZeRO on two ranks trains what plain PyTorch trains, whichever ranks have pictures."""
 
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
+from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.prove.settings import Settings
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
@@ -49,7 +51,7 @@ CASES = [
     ("kind", "shown", "deepspeed"),
     tiered(CASES, {("gemma3", "one", "zero3.json"), ("qwen2_5_vl", "one", "zero3.json")}),
 )
-def test_same_model_as_plain_pytorch(ranks, tmp_path, models, data, kind, shown, deepspeed, train_vision):
+def test_same_model_as_plain_pytorch(ranks, tmp_path, capsys, models, data, kind, shown, deepspeed, train_vision):
     run = RunFolder(tmp_path / "run")
     recipe = seeing.recipe_for(
         models(kind), data[shown], deepspeed, SETTINGS, train_vision=train_vision, micro_batch_size=2
@@ -63,6 +65,16 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, models, data, kind, shown,
     assert set(exported) == set(weights)
     for name, weight in exported.items():
         assert plain.worst(weight, weights[name]) <= 1, name
+    assert answered(tmp_path / "log", capsys) == (shown != "none")
+
+
+def answered(log, capsys):
+    """Run the command with which the last screen asks the model, and return whether it has an image."""
+    (line,) = (line for line in read_logs(log)[0].splitlines() if line.startswith("talk to it"))
+    words = shlex.split(line)
+    words = words[next(at for at, word in enumerate(words) if "generate" in word) + 1 :]
+    assert run_command("generate", [*words, "--max-new-tokens", "2"]) == 0, capsys.readouterr().err
+    return "--image" in words
 
 
 @pytest.mark.parametrize("mistake", tiered(["blind", "learn_prompts", "clip"], {"blind"}))
@@ -86,7 +98,7 @@ def test_without_the_black_picture_ranks_fall_out_of_step(ranks, tmp_path, model
 @pytest.mark.parametrize(
     ("deepspeed", "train_vision"), tiered([("zero2.json", False), ("zero3.json", True)], {("zero2.json", False)})
 )
-def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepspeed, train_vision):
+def test_adapters_are_on_the_language_part(ranks, tmp_path, capsys, models, data, deepspeed, train_vision):
     run = RunFolder(tmp_path / "run")
     lora = Lora(rank=4, alpha=8)
     recipe = seeing.recipe_for(models("gemma3"), data["one"], deepspeed, SETTINGS, lora=lora, train_vision=train_vision)
@@ -96,6 +108,7 @@ def test_adapters_are_on_the_language_part(ranks, tmp_path, models, data, deepsp
     assert any(".language_model.layers." in name for name in names)
     assert any("vision_tower" in name for name in names) == train_vision
     assert (run.export / "processor_config.json").exists()
+    assert answered(tmp_path / "log", capsys)
     card = (run.export / "README.md").read_text(encoding="utf-8")
     assert "AutoModelForImageTextToText" in card and "pipeline_tag: image-text-to-text" in card
 

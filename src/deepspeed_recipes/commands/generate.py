@@ -3,15 +3,19 @@
     ds-recipes generate MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
     ds-recipes generate BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
     ds-recipes generate runs/tiny-3m-full/20261121-101500 --system "Answer in JSON."       # a chat
+    ds-recipes generate runs/tiny_vision-1m-full/20261126-120000 --image photo.jpg "What is in the image?"
     ds-recipes generate --server http://localhost:8000 --temperature 0.7
 
 MODEL_DIR has a whole model, or an adapter, which names its base model. Of a run it is the export or, without one, the
 newest checkpoint. Without a question a chat starts: answers are printed as they are generated, /reset starts again, and
 /exit or Ctrl-D ends the chat. Decoding is greedy, so that the same question always gets the same answer, unless
---temperature is above 0. Any server with OpenAI's protocol works.
+--temperature is above 0. --image, several times for several images, puts images before the question. Any server with
+OpenAI's protocol works.
 """
 
 import argparse
+import base64
+import mimetypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,12 +24,16 @@ from typing import Any
 from ..export.evaluate import candidates, server
 from ..recipe.errors import UserError, printable, redact
 from ..recipe.files import Json
+from ..recipe.recipe import Data
 from ..recipe.run_folder import RunFolder
-from ..training.model_folder import head
+from ..training.model import remote_code
+from ..training.model_folder import base_model, head
 from .main import Parser
 
-Answer = Callable[[list[dict[str, str]]], Iterator[str]]
+Answer = Callable[[list[Json]], Iterator[str]]
 """Yields the answer to a conversation in pieces."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of which a vision-language model's folder has at least one."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = [{"role": "system", "content": options.system}] if options.system else []
     if options.server:
         ask = of_server(options)
+    elif options.image:
+        ask = of_images(options)
     elif options.prompt is not None and not start:
         said = answer(options.model, options.adapter, options.prompt, options.max_new_tokens, sampling(options))
         print(printable(said))
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         ask = of_folder(options)
     if options.prompt is not None:
-        print(printable("".join(ask([*start, {"role": "user", "content": options.prompt}])).strip()))
+        print(printable("".join(ask([*start, {"role": "user", "content": question(options)}])).strip()))
         return 0
     chat(ask, start, sys.stdin)
     return 0
@@ -59,6 +69,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("prompt", nargs="?", help="the question; without it a chat starts")
     parser.add_argument("--adapter", type=Path, metavar="DIR", help="a LoRA adapter for MODEL_DIR")
     parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="longest answer (default: 256)")
+    parser.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image before the question; repeatable",
+    )
     parser.add_argument("--system", metavar="TEXT", help="system prompt, if the chat template has one")
     parser.add_argument(
         "--temperature",
@@ -104,6 +122,8 @@ def check(options: argparse.Namespace) -> None:
     """
     if bool(options.model) == bool(options.server):
         raise UserError("name a model folder, or a server with --server URL, and not both.")
+    if options.image and options.prompt is None:
+        raise UserError('--image: add a question about it, such as "What is in the image?"; a chat takes no images.')
     if options.max_new_tokens < 1:
         raise UserError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1.")
     if options.temperature < 0:
@@ -116,6 +136,30 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("--top-p, --top-k and --seed need sampling: add --temperature above 0.")
     if options.server and options.adapter:
         raise UserError("--adapter: a server has its own models; name one with --model NAME.")
+
+
+def question(options: argparse.Namespace) -> str | list[Json]:
+    """Return the content of the question's turn: a text, or parts if there are images.
+
+    A server gets the bytes of the files, which may be on another machine.
+
+    Raises:
+        UserError: an image cannot be read.
+    """
+    if not options.image:
+        return str(options.prompt)
+    text = {"type": "text", "text": options.prompt}
+    if not options.server:
+        return [*({"type": "image"} for _ in options.image), text]
+    from ..training.data import images
+
+    for file in options.image:
+        images.check("--image", {"path": str(file), "bytes": None})
+    urls = [
+        f"data:{mimetypes.guess_type(file)[0] or 'image/png'};base64,{base64.b64encode(file.read_bytes()).decode()}"
+        for file in options.image
+    ]
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), text]
 
 
 def sampling(options: argparse.Namespace) -> Json:
@@ -188,6 +232,55 @@ def of_folder(options: argparse.Namespace) -> Answer:
     return lambda turns: stream(model, tokenizer, turns, options.max_new_tokens, **sampling(options))
 
 
+def of_images(options: argparse.Namespace) -> Answer:
+    """Return a function that gets answers about the images from the vision-language model in a folder.
+
+    Images are made smaller as they were in training.
+
+    Raises:
+        UserError: a text model, an image that cannot be read, or as in `answer`.
+    """
+    check_folder(options.model, options.adapter)
+    place = _with_processor(options.model, options.adapter)
+    from ..training.data import answers, images
+    from ..training.model import processor
+
+    pictures: list[Json] = [{"path": str(file), "bytes": None} for file in options.image]
+    for picture in pictures:
+        images.check("--image", picture)
+    recipe = candidates.find(str(options.adapter or options.model), None).recipe
+    max_pixels = recipe.data.max_pixels if recipe else Data.max_pixels
+    model, tokenizer = loaded(options.model, options.adapter)
+    seen = processor.load(place, remote_code.permitted(Path(place)))
+    tokenizer.chat_template = tokenizer.chat_template or seen.chat_template
+    if tokenizer.chat_template is None:
+        raise UserError(f"{place}: has no chat template, which a question about an image needs.")
+    how = sampling(options)
+
+    def ask(turns: list[Json]) -> Iterator[str]:
+        asked = answers.asked(processor.adopt(seen, tokenizer), tokenizer, turns, pictures, max_pixels)
+        yield answers.answered(seen, max_pixels, model, tokenizer, asked, options.max_new_tokens, how)
+
+    return ask
+
+
+def _with_processor(folder: Path, adapter: Path | None) -> str:
+    """Return the folder or Hub id with the image processor of a vision-language model.
+
+    Raises:
+        UserError: it is a text model.
+    """
+    places = [place for place in (adapter, folder) if place is not None]
+    bases = [base_model.find(place) for place in places if (place / base_model.ADAPTER).exists()]
+    for place in (*places, *bases):
+        if any((place / name).exists() for name in PROCESSORS):
+            return str(place)
+    for base in bases:
+        if not base.exists():  # a Hub id: `processor.load` refuses a text model
+            return str(base)
+    raise UserError(f"--image: {folder} is a text model, without an image processor; leave out --image.")
+
+
 def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: Json | None = None) -> str:
     """Return the answer of the model in `folder` to one question.
 
@@ -221,17 +314,26 @@ def _instead(folder: Path) -> str:
     return "a reward model, which outputs a number and no text."
 
 
-def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
-    """Return the model and its tokenizer.
+def check_folder(folder: Path, adapter: Path | None) -> None:
+    """Refuse folders that hold no model.
 
     Raises:
-        UserError: a folder that does not exist, or without a model that writes text.
+        UserError: a folder that does not exist, or has neither a model nor an adapter.
     """
     for path in filter(None, (folder, adapter)):
         if not path.is_dir():
             raise UserError(f"{path}: no such folder; a run's model is in its export/.")
         if not any((path / name).exists() for name in ("config.json", "adapter_config.json")):
             raise UserError(f"{path}: has neither a model nor an adapter; a run's model is in its export/.")
+
+
+def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
+    """Return the model and its tokenizer.
+
+    Raises:
+        UserError: a folder that does not exist, or without a model that writes text.
+    """
+    check_folder(folder, adapter)
     import torch
     import transformers
 

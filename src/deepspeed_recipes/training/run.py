@@ -21,6 +21,7 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError, first_line, lasting, printable, redact
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
+from ..recipe.project import display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import (
     REWIND,
@@ -288,7 +289,10 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
-    summary.finished(recipe, run, context.trackers, evaluation, results, too_few)
+    image = None
+    if datasets.shown and (images := datasets.shown["images"]):
+        image = "FILE.png" if images[0]["bytes"] else display(Path(images[0]["path"]))
+    summary.finished(recipe, run, context.trackers, evaluation, results, too_few, image)
 
 
 def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:

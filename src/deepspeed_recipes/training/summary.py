@@ -32,6 +32,7 @@ def finished(
     evaluation: Evaluation | None,
     results: dict[str, Any],
     few: str | None,
+    image: str | None = None,
 ) -> None:
     """Write summary and report, and print the last screen; on rank 0.
 
@@ -42,6 +43,7 @@ def finished(
         evaluation: None without held-out data.
         results: `after`, the metric at the end, and the export's `logit_difference`.
         few: a warning that the run had too few updates.
+        image: a file to ask a vision-language model about, or None for a text model.
     """
     if not distributed.is_first():
         return
@@ -67,6 +69,7 @@ def finished(
     draw_curves(run, recipe.name, recipe.method.curve)
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
+    shown = f"--image {shlex.quote(image)} " if image else ""
     lines = [
         "",
         f"trained      {last['step']} step{'' if last['step'] == 1 else 's'} in {duration(last['seconds'])}, "
@@ -76,7 +79,7 @@ def finished(
         *tracked,
         None
         if recipe.method.headless
-        else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} "your question"',
+        else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} {shown}"your question"',
         f"export it    {command('export')} {shlex.quote(display(run.path))} --output my-model{merge}",
         few,
         evaluation.warning(summary["after"]) if evaluation else None,

@@ -4,12 +4,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from ...recipe.errors import UserError, first_line
 from ..model import processor
-from ..model.control_tokens import conversation_tokens
-from ..model.generate import greedy
+from ..model.control_tokens import control_tokens, conversation_tokens
+from ..model.generate import greedy, seeded
+from ..model.shown import shown
 from .collate import IGNORED
+from .image_conversations import widened
 from .images import read_all
 
 
@@ -81,6 +86,14 @@ def generate(
         synced_gpus: whether ranks that have finished wait for the others.
         end: tokens that end an answer; by default the model's own.
     """
+    given = _inputs(seen, max_pixels, model, tokenizer, questions)
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)
+
+
+def _inputs(
+    seen: Any, max_pixels: int, model: Any, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
+) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for questions, padded on the left."""
     pictures = [_shown(seen, one.prompt, read_all(one.where, one.images, max_pixels), tokenizer) for one in questions]
     prompts = [one.prompt for one in questions]
     inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
@@ -90,8 +103,69 @@ def generate(
         for name, value in processor.for_tower(seen, pictures).items()
     }
     given = {"input_ids": ids, "attention_mask": inputs["attention_mask"], **tower}
-    given |= processor.token_types(seen, processor.accepted_by(model), ids)
-    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)
+    return given | processor.token_types(seen, processor.accepted_by(model), ids)
+
+
+def asked(
+    seen: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, Any]],
+    pictures: Sequence[dict[str, Any]],
+    max_pixels: int,
+) -> Question:
+    """Return a conversation that waits for an answer, in the tokens of training.
+
+    Args:
+        seen: the model's processor, with `tokenizer`.
+        tokenizer: the model's, with a chat template.
+        turns: their contents are texts, or lists of parts, in which {"type": "image"} stands for the next image.
+        pictures: the images, in order.
+        max_pixels: limit per image.
+
+    Raises:
+        UserError: an image cannot be read, or the chat template refuses the conversation.
+    """
+    where = "--image"
+    template = tokenizer.chat_template
+    texts = processor.text_of_pictures(seen, read_all(where, pictures, max_pixels))
+    known = control_tokens(tokenizer, template, [seen.image_token])
+    try:
+        found = shown(tokenizer, template, turns, None, {}, True).turns
+        marked, _ = known.mark(found, None)
+        chat = tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:
+        raise UserError(f"the model's chat template refuses this conversation: {first_line(error)}.") from error
+    chat, _ = widened(where, chat, [], seen.image_token, texts, known)
+    return Question(known.encode(tokenizer, chat)[0], [], pictures, where)
+
+
+def answered(
+    seen: Any,
+    max_pixels: int,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    question: Question,
+    max_new_tokens: int,
+    how: Mapping[str, Any],
+) -> str:
+    """Return the model's answer to a question from `asked`.
+
+    Args:
+        seen: the model's processor.
+        max_pixels: limit per image.
+        model: of transformers or PEFT.
+        tokenizer: the model's.
+        question: the conversation and its images.
+        max_new_tokens: limit of the answer.
+        how: arguments of transformers' `generate` that choose tokens, and a `seed`.
+    """
+    given = {
+        name: one.to(model.device) for name, one in _inputs(seen, max_pixels, model, tokenizer, [question]).items()
+    }
+    output = model.generate(
+        **given, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **seeded(dict(how))
+    )
+    return tokenizer.decode(output[0, len(question.prompt) :], skip_special_tokens=True)
 
 
 def _shown(seen: Any, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
