@@ -1,7 +1,11 @@
 """`shrink`: a student computes with what was kept, the shipped one is made by it, and what cannot be cut is refused."""
 
 import json
+import os
 import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -113,3 +117,42 @@ def test_architectures_that_cannot_be_cut_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"what is left of it is not a model that transformers loads: model\.norm"):
         shrink.shrink(str(folder), tmp_path / "student", 2, None)
     assert not (tmp_path / "student").exists() and json.loads((folder / "config.json").read_text()) == config
+
+
+def killed_at(place, output, moment):
+    """Shrink in a process that is killed when it has touched `place` `moment` times; return whether it was."""
+    process = os.fork()
+    if not process:
+        touched = 0
+
+        def count(event, arguments):
+            nonlocal touched
+            if any(isinstance(one, str | os.PathLike) and str(place) in os.fspath(one) for one in arguments):
+                touched += 1
+                if touched > moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            shrink.shrink(TINY_TEACHER, output, 2, 208)
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(process, 0)[1])
+
+
+@pytest.mark.parametrize(("first", "step"), [(0, 6), pytest.param(0, 1, marks=pytest.mark.every)])
+def test_a_kill_at_any_moment_leaves_nothing_or_the_whole_model(tmp_path, first, step):
+    expected = {file.name for file in Path(TINY_STUDENT).iterdir() if file.suffix != ".md"}
+    for moment in range(first, 1000, step):
+        output = tmp_path / str(moment) / "student"
+        (output if moment % 2 else output.parent).mkdir(parents=True)  # a new folder, or an empty one
+        if not killed_at(tmp_path, output, moment):
+            break
+        found = {file.name for file in output.iterdir()} if output.exists() else set()
+        assert found in (set(), expected), moment
+    assert moment > 4 * step, "some moments were tried"
+    until = time.monotonic() + 30
+    while (left := [*tmp_path.glob("*/student.*")]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+    assert {file.name for file in (tmp_path / str(moment) / "student").iterdir()} >= expected

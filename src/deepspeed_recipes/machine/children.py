@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import secrets
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -80,9 +82,12 @@ def scratch(prefix: str = "ds-recipes-", inside: Path | None = None) -> Iterator
         prefix: the start of the folder's name.
         inside: the parent folder; by default the system's folder for temporary files.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix=prefix, dir=inside, ignore_cleanup_errors=True) as place,
-        # Processes that are killed at the same moment may still write into it.
-        _at_death('for _ in 1 2 3 4 5; do sleep 0.2; rm -rf -- "$1"; done', os.path.abspath(place)),
-    ):
-        yield Path(place)
+    place = Path(inside or tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}").absolute()
+    # Before the folder is made and until it is gone: a kill in between would leave it. Processes that are killed at the
+    # same moment may still write into it.
+    with _at_death('for _ in 1 2 3 4 5; do sleep 0.2; rm -rf -- "$1"; done', str(place)):
+        place.mkdir(mode=0o700)
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
