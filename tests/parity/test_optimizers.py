@@ -9,9 +9,11 @@ from itertools import chain
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.recipe.recipe import Lora, Recipe
+from deepspeed_recipes.prove import samples
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import lora as adapters
@@ -179,6 +181,29 @@ def test_adapters_train_as_in_peft(train, model_folder, conversations, name, sta
     exported = PeftModel.from_pretrained(base, run.export).merge_and_unload().state_dict()
     for key, weight in exported.items():
         assert plain.worst(weight, weights[key]) <= 1, key
+
+
+ENDS = replace(LORA, target_modules="q_proj,down_proj,embed_tokens,lm_head")
+CASES = [(tied, *layout) for tied in (True, False) for layout in ((0, 1), (1, 1), (2, 1), (3, 1), (1, 2), (3, 2))]
+
+
+@pytest.mark.parametrize(("tied", "stage", "tensor"), tiered(CASES, {(True, 3, 1), (False, 1, 2)}))
+def test_adapters_on_embeddings_and_head_train_as_in_peft(ranks, tmp_path, conversations, tied, stage, tensor):
+    folder = samples.random_qwen3(tmp_path / "model", tie_word_embeddings=tied)
+    changes = {"lora": ENDS, "layout": Layout(tensor=tensor), "micro_batch_size": 2, "save_steps": 3}
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, gate.recipe_for(GENTLE, folder, conversations, f"zero{stage}.json", **changes))
+    gate.train_with_a_break(ranks, run, tmp_path, 2)
+    records, weights = plain.train(
+        folder, conversations, GENTLE, prepare=lambda model: adapters.add(model, ENDS, Recipe.seed)
+    )
+    gate.agree_on_steps(run, records)
+    trained = {name.replace(".default", ""): weight for name, weight in weights.items() if "lora_" in name}
+    exported = load_file(run.export / "adapter_model.safetensors")
+    assert {name for name in exported if "lora_" in name} == set(trained)
+    assert sum(".embed_tokens." in name or ".lm_head." in name for name in trained) == 4
+    for name, weight in trained.items():
+        assert plain.worst(exported[name], weight) <= 1, name
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 
+from deepspeed_recipes.recipe import deepspeed_file
+from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.project import CONFIGS
-from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
     newest_checkpoint,
@@ -18,7 +20,9 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.checkpoint import universal
+from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain
+from tests.ranks import read_logs
 from tests.tiers import tiered
 
 SETTINGS = plain.Settings(steps=5)
@@ -101,3 +105,60 @@ def test_without_the_workaround_they_stay(ranks, tmp_path, model_folder, convers
 def test_a_setting_that_stays_is_noticed(model_folder, conversations, reference, kept):
     _, weights = plain.train(model_folder, conversations, SETTINGS, optimize=partial(Changing, kept=kept))
     assert max(plain.worst(weights[name], weight) for name, weight in reference[1].items()) > 10
+
+
+SAME = {
+    "attention": {"model": {"attention": "eager"}},
+    "tiled_mlp": {"tiled_mlp": True},
+    "tiled_loss": {"tiled_loss": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"compile": "regional"},
+    "liger": {"liger_kernel": True},  # on a GPU
+    "micro_batch": {"micro_batch_size": 2},
+    "fused": {"lora": {"fused": True}},
+}
+"""Settings that change how a step is computed, and not what it computes."""
+
+
+def changed(recipe, settings):
+    values = to_dict(recipe)
+    for name, value in settings.items():
+        values[name] = values[name] | value if isinstance(value, dict) else value
+    return from_dict(values)
+
+
+@pytest.mark.parametrize("name", tiered(SAME, {"attention"}))
+def test_what_only_computes_otherwise_is_used_and_changes_nothing(ranks, tmp_path, model_folder, conversations, name):
+    settings = plain.Settings(steps=5, learning_rate=2e-4) if "lora" in SAME[name] else SETTINGS
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(settings, model_folder, conversations, "zero1.json", save_steps=3, max_steps=3)
+    recipe = replace(recipe, lora=Lora(rank=4, alpha=8) if "lora" in SAME[name] else None)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    now = changed(replace(recipe, max_steps=settings.steps, save_steps=0), SAME[name])
+    assert now != replace(recipe, max_steps=settings.steps, save_steps=0)
+    universal.check(now, run, deepspeed_file.read(now.deepspeed), 2)
+    write_recipe(run, now)
+    if name == "liger":
+        statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "resumed")
+        assert 2 in statuses and "liger_kernel=true" in read_logs(tmp_path / "resumed")[0]
+        return
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
+    add = (lambda model: adapters.add(model, recipe.lora, recipe.seed)) if recipe.lora else (lambda model: model)
+    gate.agree_on_steps(run, plain.train(model_folder, conversations, settings, prepare=add)[0])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("settings", [{"neftune_alpha": 5.0}, {"lora": {"dropout": 0.5}}], ids=str)
+def test_what_adds_noise_is_used_from_there_on(ranks, tmp_path, model_folder, conversations, settings):
+    run = RunFolder(tmp_path / "run")
+    recipe = gate.recipe_for(SETTINGS, model_folder, conversations, "zero1.json", save_steps=3, max_steps=3)
+    recipe = replace(recipe, lora=Lora(rank=4, alpha=8) if "lora" in settings else None)
+    write_recipe(run, recipe)
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    write_recipe(run, changed(replace(recipe, max_steps=SETTINGS.steps, save_steps=0), settings))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed")
+    add = (lambda model: adapters.add(model, recipe.lora, recipe.seed)) if recipe.lora else (lambda model: model)
+    records, _ = plain.train(model_folder, conversations, SETTINGS, prepare=add)
+    ours, without = ([row["loss"] for row in rows] for rows in (read_jsonl(run.metrics), records))
+    assert ours[:3] == pytest.approx(without[:3], rel=gate.LOSS) and ours[3] != pytest.approx(without[3], rel=1e-3)
