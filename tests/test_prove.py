@@ -153,6 +153,8 @@ def test_on_gpus_kernels_are_proven_and_their_substitutes_are_not():
         (["--prove", "--gpus", "0"], "doctor.py: --gpus 0: must be at least 1."),
         (["--prove", "--only", "zero3,zero9"], "doctor.py: --only zero3,zero9: 'zero9' is neither a technique (zero0,"),
         (["--prove", "--reports", "/proc/nowhere"], "doctor.py: --reports /proc/nowhere: "),
+        (["--prove", "--only", ","], "doctor.py: --only ,: names nothing to prove; choose among zero0,"),
+        (["--measure", "/proc/rates.json"], "doctor.py: --measure /proc/rates.json: "),
         (["--only", "zero3"], "doctor.py: --only zero3: only with --prove; leave it out."),
     ],
 )

@@ -88,6 +88,8 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         raise UserError("--quantize and --gguf: two formats; write one after the other.")
     if options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
+    if options.allow_drop < 0:
+        raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
     from ..export.quantize import kinds, write
 
     kind = kinds.find("--gguf", options.gguf) if options.gguf else kinds.find("--quantize", options.quantize)

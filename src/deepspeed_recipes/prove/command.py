@@ -74,6 +74,8 @@ def chosen(only: str | None) -> tuple[Sequence[Technique], Sequence[defects.Defe
     if only is None:
         return TECHNIQUES, tuple(listed.values())
     names = [name.strip() for name in only.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--only {only}: names nothing to prove; choose among {', '.join([*known, *listed])}.")
     if unknown := [name for name in names if name not in known and name not in listed]:
         raise UserError(
             f"--only {only}: {unknown[0]!r} is neither a technique ({', '.join(known)}) nor a known defect "

@@ -11,6 +11,7 @@ from pathlib import Path
 from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
 from ...machine import children, system
 from ...planning.hardware import machine_file
+from ...recipe import files
 from ...recipe.errors import UserError, cannot_write
 from ...recipe.files import Json
 from ...recipe.project import require
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     gpus = visible_gpus()
     ranks = rank_count(arguments.gpus, gpus)
     file = Path(arguments.measure) if arguments.measure else machine_file.default_file()
+    files.check_writable("--measure", file)
     refuse_busy(gpus)
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
     found = probe(ranks, gpus)
