@@ -93,6 +93,7 @@ def test_bad_input_is_answered_in_a_line(tmp_path, capsys, monkeypatch):
         (TINY_MODEL, ["--gguf", "f16"], "make gguf"),
         (TINY_MODEL, ["--gguf", "f16", "--quantize", "int8"], "two formats"),
         (TINY_MODEL, ["--gguf", "f16", "--limit", "0"], "--limit 0: must be at least 1"),
+        (TINY_MODEL, ["--gguf", "f16", "--allow-drop", "-1"], "--allow-drop -1: must be at least 0"),
         (scores, ["--gguf", "f16"], "returns scores"),
         (tmp_path, ["--gguf", "f16"], "not a model folder"),
     ):

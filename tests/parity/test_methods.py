@@ -77,11 +77,14 @@ PAIRS = [method for method in trl_alone.METHODS if method != "kto"]  # which dro
 
 
 @pytest.mark.parametrize(
-    ("method", "count", "micro_batch_size"),
-    tiered([(method, *sizes) for method in PAIRS for sizes in ((7, 2), (5, 2), (1, 1))], {("dpo", 7, 2)}),
+    ("method", "count", "micro_batch_size", "stage"),
+    tiered(
+        [(method, *sizes, 2) for method in PAIRS for sizes in ((7, 2), (5, 2), (1, 1))] + [("dpo", 7, 2, 3)],
+        {("dpo", 7, 2, 3)},
+    ),
 )
 def test_each_pair_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
-    ranks, tmp_path, model_folder, pairs, method, count, micro_batch_size
+    ranks, tmp_path, model_folder, pairs, method, count, micro_batch_size, stage
 ):
     """Every step is an epoch of fewer pairs than a global batch: one rank has fewer of them, or none."""
     data, output, run = tmp_path / "few.jsonl", tmp_path / "alone", RunFolder(tmp_path / "run")
@@ -89,7 +92,9 @@ def test_each_pair_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
     ranks.check(trl_alone.train, method, str(model_folder), str(data), str(output), False, log=output, world_size=1)
     write_recipe(
         run,
-        gate.recipe_for(SETTINGS, model_folder, data, "zero2.json", method=method, micro_batch_size=micro_batch_size),
+        gate.recipe_for(
+            SETTINGS, model_folder, data, f"zero{stage}.json", method=method, micro_batch_size=micro_batch_size
+        ),
     )
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     records = json.loads((output / "records.json").read_text())

@@ -16,11 +16,23 @@ from .preferences.reference import precomputed, with_reference
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 
 
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+UNEVEN = "uneven"
+"""Key of a micro-batch of which some ranks have fewer pairs."""
+
+
 class RunDPOTrainer(PairHooks, DPOTrainer):
     """TRL's trainer with the run's hooks."""
 
     before: torch.Tensor | None = None
     """The reference model's log-likelihoods of all pairs, if they are computed once; [pairs, 2], on the host."""
+    one_by_one = False
+    """Whether the micro-batch is one of which some ranks have fewer pairs."""
+
+    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Also mark the micro-batch of which some ranks have fewer pairs."""
+        batches, items = super().prepare_step(batches, items)
+        return [*batches[:-1], {**batches[-1], UNEVEN: self.uneven}], items
 
     def _precompute_ref_logps(self, dataset: Dataset, *arguments: Any) -> Dataset:
         """Return the pairs unchanged; TRL's computation here is postponed until the engine exists."""
@@ -36,13 +48,33 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""
         if self.before is not None:
             sides = self.before[inputs[example_numbers.KEY]].to(self.args.device, non_blocking=True).unbind(1)
-            inputs = {**inputs, "ref_chosen_logps": sides[0], "ref_rejected_logps": sides[1]}
+            inputs |= dict(zip(REFERENCE, sides, strict=True))
+        self.one_by_one = inputs.pop(UNEVEN, False)
         return super().training_step(model, inputs, *arguments)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Return a micro-batch's part of the step's mean over pairs."""
-        loss = super().compute_loss(model, inputs, *arguments, **options)
-        return self.mean(loss.expand(len(inputs["input_ids"]) // 2))
+        """Return a micro-batch's part of the step's mean over pairs.
+
+        TRL gathers the numbers of all ranks' pairs at every pass, which must be equally many: pairs that ranks cannot
+        share evenly are passed one by one, and ranks without another one repeat theirs, without effect on the loss.
+        """
+        pairs, ordinary = len(inputs["input_ids"]) // 2, super().compute_loss
+        if not self.one_by_one:
+            return self.mean(ordinary(model, inputs, *arguments, **options).expand(pairs))
+        losses = [
+            ordinary(model, _one(inputs, at % pairs), *arguments, **options) * (at < pairs)
+            for at in range(self.context.recipe.micro_batch_size)
+        ]
+        return self.mean(torch.stack(losses))
+
+
+def _one(inputs: dict[str, Any], at: int) -> dict[str, Any]:
+    """Return one pair of a micro-batch, which has all better answers, then all worse ones."""
+    pairs = len(inputs["input_ids"]) // 2
+    return {
+        name: value[[at]] if name in REFERENCE else value[[at, pairs + at]] if torch.is_tensor(value) else value
+        for name, value in inputs.items()
+    }
 
 
 def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:

@@ -61,13 +61,19 @@ class PairHooks(RunHooks):
 
     pairs_per_pass = 1.0
     """The pairs of the step divided by its micro-batches, both over all ranks."""
+    uneven = False
+    """Whether some ranks have fewer pairs in the step's last micro-batch."""
 
     def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
         """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
         recipe, pairs = self.context.recipe, len(self.train_dataset)
         at = self.state.global_step % updates.per_epoch(pairs, recipe.global_batch_size) * recipe.global_batch_size
-        passes = len(batches) * data_parallel_size(recipe.layout, dist.get_world_size())
-        self.pairs_per_pass = min(recipe.global_batch_size, pairs - at) / passes
+        count, ranks = (
+            min(recipe.global_batch_size, pairs - at),
+            data_parallel_size(recipe.layout, dist.get_world_size()),
+        )
+        self.pairs_per_pass = count / len(batches) / ranks
+        self.uneven = ranks > 1 and count % (recipe.micro_batch_size * ranks) > 0
         return super().prepare_step(batches, items)
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
