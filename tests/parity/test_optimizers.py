@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.prove import samples
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import noise
@@ -92,6 +92,20 @@ def test_8_bit_adam_is_bitsandbytes(train, model_folder, conversations, stage, b
     gate.agree_on_steps(run, records)
     exported = AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
     assert share_off(exported, weights) < CODES
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
+def test_without_zero_the_first_step_in_bf16_is_a_real_one(ranks, tmp_path, model_folder, conversations, optimizer):
+    """DeepSpeed would have made one with gradients of zero, after which Adam's updates are too small."""
+    losses = []
+    for stage in (0, 1):
+        run = RunFolder(tmp_path / str(stage))
+        options = {"optimizer": optimizer, "precision": "bf16", "micro_batch_size": 2}
+        write_recipe(run, gate.recipe_for(SETTINGS, model_folder, conversations, f"zero{stage}.json", **options))
+        ranks.check(training_run.main, str(run.path), log=tmp_path / f"log{stage}")
+        losses.append([row["loss"] for row in read_jsonl(run.metrics)])
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3) and losses[0][-1] < 0.95 * losses[0][0]
 
 
 CODES = 1e-3

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.prove import samples
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import export
@@ -112,6 +113,16 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, models, conversations, ref
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, models(case.family), conversations))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=case.world_size)
+    gate.agree(run, *references(case.family))
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", ["pipeline.json", "tensor_parallel.json"])
+def test_the_projects_own_files_split_stages_over_ranks(ranks, tmp_path, models, conversations, references, name):
+    run, case = RunFolder(tmp_path / "run"), Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b")
+    recipe = recipe_of(case, models(case.family), conversations)
+    write_recipe(run, replace(recipe, deepspeed=str(CONFIGS / name)))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=4)
     gate.agree(run, *references(case.family))
 
 
