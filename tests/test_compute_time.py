@@ -269,7 +269,7 @@ def test_a_loss_in_tiles_moves_no_fp32_copies_of_logits(changes, per_logit):
 
 
 def test_fused_adapters_take_fewer_passes_and_launches():
-    """PEFT scales and adds in passes of their own; here a product adds to what is there (`training.adapters.fused`)."""
+    """PEFT scales and adds in passes of their own; here a product adds to what is there (`model.fused_lora`)."""
     plain, fused = (replace(BASE, lora=Lora(target_modules="all-linear", fused=each)) for each in (False, True))
     slow, fast = (step_time(llama(), setup, H100).components for setup in (plain, fused))
     assert fast["elementwise"] < slow["elementwise"] and fast["matmul"] == slow["matmul"]

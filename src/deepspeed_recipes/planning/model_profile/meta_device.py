@@ -284,7 +284,7 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
 
 
 def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
-    """Return the model with adapters in the model's dtype, as in `deepspeed_recipes.training.adapters`."""
+    """Return the model with adapters in the model's dtype, as in `deepspeed_recipes.training.model.lora`."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT; its warnings do not apply here
     from peft import LoraConfig, get_peft_model
 

@@ -57,7 +57,7 @@ def loss_per_token(
         summed = model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
         if count:
             loss += summed.item()
-            tokens += int((inputs["labels"][:, 1:] != -100).sum())
+            tokens += int((inputs["labels"][:, 1:] != IGNORED).sum())
     loss, tokens = distributed.total(loss, tokens)
     return loss / tokens
 

@@ -33,7 +33,7 @@ from ...recipe.compatibility import refusal
 from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
-from ..data.collate import Collator, labelled_only, next_labels
+from ..data.collate import IGNORED, Collator, labelled_only, next_labels
 from ..model import packing_check, probe, transforms
 from ..model.attention import VARLEN, needs_boundaries
 from ..model.load import load_config
@@ -295,7 +295,7 @@ def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
 
 def _difference(model: torch.nn.Module, batch: dict[str, Any], group: dist.ProcessGroup) -> float:
     rank = dist.get_rank(group)
-    count = (batch["labels"][:, 1:] != -100).sum()
+    count = (batch["labels"][:, 1:] != IGNORED).sum()
     whole = _computed(model.eval(), batch, count)
     part = _computed(model.train(), cut(batch, RankPosition(0, 0, rank, 0), PAIR), count)
     for value in part[1:]:
