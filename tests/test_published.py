@@ -11,6 +11,7 @@ from deepspeed_recipes.planning.cost.constants import FILE, constants
 from deepspeed_recipes.planning.cost.memory import peak_memory
 from deepspeed_recipes.recipe.run_folder import read_json
 from scripts.maintain.calibration import accuracy, fit_answers, published_errors, published_models
+from scripts.maintain.calibration.published_errors import rank_correlation
 from scripts.maintain.calibration.published_rows import (
     PUBLISHED,
     QUESTIONS,
@@ -20,7 +21,6 @@ from scripts.maintain.calibration.published_rows import (
     questions,
     read,
 )
-from scripts.maintain.calibration.rank_correlation import rank_correlation
 from tests.versions import needs
 
 ROWS = published_rows()

@@ -24,7 +24,6 @@ from . import published_errors, ranges
 from .measured_runs import MeasuredRun, runs
 from .published_models import profile_of
 from .published_rows import PublishedRow, published_rows
-from .rank_correlation import rank_correlation
 
 ConstantPath = tuple[str, ...]
 """The keys of a constant in `constants.json`, from the top."""
@@ -76,7 +75,7 @@ def score(pairs: Sequence[tuple[float, float]]) -> Score:
     """Return the errors of (prediction, measurement) pairs."""
     errors = [abs(guess / truth - 1) for guess, truth in pairs]
     guesses, truths = zip(*pairs, strict=True)
-    return Score(len(pairs), sum(errors) / len(errors), max(errors), rank_correlation(guesses, truths))
+    return Score(len(pairs), sum(errors) / len(errors), max(errors), published_errors.rank_correlation(guesses, truths))
 
 
 def loss(measured: Sequence[MeasuredRun], data: Mapping[str, Any]) -> float:

@@ -19,7 +19,6 @@ from deepspeed_recipes.recipe.errors import UserError
 
 from .published_models import profile_of
 from .published_rows import SHARES, PublishedRow, published_rows
-from .rank_correlation import rank_correlation
 
 WITHIN = 0.15
 """The report has a column with the share of rows whose error is at most this."""
@@ -171,6 +170,16 @@ def main(arguments: Sequence[str] = ()) -> int:
             numbers = f"{one.predicted:,.1f} for {one.measured:,.1f} ({one.error:+.0%})"
             print(f"{one.row.share}, {measure}, {one.row}: {numbers}")
     return 0
+
+
+def rank_correlation(left: Sequence[float], right: Sequence[float]) -> float:
+    """Return Spearman's rank correlation of two sequences of equal length, neither of them constant."""
+    return statistics.correlation(_ranks(left), _ranks(right))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return each value's rank; equal values get their mean rank."""
+    return [sum(other < value for other in values) + sum(other == value for other in values) / 2 for value in values]
 
 
 if __name__ == "__main__":

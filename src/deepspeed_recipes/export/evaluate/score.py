@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -72,10 +72,12 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
     asked, expected = zip(*(_asked(example, learned) for example in held_out.examples), strict=True)
     options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
     answers = server.answers(model, asked, options, [example["tools"] for example in held_out.examples])
-    right = [float(answer.right(wanted)) for answer, wanted in zip(answers, expected, strict=True)]
-    return Scores(
-        right, [1] * len(right), [str(answer) for answer in answers], 0.0, sum(one.cut_off for one in answers)
-    )
+    right = [answer.right(wanted) for answer, wanted in zip(answers, expected, strict=True)]
+    return _shares(right, [str(answer) for answer in answers], sum(one.cut_off for one in answers))
+
+
+def _shares(right: Sequence[bool], answers: list[str], cut_off: int = 0) -> Scores:
+    return Scores([float(one) for one in right], [1] * len(right), answers, 0.0, cut_off)
 
 
 def _asked(example: Mapping[str, Any], reasoning_learned: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -101,7 +103,7 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
         return _classes(model, tokenizer, held_out)
     if held_out.metric == "recall_at_1":
         places = embed.found_at(model, tokenizer, list(held_out.examples), held_out.recipe, Layout())
-        return Scores([float(place < 1) for place in places], [1] * len(places), [], 0.0)
+        return _shares([place < 1 for place in places], [])
     per_token = held_out.recipe.method.unit == "nats per token"  # as the method's own metric compares answers
     likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
     return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
@@ -140,8 +142,8 @@ def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
     for batch, logits in judged:
         for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):
             answers.append(model.config.id2label[answer])
-            right.append(float(answers[-1] == example["label"]))
-    return Scores(right, [1] * len(right), answers, 0.0)
+            right.append(answers[-1] == example["label"])
+    return _shares(right, answers)
 
 
 def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
@@ -157,9 +159,8 @@ def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
         layout=Layout(),
         on_answer=answers.append,
     )
-    right = [float(answer.right) for answer in answers]
-    texts = [answer.text for answer in answers]
-    return Scores(right, [1] * len(right), texts, 0.0, round(measured.get("cut_off", 0) * len(right)))
+    cut_off = round(measured.get("cut_off", 0) * len(answers))
+    return _shares([answer.right for answer in answers], [answer.text for answer in answers], cut_off)
 
 
 def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
@@ -190,11 +191,11 @@ def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 
 @torch.no_grad()
 def _preferences(model: Any, tokenizer: Any, held_out: HeldOut, value: Any) -> Scores:
-    right: list[float] = []
+    right: list[bool] = []
     size = held_out.recipe.micro_batch_size
     examples = list(held_out.examples)
     for start in range(0, len(examples), size):
         pairs = examples[start : start + size]
         chosen, rejected = (value(model, tokenizer, pairs, side) for side in ("chosen", "rejected"))
-        right += (chosen > rejected).double().tolist()
-    return Scores(right, [1] * len(right), [], 0.0)
+        right += (chosen > rejected).tolist()
+    return _shares(right, [])
