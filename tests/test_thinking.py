@@ -121,5 +121,5 @@ def test_reasoning_that_a_template_forgets_is_counted_and_not_refused():
 
 def test_methods_without_conversations_refuse_the_key():
     recipe = pages.find("tiny-3m", "dpo_lora")
-    with pytest.raises(UserError, match=r"data\.thinking=strip: DPO reads no conversations; leave"):
+    with pytest.raises(UserError, match=r"data\.thinking=strip with method=dpo: DPO reads no conversations; leave"):
         replace(recipe, data=replace(recipe.data, thinking="strip"))
