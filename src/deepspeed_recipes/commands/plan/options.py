@@ -139,6 +139,8 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
             lacking = asked_layout.beyond(strategies.plan_request(recipe, hardware), recipe.layout)
             raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
     request = strategies.plan_request(recipe, hardware, keys)
+    if tower := model_recipe.tower_parameters(arguments.model):
+        request = replace(request, profile=replace(request.profile, tower_parameters=tower))
     for name in arguments.software:
         request = replace(request, software=named(name, recipe.model.quantization != "none"))
     return request

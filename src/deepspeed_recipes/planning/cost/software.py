@@ -37,10 +37,12 @@ KNOWN: Mapping[str, Software] = {
     "trl": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True),
     "llama-factory": Software(logit_bytes=18, fp32_adapters=True, foreach_adam=True),
     "fsdp": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True, fsdp=True),
+    "transformers-4": Software(logit_bytes=14, foreach_adam=True, grouped_experts=False, quantized_experts=True),
     "megatron": Software(tensor_splits_all=True),
 }
-"""By the name in `plan.py software=NAME`: PEFT in an own loop or Trainer, TRL's SFTTrainer with PEFT, LLaMA-Factory,
-TRL with FSDP, and Megatron. Values are those that most published runs of each have (scripts/maintain/measurements)."""
+"""By the name in `plan.py software=NAME`: PEFT in an own loop or Trainer, TRL's SFTTrainer, LLaMA-Factory, TRL
+with FSDP, transformers before 5, and Megatron. Values are those that most published runs of each have
+(scripts/maintain/measurements)."""
 
 
 def named(name: str, quantized: bool) -> Software:

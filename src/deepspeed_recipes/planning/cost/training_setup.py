@@ -51,6 +51,8 @@ class TrainingSetup:
     """Answers that a rank generates at once, for methods that learn from the model's own answers."""
     rollout_gathers: bool = True
     """ZeRO-3 gathers the whole weights to generate answers."""
+    answer_length: int | None = None
+    """Longest answer in tokens, if the loss reads the answers' logits alone. None stands for the whole sequence."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -162,8 +164,13 @@ class TrainingSetup:
 
     def tiles(self, vocabulary: int) -> bool:
         """Return whether the loss is computed in tiles."""
-        tokens = self.micro_batch_size * self.sequence_length / self.layout.sequence
+        tokens = self.labelled_share * self.micro_batch_size * self.sequence_length / self.layout.sequence
         return loss_tiles.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
+
+    @property
+    def labelled_share(self) -> float:
+        """Share of a sequence's tokens whose logits are computed; TRL keeps one more than the answer has."""
+        return 1.0 if self.answer_length is None else min(1.0, (self.answer_length + 1) / self.sequence_length)
 
     @property
     def weight_bytes(self) -> float:
@@ -206,6 +213,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         scores=recipe.method.headless,
         rollout_answers=_answers(recipe, world_size),
         rollout_gathers=not isinstance(recipe.method, Grpo) or recipe.method.gather,
+        answer_length=recipe.method.max_new_tokens if isinstance(recipe.method, Grpo) else None,
         attention=recipe.model.attention,
         tiled_loss=recipe.method.tiles or loss_tiles.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,

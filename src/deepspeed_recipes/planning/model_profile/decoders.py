@@ -71,7 +71,7 @@ def remark(config: Mapping[str, Any]) -> str | None:
     if is_stand_in(config):
         parts.append(f"{kind} is planned as {known}, which has the same layers")
     if sees(config):
-        parts.append("the weights and activations of its vision or audio tower are not counted")
+        parts.append("the activations of its vision or audio tower are not counted")
     if quantized := quantization.stated(config):
         parts.append(f"the weights are quantised ({quantized}), and a run needs an unquantised copy")
     return f"About this model: {'; '.join(parts)}." if parts else None

@@ -54,6 +54,23 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
     return profile
 
 
+def tower_parameters(config: Mapping[str, Any]) -> int:
+    """Return the number of parameters of a vision-language model outside its decoder and head, or 0 without a tower.
+
+    Args:
+        config: a whole `config.json`; counting takes seconds the first time.
+    """
+    if not config.get("vision_config"):
+        return 0
+    cached = cache() / f"{key(config)} tower.json"
+    if not cached.exists():
+        require("transformers")
+        from .meta_device import tower_parameters as counted
+
+        files.write_text(cached, json.dumps(counted(config)))
+    return int(json.loads(cached.read_text(encoding="utf-8")))
+
+
 def shipped(config: Mapping[str, Any]) -> list[ModelProfile]:
     """Return the profiles of this model in `profiles/`: at most one, computed with any version of transformers."""
     profiles = read(PROFILES / f"{config.get('model_type')}.json")

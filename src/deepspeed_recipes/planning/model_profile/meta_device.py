@@ -96,7 +96,7 @@ def profile_model(
         tied_embeddings=tied,
         saved_outside_layers={mode: one["saved_outside_layers"] for mode, one in fits.items()},
         loss_peak={mode: one["loss_peak"] for mode, one in fits.items()},
-        tower_parameters=_tower_parameters(config) if config.get("vision_config") else 0,
+        tower_parameters=tower_parameters(config) if config.get("vision_config") else 0,
     )
 
 
@@ -132,7 +132,7 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
 
 
 @errors_only("transformers")
-def _tower_parameters(config: Mapping[str, Any]) -> int:
+def tower_parameters(config: Mapping[str, Any]) -> int:
     """Return the number of parameters of a vision-language model outside its decoder and head."""
     known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
     if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:

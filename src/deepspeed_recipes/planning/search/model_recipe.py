@@ -12,7 +12,7 @@ from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
-from ..model_profile import decoders
+from ..model_profile import decoders, lookup
 from ..model_profile.lookup import profile_of
 from .nearest import nearest
 
@@ -88,6 +88,12 @@ def remark(name: str) -> str | None:
     """Return what a plan omits or assumes about a model, or None if nothing or if a page describes the model."""
     config = config_of(name)
     return decoders.remark(config) if config else None
+
+
+def tower_parameters(name: str) -> int:
+    """Return the parameters of the vision tower of a model without a page, which its decoder's profile lacks, or 0."""
+    config = config_of(name)
+    return lookup.tower_parameters(config) if config else 0
 
 
 def method_of(recipe: Recipe) -> str:

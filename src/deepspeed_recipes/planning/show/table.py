@@ -9,12 +9,16 @@ from rich.console import Console
 from rich.table import Table
 
 from ...recipe import overrides, pages, project
+from ...recipe.methods.grpo import Grpo
 from ...recipe.recipe import Checkpointing, Layout, Recipe
+from ..cost.constants import constants
+from ..cost.time.host_time import KERNELS
 from ..hardware.cluster import Cluster
 from ..hardware.instances import INSTANCES
+from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
 from ..search.past_runs import kind_of
-from ..search.plans import Plan, PlanRequest, SearchResult
+from ..search.plans import GIB, Plan, PlanRequest, SearchResult
 from ..search.reasons import behind, why
 from ..search.run_cost import RESTART, Workload
 
@@ -174,7 +178,9 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         )
     if batch != (before := request.recipe.global_batch_size):
         yield f"global_batch_size was raised from {before} to {batch}, so that every GPU gets equally many sequences."
-    if plan.recipe.method.writes_answers:
+    if isinstance(plan.recipe.method, Grpo):
+        yield _rollouts(plan, plan.recipe.method, request.profile)
+    elif plan.recipe.method.writes_answers:
         yield "Speeds are for training only; writing the answers before each step takes additional time."
     if not pages.is_own_model(plan.recipe):
         yield f"Data, rates and batch are from {pages.typed(plan.recipe)}, the nearest recipe: check them."
@@ -200,6 +206,27 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield f"{plan.cluster.gpu.name} has no bf16, so training is in fp16; its first steps search for a loss scale."
     if batch < gpus:
         yield f"A step has fewer sequences ({batch}) than there are GPUs: set global_batch_size={gpus}."
+
+
+def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
+    """Return the time of writing a step's answers, on the ranks or by a server, and the server's memory."""
+    gpu, answers = plan.cluster.gpu, plan.recipe.global_batch_size
+    token = 2 * profile.parameters / (gpu.memory_gbs * 1e9)  # every token reads all weights
+    where = "on a server with one such GPU"
+    if method.vllm is None:
+        answers = plan.setup.rollout_answers
+        where = f"{answers} at a time on each GPU"
+        token = max(token, len(profile.layers) * KERNELS * constants(gpu.name).launch)
+    kept = 4 * profile.key_value_heads / profile.attention_heads * sum(kind.attention_width for kind in profile.layers)
+    seconds = method.max_new_tokens * (token + answers * kept * plan.recipe.sequence_length / (gpu.memory_gbs * 1e9))
+    written = (
+        f"Speeds are for training only, {plan.time.seconds / plan.correction.factor:,.0f} s per step. Writing the "
+        f"answers takes at least {seconds:,.0f} s more, {where}."
+    )
+    if method.vllm is None:
+        return written
+    need = (2 * profile.parameters + answers * kept * plan.recipe.sequence_length) / GIB
+    return f"{written} The server needs {need:,.0f} GiB of its GPU for weights and all answers; vLLM takes 90 % of it."
 
 
 def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:

@@ -232,6 +232,7 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
     other = 0.0 if setup.software.logit_bytes is None else setup.software.logit_bytes - PROFILED_LOGITS
     total = both.per_token * tokens + both.fixed + other * tokens * profile.vocab_size
+    total -= PROFILED_LOGITS * (1 - setup.labelled_share) * tokens * profile.vocab_size
     if setup.software.frozen_fp32:  # autocast's copy of the head, which the backward pass needs too
         total += 2 * profile.vocab_size * profile.hidden_size
     return _in_precision(max(total, 2.0 * head), setup)
@@ -243,7 +244,7 @@ def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     if not whole or setup.software.logit_bytes is not None or setup.precision == "fp32":
         return 0.0
     tokens = _tokens(setup)
-    return TOO_SMALL_LOGITS * tokens * profile.vocab_size
+    return TOO_SMALL_LOGITS * setup.labelled_share * tokens * profile.vocab_size
 
 
 def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:

@@ -1,5 +1,6 @@
 """Memory of a run: by component at each moment on the fullest GPU, and in total on a node's host, NVMe and disk."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ NCCL = 2**30
 FRAGMENTATION = 0.07
 """Memory that PyTorch reserves beyond its allocations, as a share of them. Fitted on published rows
 (scripts/maintain/calibration)."""
+FRAGMENTATION_LEAST = 0.02
+"""What remains of it on a full GPU, where PyTorch releases the blocks that it caches before it gives up. Assumed."""
 FRAGMENTATION_SHARDED = 0.2
 """Additional fragmentation under ZeRO-3 and FSDP, as a share of the states: gathered weights come and go in blocks of
 all sizes, on a separate stream, and a step copies gradients in groups, even on a single rank. It does not apply to one
@@ -81,10 +84,11 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     Args:
         profile: includes the setup's training mode, as from `lookup.profile_of(config, lora)`.
         setup: the training setup.
-        cluster: only its GPUs per node matter here.
+        cluster: only its GPUs per node and their memory matter here.
     """
     stages = stage_shards(profile, setup)
-    moments = {stage: gpu_moments(profile, stages[stage], setup) for stage in first_stages(stages)}
+    room = cluster.gpu.memory_gib * 2**30
+    moments = {stage: gpu_moments(profile, stages[stage], setup, room) for stage in first_stages(stages)}
     fullest = max(moments, key=lambda stage: max(moment.total for moment in moments[stage]))
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
     whole = stage_shards(profile, replace(setup, layout=Layout()))[0]
@@ -111,8 +115,10 @@ def first_stages(stages: Sequence[StageShard]) -> list[int]:
     return list(first.values())
 
 
-def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) -> tuple[GpuMoment, ...]:
-    """Return the memory on a GPU of one pipeline stage at each moment of a run."""
+def gpu_moments(
+    profile: ModelProfile, shard: StageShard, setup: TrainingSetup, room: float = math.inf
+) -> tuple[GpuMoment, ...]:
+    """Return the memory on a GPU of one pipeline stage at each moment of a run; `room` is the GPU's memory in bytes."""
     kinds = [kind for kind, _ in shard.layer_counts]
     kept = activations.waiting_bytes(shard.layer_counts, setup)
     if setup.activation_offloading:
@@ -137,6 +143,8 @@ def gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup) 
         fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable if moment != "loading" else 0.0
         if sharded:
             fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
+        used = sum(allocated.values())
+        fragmentation = max(min(fragmentation, room - used - runtime), min(fragmentation, FRAGMENTATION_LEAST * used))
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")

@@ -59,6 +59,10 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     width = WIDTH[setup.precision]
     largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
     dequantized = 2 * width * largest if setup.quantized else 0.0
+    if setup.lora and setup.lora.dora:
+        # The norm of a weight: a unit matrix, the adapters' product, its multiple and the sum (peft, lora/dora.py).
+        sizes = (inputs * (inputs + 3 * outputs) for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+        dequantized += width * max(sizes)
     if not setup.gathers:
         return dequantized
     hidden = shard.hidden_size

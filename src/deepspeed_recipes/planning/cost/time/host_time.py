@@ -9,11 +9,15 @@ KERNELS = 100
 ADAPTER, FUSED_ADAPTER = 6, 3
 """Kernels per adapted matrix: dropout, two products, the scale, the sum, and a cast; with `lora.fused` the first
 three."""
+DORA = 14
+"""More of them with DoRA: the unit matrix, two products, the sum, the norm, its ratio, and what scales the outputs."""
 DEQUANTIZE = 3
 """Kernels per 4-bit matrix: for the scales of its blocks, their offset, and the weights."""
 EXPERT = 14
 """Kernels per expert that is computed alone: finding and gathering its tokens, three products, the activation function,
 the weighting and the sum into the result."""
+EXPERT_MATRICES = 3
+"""Matrices of a gated expert."""
 FUSED = 0.5
 """Share of a layer's kernels that remains if element-wise operations are fused: 7 products, attention, and one for each
 norm, the rotary embedding, the activation function and the sums, with their copies."""
@@ -37,7 +41,7 @@ all weights trained or with adapters)."""
 def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     """Return the number of kernels that a layer's forward pass launches on one rank, with `experts` experts there."""
     count = KERNELS * (FUSED if setup.fuses else 1.0)
-    per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) if setup.lora else 0
+    per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) + DORA * setup.lora.dora if setup.lora else 0
     quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
     return (
         count
@@ -47,9 +51,13 @@ def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
     )
 
 
-def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of modules per layer that ZeRO-3 fetches and releases: its own, and two per adapter."""
-    return kind.modules + 2 * adapted_matrices(kind, setup)
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup, experts: float = 0.0) -> float:
+    """Return the number of modules per layer that ZeRO-3 fetches and releases: its own, and two per adapter.
+
+    Experts that are modules, as in transformers 4, have three each, and an adapter of each if all linear layers have.
+    """
+    each = 0 if setup.software.grouped_experts else EXPERT_MATRICES * (3 if setup.lora else 1)
+    return kind.modules + 2 * adapted_matrices(kind, setup) + each * experts
 
 
 def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -104,7 +112,7 @@ def host_seconds(
     """
     others = min(NODE, setup.zero_ranks) - 1
     hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
-    hooks = hooked_modules(kind, setup) * hook
+    hooks = hooked_modules(kind, setup, experts) * hook
     launches = kernels(kind, setup, experts) * constants.launch
     taken = 0.0 if setup.software.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
     if setup.zero_stage == 1:

@@ -27,9 +27,10 @@ CPU_ADAM = 4e9 / 256
 arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
 CORE_ADAM = 0.88e9
 """The maximum of the same per core (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70 billion)."""
-CPU_STEP = 2.0
-"""Ratio of DeepSpeed's whole step on the host (norm, clipping, conversions and copies too) to Adam alone (deepspeed
-0.19.8, 0.4 billion parameters on one rank with two threads: 2.05 at ZeRO-2, 1.93 at ZeRO-3)."""
+CPU_STEP = 2.2
+"""Ratio of DeepSpeed's whole step on the host (norm, clipping, conversions and copies too) to Adam alone: 2.2 for Qwen2
+72B on four nodes of A100s, 10 s (deepspeed issue 6834), and for Qwen2.5 3B on two (its pull request 7474, 2.38 s with
+bound cores); 2.05 at ZeRO-2 and 1.93 at ZeRO-3 with 0.4 billion parameters on one rank with two threads (0.19.8)."""
 SWAPPED = 32
 """Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
 

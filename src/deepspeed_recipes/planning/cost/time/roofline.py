@@ -30,6 +30,12 @@ EXPERT_ROWS = 128
 DEQUANTIZED = 2.5
 """Bytes moved per 4-bit weight each time that it is used: half a byte read and two written. Reading them again in the
 product takes no additional time, as with any other weight."""
+DORA_NORM = 14
+"""Bytes moved per adapted weight in a forward pass with DoRA: the product of both adapter matrices is written (2),
+scaled (4) and added to the weight (6), and the norm of the sum is read (2) (peft 0.19, lora/dora.py)."""
+DORA_SCALE = 14
+"""Bytes moved per token, output and pass: the output is scaled (4), the adapter's output once more (4), and the sum is
+read twice and written (6)."""
 FUSED_ADAPTER_BYTES = 4 / 3
 """Bytes moved per pass and output of a fused adapter, and per input without dropout: each is read and written once over
 the forward and the two backward passes (training/model/fused_lora.py)."""
@@ -99,7 +105,11 @@ def layer_seconds(
     bandwidth = gpu.memory_gbs * 1e9 * constants.memory
     moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
     weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
-    once = forward + attention + moved + weights
+    norms, scaled, twice = _dora_seconds(kind, tokens, setup, gpu, constants)
+    matmul += twice * (forward + to_input)
+    forward *= 1 + twice
+    moved += scaled
+    once = forward + attention + moved + weights + norms
     # Checkpointing computes a layer once more, and so does DPO's reference model; a teacher's computation grows with
     # its size.
     again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
@@ -115,10 +125,29 @@ def layer_seconds(
     return ComputeSeconds(
         matmul=matmul,
         attention=attention + attention_backward,
-        elementwise=3 * moved + 2 * weights,
+        elementwise=3 * moved + 2 * weights + norms,
         recomputation=again * once + part,
         launch=passes * (constants.gap + waiting) + idle,
     )
+
+
+def _dora_seconds(
+    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
+) -> tuple[float, float, float]:
+    """Return what DoRA adds to a layer.
+
+    These are the seconds of its weights' norms in a forward pass, those of scaling outputs in any pass, and the share
+    of the products that are computed a second time, because the adapter's input has dropout.
+    """
+    if setup.lora is None or not setup.lora.dora:
+        return 0.0, 0.0, 0.0
+    share, rank, bandwidth = adapted_share(kind, setup), setup.lora.rank, gpu.memory_gbs * 1e9 * constants.memory
+    weights = share * sum(map(prod, kind.linears)) / setup.layout.tensor
+    operations = share * sum(2 * inputs * rank * (inputs + outputs) for inputs, outputs in kind.linears)
+    norms = (DORA_NORM + (DEQUANTIZED if setup.quantized else 0)) * weights / bandwidth
+    norms += operations / setup.layout.tensor / (gpu.bf16_tflops * 1e12 * constants.matmul)
+    outputs = share * sum(outputs for _, outputs in kind.linears) / setup.layout.tensor
+    return norms, DORA_SCALE * tokens * outputs / bandwidth, share if setup.lora.dropout else 0.0
 
 
 def feed_forward_share(kind: LayerProfile) -> float:
@@ -154,7 +183,7 @@ def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constant
     """Return the seconds of the output matrix and of the loss."""
     if setup.scores:
         return ComputeSeconds()
-    tokens = tokens_per_pass(setup)
+    tokens = setup.labelled_share * tokens_per_pass(setup)
     width = profile.vocab_size / setup.layout.tensor
     passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
     products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)

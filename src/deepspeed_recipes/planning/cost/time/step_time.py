@@ -252,11 +252,14 @@ def _model_parallel_seconds(
 def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the number of collectives in which ZeRO-3 gathers a layer's weights.
 
-    A collective contains as many matrices as ZeRO-3 prefetches. FSDP gathers a whole layer.
+    A collective contains as many matrices as ZeRO-3 prefetches. FSDP gathers a whole layer. Experts that are modules
+    are gathered one by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
     """
     matrices = len(kind.linears)
     if not matrices or setup.software.fsdp:
         return 1.0
+    if experts := 0.0 if setup.software.grouped_experts else roofline.experts_on_rank(kind, setup):
+        return matrices + host_time.EXPERT_MATRICES * experts
     ahead = setup.prefetched(profile.hidden_size, kind.parameters)
     return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
 
