@@ -293,6 +293,7 @@ def _sizes(module: ModuleType) -> str:
 
 def _unknown(what: str, name: str, known: list[str]) -> str:
     close = [difflib.get_close_matches(name.lower(), known, n=1, cutoff=cutoff) for cutoff in (0.8, 0.5)]
-    near = close[0] or [other for other in known if name.lower() in other.split("_")] or close[1]  # dpo_lora, not dora
-    hint = f"did you mean {near[0]!r}? There" if near else "there"
+    begun = [other for other in known if name.lower() in other.split("_")]  # dpo: dpo_lora or dpo_full, not dora
+    near = close[0] or begun or close[1]
+    hint = f"did you mean {' or '.join(map(repr, near))}? There" if near else "there"
     return f"unknown {what} {name!r}; {hint} are: {', '.join(known)}. (ds-recipes launch --list)"

@@ -9,6 +9,7 @@
     ds-recipes plan llama3-8b --method dpo_lora --which-gpu --tokens 500M
     ds-recipes plan llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
     ds-recipes plan qwen3-8b --method qlora --gpu 4090 --longest
+    ds-recipes plan --gpu 4090                                        # what fits, by method and size
 
 A plan is a file in configs/, a layout, a micro-batch size, and gradient checkpointing on or off. Plans that cannot run
 are left out. A plan does not fit if it is likely to need more memory than the GPUs have. A plan is tight if some
@@ -45,7 +46,7 @@ from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
 from ...recipe.project import program
-from . import files, which_gpu, workload
+from . import files, what_fits, which_gpu, workload
 from .options import parser, recipe_of, request_of, with_method
 
 WIDTH = 160
@@ -59,6 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
         UserError: a mistake on the command line, or a file that cannot be read or written.
     """
     arguments = with_method(parser(__doc__).parse_intermixed_args(words))
+    if arguments.model is None:
+        return what_fits.answer(arguments, console())
     if arguments.which_gpu:
         return which_gpu.answer(arguments, console())
     request = request_of(arguments)
@@ -104,6 +107,10 @@ def _remarks(
         yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline))
     if work and (few := workload.few_steps(result.best, work)):
         yield few
+    if efficiency := suggestions.one_node(request, result.best):
+        yield efficiency
+    if larger := suggestions.larger_batch(request, result.best):
+        yield larger
     if added := asked_layout.added(request, result.best):
         yield added
     if others := suggestions.other_methods(request):

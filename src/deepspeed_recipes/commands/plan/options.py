@@ -26,7 +26,10 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     """Return the command line's parser; `about` is the text of its help."""
     result = Parser("plan", about)
     result.add_argument(
-        "model", help="RECIPE[-SIZE] (also a page's path), a Hub id, or the path to a config.json or its folder"
+        "model",
+        nargs="?",
+        help="RECIPE[-SIZE] (also a page's path), a Hub id, or the path to a config.json or its folder; without one, "
+        "what fits on the hardware",
     )
     result.add_argument(
         "overrides",
@@ -56,6 +59,8 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument(
         "--tokens", metavar="N", help="tokens to train, such as 500M, for each plan's hours (or give data.path)"
     )
+    result.add_argument("--examples", metavar="N", help="examples to train, such as 50k, with --example-tokens")
+    result.add_argument("--example-tokens", metavar="N", help="tokens of an example on average, such as 500")
     result.add_argument(
         "--price",
         action="append",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...planning.hardware.instances import prices
+from ...planning.hardware.instances import Prices, prices
 from ...planning.search.plans import Plan
 from ...planning.search.run_cost import Workload
 from ...recipe.errors import UserError
@@ -46,6 +46,8 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
 
 def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     known = prices(arguments.price)
+    if arguments.examples or arguments.example_tokens:
+        return _of_examples(arguments, recipe, known)
     if arguments.tokens is not None:
         both = [key for key in ("epochs", "max_steps") if key in keys]
         if both:
@@ -61,6 +63,22 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
     return None
 
 
+def _of_examples(arguments: argparse.Namespace, recipe: Recipe, known: Prices) -> Workload:
+    """Return the amount of training for a number of examples of an average length, over the recipe's epochs.
+
+    Raises:
+        UserError: one of the two is missing, or --tokens is given as well.
+    """
+    if not (arguments.examples and arguments.example_tokens):
+        raise UserError("--examples and --example-tokens: give both, such as --examples 50k --example-tokens 500.")
+    if arguments.tokens is not None:
+        raise UserError(f"--tokens {arguments.tokens} and --examples: give one of them.")
+    examples = tokens(arguments.examples, "--examples")
+    length = tokens(arguments.example_tokens, "--example-tokens")
+    shown = f"{examples:,.0f} examples of {length:,.0f} tokens, {recipe.epochs:g} epochs"
+    return Workload(examples * length * recipe.epochs, known, shown, document_length=length)
+
+
 def few_steps(plan: Plan, work: Workload) -> str | None:
     """Return a warning if a run has too few optimizer steps, or None."""
     if (steps := work.steps(plan)) >= updates.ENOUGH:
@@ -72,7 +90,7 @@ def few_steps(plan: Plan, work: Workload) -> str | None:
     )
 
 
-def tokens(text: str) -> float:
+def tokens(text: str, flag: str = "--tokens") -> float:
     """Return the number of tokens from text such as `2e9`, `500M`, `1.5B` or `10_000_000`.
 
     Raises:
@@ -84,7 +102,7 @@ def tokens(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise UserError(f"--tokens {text}: must be a number above 0, such as 500M, 2B or 1e9.")
+        raise UserError(f"{flag} {text}: must be a number above 0, such as 500M, 2B or 1e9.")
     return number
 
 

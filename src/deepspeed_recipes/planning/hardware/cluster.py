@@ -10,7 +10,7 @@ from pathlib import Path
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from . import machine_file
-from .gpus import Gpu, all_names, find, host_gbs, with_memory
+from .gpus import DESKTOP, DESKTOP_HOST, Gpu, all_names, find, host_gbs, with_memory
 from .instances import INSTANCES, instance_name
 from .machine_file import Machine
 
@@ -79,7 +79,7 @@ def cluster(
         gpus: GPUs per node, or None for all GPUs of the instance or of this machine, otherwise 1.
         nodes: number of equal nodes.
         gpu_memory: GiB of an unlisted GPU, which is assumed to be as fast as the slowest GPU with that memory.
-        host_memory: GiB per node, or None for the instance's, otherwise unknown.
+        host_memory: GiB per node, or None for the instance's or a desktop computer's, otherwise unknown.
         nvme: GiB per node, or None for the instance's, otherwise none.
 
     Raises:
@@ -97,11 +97,12 @@ def cluster(
     node = _node(gpu, gpu_memory)
     if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
         raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
+    known = node.host_memory_gib or (DESKTOP_HOST if gpu is not None and node.gpu in DESKTOP else 0.0)
     return replace(
         node,
         gpus_per_node=gpus or node.gpus_per_node,
         nodes=nodes,
-        host_memory_gib=node.host_memory_gib if host_memory is None else host_memory,
+        host_memory_gib=known if host_memory is None else host_memory,
         nvme_gib=node.nvme_gib if nvme is None else nvme,
     )
 

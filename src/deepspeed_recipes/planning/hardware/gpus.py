@@ -95,6 +95,8 @@ _DATA_CENTRE = (
 DESKTOP = (*_GEFORCE, *_WORKSTATION)
 """GPUs that are sold for desktop computers and workstations."""
 GPUS = (*DESKTOP, *_DATA_CENTRE)
+DESKTOP_HOST = 64.0
+"""GiB of host memory that a desktop computer is assumed to have."""
 DESKTOP_GPUS = 2
 """Number of GPUs that fit into an ordinary desktop computer."""
 _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max", "ada", "nvl"})

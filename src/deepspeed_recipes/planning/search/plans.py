@@ -22,6 +22,11 @@ full, since its need is predicted as a range, but plans likely to exceed this sh
 ones: 14 of the 15 published runs that were likely to fill 95 to 100 % of a GPU did run (2026-11-25)."""
 FAST_ENOUGH = 0.95
 """A simpler plan is preferred if it reaches this share of a more complex plan's speed."""
+ALIKE = 0.01
+"""Relative difference of speeds, and a third of that of memory, below which plans are shown as one."""
+SPLIT_ADAPTERS = 0.85
+"""The same for each dimension in which a model with adapters is split, which only room could ask for: predicted gains
+below the error of speeds decide nothing."""
 
 TIERS = (
     (
@@ -168,6 +173,17 @@ class Plan:
         return self.tier > 0, kinds, order, self.setup.model_parallel_size, self.gpu_gib
 
 
+def are_alike(one: Plan, other: Plan) -> bool:
+    """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
+
+    def kind(plan: Plan) -> tuple:
+        setup = plan.setup
+        return plan.base.layout, setup.micro_batch_size, setup.gradient_checkpointing, plan.tier, plan.fits, plan.tight
+
+    near = abs(one.speed / other.speed - 1) < ALIKE and abs(one.gpu_gib / other.gpu_gib - 1) < 3 * ALIKE
+    return near and kind(one) == kind(other) and not one.shortfalls
+
+
 @dataclass(frozen=True)
 class SearchResult:
     """The plans for a request."""
@@ -190,11 +206,13 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans, best first: repeatedly the simplest of those nearly as fast as the fastest remaining plan.
 
     The cost of splitting a model is less certain than other costs, so a plan with a whole model may be slower by
-    `FAST_ENOUGH` a second time and still come first.
+    `FAST_ENOUGH` (with adapters, `SPLIT_ADAPTERS`) for each dimension of the split and still come first.
     """
 
     def worth(plan: Plan) -> float:
-        return plan.speed * (FAST_ENOUGH if plan.setup.model_parallel_size > 1 else 1.0)
+        layout = plan.base.layout
+        splits = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence))
+        return plan.speed * (SPLIT_ADAPTERS if plan.setup.lora else FAST_ENOUGH) ** splits
 
     remaining = sorted(plans, key=worth, reverse=True)
     order = []

@@ -120,7 +120,11 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
 def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
     setup, layout, cluster = plan.setup, plan.setup.layout, request.cluster
     if layout.tensor > 1:
-        yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
+        if cluster.nodes > 1 and cluster.gpus_per_node % layout.tensor:
+            rate = f"{8 * cluster.node_network_gbs:,.0f} Gbit/s"
+            yield f"tensor {layout.tensor} spans nodes, as asked: several all-reduces per layer cross {rate} links"
+        else:
+            yield f"tensor {layout.tensor} stays inside the node because its all-reduces run per layer"
     if layout.pipeline > 1:
         waits = bubble(layout.pipeline, setup.gradient_accumulation_steps)
         across = "goes across nodes " if cluster.nodes > 1 else ""

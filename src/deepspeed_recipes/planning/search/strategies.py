@@ -84,7 +84,7 @@ def search(request: PlanRequest) -> SearchResult:
     tight = [plan for plan in tight if not is_dominated(plan, fitting)]
     used = {plan.recipe.deepspeed for plan in (*fitting, *tight)}
     return SearchResult(
-        tuple(ranked(fitting)),
+        tuple(sorted(ranked(fitting), key=lambda plan: plan.tier > 0)),  # offloading last, however fast it is predicted
         tuple(_with_room_first(tight)),
         tuple(plan for name, plan in rejected.items() if name not in used),
     )

@@ -33,7 +33,10 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
         fixed = [key for key in sorted(request.fixed) if key == "deepspeed" or key.startswith("layout.")]
         if fixed:
             given = " ".join(overrides.as_typed(request.recipe, fixed))
-            return f"{given}: this model cannot train like this on {gpus} GPUs; remove the settings you do not need."
+            more = "".join(f"try {change}, a sequence for every GPU, or " for change in _larger_batch(request))
+            return (
+                f"{given}: this model cannot train like this on {gpus} GPUs; {more}remove the settings you do not need."
+            )
         return (
             f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size={batch}; "
             f"try global_batch_size={math.ceil(batch / gpus) * gpus}."
@@ -59,9 +62,38 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
     Each change is tried alone; all other settings of the user stay as they are.
     """
+    yield from _larger_batch(request)
     yield from _methods(request)
     yield from _less_at_once(request)
     yield from _more_hardware(request)
+
+
+def larger_batch(request: PlanRequest, best: Plan) -> str | None:
+    """Return what a batch with a sequence for every GPU would reach, or None if the batch has them or is set."""
+    gpus, batch = request.cluster.gpus, request.recipe.global_batch_size
+    if batch >= gpus or "global_batch_size" in request.fixed:
+        return None
+    other = search(replace(request, recipe=replace(request.recipe, global_batch_size=gpus))).best
+    if other is None or other.speed < best.speed:
+        return None
+    return (
+        f"With global_batch_size={gpus}, a sequence for every GPU, {other.recipe.deepspeed} would reach "
+        f"{other.speed:,.0f} tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
+    )
+
+
+def one_node(request: PlanRequest, best: Plan) -> str | None:
+    """Return how efficient several nodes are compared with one, or None for one node."""
+    nodes = request.cluster.nodes
+    if nodes == 1:
+        return None
+    alone = search(replace(request, cluster=replace(request.cluster, nodes=1))).best
+    if alone is None:
+        return "Efficiency: nothing fits on one node to compare with."
+    return (
+        f"Efficiency: {best.speed / alone.speed:.0%} of one node's {alone.speed:,.0f} tokens/s/GPU; {nodes} nodes are "
+        f"{nodes * best.speed / alone.speed:.1f} times as fast as one."
+    )
 
 
 def other_methods(request: PlanRequest) -> str | None:
@@ -78,6 +110,15 @@ def other_methods(request: PlanRequest) -> str | None:
         if best
     ]
     return f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}." if parts else None
+
+
+def _larger_batch(request: PlanRequest) -> Iterator[str]:
+    """Yield a batch with a sequence for every GPU, if there are more GPUs than sequences."""
+    gpus = request.cluster.gpus
+    if request.recipe.global_batch_size < gpus and "global_batch_size" not in request.fixed:
+        larger = replace(request, recipe=replace(request.recipe, global_batch_size=gpus))
+        if found := _tried(f"global_batch_size={gpus}", larger):
+            yield found
 
 
 def _methods(request: PlanRequest) -> Iterator[str]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ..hardware.cluster import Cluster, of_instance
-from ..hardware.gpus import DESKTOP
+from ..hardware.gpus import DESKTOP, DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from .plans import Plan, PlanRequest
 from .run_cost import Workload
@@ -18,8 +18,6 @@ GAIN = 2
 """Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
 LARGE = 8
 """Minimum GPUs per node for runs on several nodes: smaller nodes have slow networks."""
-DESKTOP_HOST = 64.0
-"""GiB of host memory in a desktop computer."""
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from ...recipe.recipe import Checkpointing, Layout, Recipe
 from ..cost.constants import constants
 from ..cost.time.host_time import KERNELS
 from ..hardware.cluster import Cluster
+from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
 from ..search.past_runs import kind_of
-from ..search.plans import GIB, Plan, PlanRequest, SearchResult
+from ..search.plans import GIB, Plan, PlanRequest, SearchResult, are_alike
 from ..search.reasons import behind, why
 from ..search.run_cost import RESTART, Workload
 
@@ -39,6 +40,12 @@ COLUMNS = (
     "range",
 )
 COST_COLUMNS = ("hours", "dollars")
+SHORT = 1.0
+"""Hours below which the time of starting and loading counts."""
+START = 1.0
+"""Minutes until weights are loaded: imports, the group of ranks, the first kernels. Assumed."""
+DRIVE = 1.0
+"""GiB/s at which weights are read from the drive. Assumed."""
 LARGE_CHECKPOINT = 10
 """GiB of a checkpoint above which a note is printed."""
 WAITS = 0.25
@@ -128,10 +135,11 @@ def show(
 ) -> None:
     """Print the table, then the best plan's memory as a bar, its reasons, notes and command."""
     possible = [*result.plans, *result.tight]
-    plans = [*shown(possible), *(result.rejected if explain or not possible else ())]
+    folded = possible if explain else shown(possible)
+    plans = [*folded, *(result.rejected if explain or not possible else ())]
     planned = replace(request, recipe=plans[0].recipe) if plans else request
     console.print(f"{asked(planned)}, on {hardware_in_words(request.cluster)}")
-    console.print(_table(plans, workload))
+    console.print(_table(plans, [] if explain else possible, workload))
     if result.best is None:
         for number, plan in enumerate(plans if explain else (), start=1):
             console.print(f"\n{number}. {why(request, plan)}")
@@ -148,7 +156,8 @@ def show(
 
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the first plans, and the best plan of each tier that is not among them."""
+    """Return the first plans, and the best plan of each tier that is not among them; of plans that are alike, one."""
+    plans = [plan for at, plan in enumerate(plans) if not any(are_alike(plan, before) for before in plans[:at])]
     first = list(plans[:SHOWN])
     for plan in plans[SHOWN:]:
         if plan.tier not in {one.tier for one in first}:
@@ -171,6 +180,8 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             "Range of speeds: published runs on machines that were not measured. ds-recipes doctor --measure on such a "
             "machine narrows it."
         )
+    if plan.setup.offload_optimizer != "none" and plan.cluster.host_memory_gib == DESKTOP_HOST:
+        yield f"{DESKTOP_HOST:.0f} GiB of host memory, a desktop's, are assumed unless --host-memory says otherwise."
     if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
         yield (
             f"This plan needs {plan.host_gib:,.0f} GiB of host memory per node, which was not checked: "
@@ -205,7 +216,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
         yield f"{plan.cluster.gpu.name} has no bf16, so training is in fp16; its first steps search for a loss scale."
     if batch < gpus:
-        yield f"A step has fewer sequences ({batch}) than there are GPUs: set global_batch_size={gpus}."
+        yield f"A step has fewer sequences ({batch}) than there are GPUs ({gpus}), which is why the model is split."
 
 
 def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
@@ -241,6 +252,9 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     fast, slow = (workload.hours(plan) * plan.speed / speed for speed in reversed(plan.speed_range))
     yield f"By the range of speeds it takes {fast:,.1f} to {slow:,.1f} hours."
     yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
+    if (hours := workload.hours(plan)) < SHORT:
+        loading = START + plan.checkpoint_gib / DRIVE / 60
+        yield f"Starting and loading add about {loading:,.0f} min to {60 * hours:,.0f} min of training."
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
@@ -292,15 +306,16 @@ def hardware_in_words(cluster: Cluster) -> str:
     return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
 
 
-def _table(plans: list[Plan], workload: Workload | None) -> Table:
+def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | None) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     drives = any(plan.nvme_gib for plan in plans)
     for name in (*(one for one in COLUMNS if drives or one != NVME), *(COST_COLUMNS if workload else ())):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
+        alike = [one for one in possible if are_alike(one, plan)]
         table.add_row(
             str(number),
-            plan.recipe.deepspeed.removesuffix(".json"),
+            ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
             layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
             _checkpointing(plan.setup.gradient_checkpointing),
