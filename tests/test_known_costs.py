@@ -103,7 +103,7 @@ def test_grpo_keeps_the_answers_logits_only():
     moments = [next(one for one in each.memory.moments if one.moment == "loss") for each in (short, whole)]
     head = 2 * 151936 * 4096  # its gradient is the least
     assert head <= moments[0].components["logits"] < 0.35 * moments[1].components["logits"]
-    assert short.time.components["logits"] == pytest.approx(257 / 2049 * whole.time.components["logits"], rel=0.05)
+    assert short.time.components["logits"] == pytest.approx(257 / 2049 * whole.time.components["logits"], rel=0.15)
 
 
 def test_an_8_bit_optimizer_can_be_asked_for(answer):

@@ -64,14 +64,20 @@ def sees(config: Mapping[str, Any]) -> bool:
     return any(config.get(key) for key in VISION)
 
 
-def remark(config: Mapping[str, Any]) -> str | None:
-    """Return what a plan omits or assumes about a model, as a sentence, or None."""
+def remark(config: Mapping[str, Any], tower_counted: bool = False) -> str | None:
+    """Return what a plan omits or assumes about a model, as a sentence, or None.
+
+    Args:
+        config: a whole `config.json`.
+        tower_counted: whether the weights of its vision tower are part of the plan.
+    """
     kind, known = inner_of(config).get("model_type"), decoder_of(config).get("model_type")
     parts = []
     if is_stand_in(config):
         parts.append(f"{kind} is planned as {known}, which has the same layers")
     if sees(config):
-        parts.append("the activations of its vision or audio tower are not counted")
+        what = "activations" if tower_counted else "weights and activations"
+        parts.append(f"the {what} of its vision or audio tower are not counted")
     if quantized := quantization.stated(config):
         parts.append(f"the weights are quantised ({quantized}), and a run needs an unquantised copy")
     return f"About this model: {'; '.join(parts)}." if parts else None

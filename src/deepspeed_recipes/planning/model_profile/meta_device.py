@@ -134,11 +134,14 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
 @errors_only("transformers")
 def tower_parameters(config: Mapping[str, Any]) -> int:
     """Return the number of parameters of a vision-language model outside its decoder and head."""
-    known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
-    if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    try:
+        known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
+        if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+            return 0
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16)
+    except Exception:  # models' classes raise exceptions of any type, and the decoder alone may be in order
         return 0
-    with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16)
     language = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
     return sum(one.numel() for one in model.parameters() if id(one) not in language)
 

@@ -87,7 +87,7 @@ def config_of(name: str) -> dict[str, Any] | None:
 def remark(name: str) -> str | None:
     """Return what a plan omits or assumes about a model, or None if nothing or if a page describes the model."""
     config = config_of(name)
-    return decoders.remark(config) if config else None
+    return decoders.remark(config, bool(lookup.tower_parameters(config))) if config else None
 
 
 def tower_parameters(name: str) -> int:

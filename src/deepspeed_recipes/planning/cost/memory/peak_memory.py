@@ -141,10 +141,9 @@ def gpu_moments(
         sharded = setup.zero_stage == 3 and not alone and moment != "loading"
         # While weights load, each is allocated once and nothing is released in between.
         fragmentation = FRAGMENTATION * sum(allocated.values()) + unusable if moment != "loading" else 0.0
-        if sharded:
-            fragmentation += FRAGMENTATION_SHARDED * sum(states.values())
-        used = sum(allocated.values())
+        used = sum(allocated.values()) + (pieces := FRAGMENTATION_SHARDED * sum(states.values()) if sharded else 0.0)
         fragmentation = max(min(fragmentation, room - used - runtime), min(fragmentation, FRAGMENTATION_LEAST * used))
+        fragmentation += pieces
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
     forward = held_bytes(shard, setup, "forward")
