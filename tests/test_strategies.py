@@ -196,9 +196,9 @@ def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_le
     for plan in both:
         others = [one for one in both if one is not plan and one.tier < plan.tier]
         assert plan.tier == 0 or not is_dominated(plan, others)
-    # Offload that is faster and leaner than the only plan without it is recommended.
+    # Offload comes last even if it is predicted to be faster and leaner than the only plan without it.
     lean, full = (next(plan for plan in both if plan.tier == tier) for tier in (1, 0))
-    assert lean.speed > full.speed and lean.gpu_gib < full.gpu_gib and both[0].tier > 0
+    assert lean.speed > full.speed and lean.gpu_gib < full.gpu_gib and both[0].tier == 0
     assert is_dominated(replace(full, memory=replace(full.memory, host=lean.memory.host)), [lean])
     assert not is_dominated(lean, [full])
 
@@ -351,8 +351,9 @@ def test_each_reason_names_the_number_that_decided(plan):
 def test_sequences_are_split_for_the_reason_that_is_given():
     """Too few of them is said only where they are fewer than the ranks that would each take one."""
     old = asked("llama3-8b", "lora", gpu="V100 32GB", gpus=8)
-    first = search(old).best
-    assert first.recipe.layout.sequence == 2 and not first.setup.gradient_checkpointing
+    assert search(old).best.recipe.layout == Layout(), "adapters are not split for a gain below the error"
+    split = [plan for plan in search(old).plans if plan.recipe.layout == Layout(sequence=2)]
+    first = next(plan for plan in split if not plan.setup.gradient_checkpointing)
     stored = re.search(r"all activations of a sequence would need up to (\d+) GiB, so that some", why(old, first))
     whole = replace(first.recipe, layout=Layout(), micro_batch_size=1)
     assert float(stored[1]) == round(evaluate(old, whole).gpu_gib_range[1]) > 31.74
