@@ -6,6 +6,7 @@ import pytest
 
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.software import Software
+from deepspeed_recipes.planning.cost.time import roofline
 from deepspeed_recipes.planning.cost.time.host_time import (
     ADAPTER,
     BACKWARD_HOOKS,
@@ -281,3 +282,13 @@ def test_fused_adapters_take_fewer_passes_and_launches():
     per_token = moved / BASE.sequence_length / len(llama().layer_order)
     widths = [sum(each) for each in zip(*kind.linears, strict=True)]
     assert per_token == pytest.approx((6 - 4) * widths[0] + (18 - 4) * widths[1])
+
+
+def test_a_product_that_fills_few_waves_of_tiles_is_slower_by_their_share():
+    gpu, kept = find("H100"), constants("H100")
+    ideal = 2 * 4096 * 4096 * 4096 / (gpu.bf16_tflops * 1e12 * kept.matmul)
+    for rows in (4096, 1024, 256):
+        waves = rows * 4096 / (roofline.TILE * gpu.units)
+        assert roofline._product(rows, 4096, 4096, gpu, kept) / (ideal * rows / 4096) - 1 == pytest.approx(
+            kept.waves / waves
+        )

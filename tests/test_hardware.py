@@ -107,6 +107,12 @@ def test_only_the_memory_is_known(gib, like):
     assert f"{gib} GiB" in gpu.source
 
 
+def test_a_datasheets_rates_are_copied_as_they_are():
+    """Dense, without sparsity, of the makers' datasheets; a GPU without bf16 has that of fp16."""
+    copied = {"V100": 125, "T4": 65, "A100": 312, "H100": 989.4, "L40S": 362, "RTX 4090": 165.2, "MI300X": 1307.4}
+    assert {name: BF16_TFLOPS[name] for name in copied} == copied
+
+
 def test_bf16_begins_with_ampere():
     assert {gpu.name for gpu in GPUS if not gpu.bf16} == {"T4", "V100 16GB", "V100 32GB", "RTX 2080 Ti"}
 

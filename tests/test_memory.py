@@ -371,3 +371,10 @@ def test_a_reward_needs_no_logits():
     setup = TrainingSetup(world_size=1, sequence_length=1024, scores=True)
     assert activations.loss_bytes(profile, setup) == activations.NORM * 1024 * 4096
     assert activations.loss_bytes(profile, replace(setup, scores=False)) > 1024 * profile.vocab_size
+
+
+def test_a_head_that_is_trained_adds_its_gradients_to_the_tiles_of_the_loss():
+    frozen, trained = (activations._tiled_loss_bytes(8192, 64, count) for count in (0, 10**8))
+    tiles = activations.TILE + (activations.HIDDEN_IN_TILES + activations.GRADIENTS_IN_TILES) * 8192 * 64
+    assert frozen == max(tiles, activations.NORM_AFTER_TILES * 8192 * 64)
+    assert trained == tiles + activations.GRADIENTS_IN_TILES * 10**8

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trl import DPOTrainer
 
-from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe import bounds, overrides, pages
 from deepspeed_recipes.recipe.conversions import from_dict, lora_options, to_dict
 from deepspeed_recipes.recipe.errors import UserError, redact
 from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
 from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.overrides import FOREIGN_NAMES, override_keys
 from deepspeed_recipes.recipe.project import PACKAGE
-from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.recipe import Lora, Recipe
 
 RELIED_ON = {
     "": "deepspeed learning_rate max_steps epochs global_batch_size micro_batch_size sequence_length precision "
@@ -246,3 +246,8 @@ def test_the_losses_of_dpo_that_are_offered_are_trls():
 )
 def test_only_mambas_fused_weights_get_no_adapters(kind, modules, left_out):
     assert lora_options(Lora(target_modules=modules), kind=kind)["exclude_modules"] == left_out
+
+
+def test_a_page_that_names_no_rate_gets_the_one_that_messages_suggest():
+    (rate,) = (one for one in bounds._fields(Recipe) if one.name == "learning_rate")
+    assert inspect.signature(Recipe).parameters["learning_rate"].default == rate.bounds.usual == 2e-5
