@@ -1,16 +1,25 @@
 """The methods on TRL's trainers: on two ranks, whatever the ZeRO stage, what TRL trains alone without DeepSpeed."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
+import torch
+import trl
+from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
+from torch.utils.data import SequentialSampler
 
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Dpo
+from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data import example_numbers
+from deepspeed_recipes.training.methods import dpo
 from deepspeed_recipes.training.methods.preferences import reference
 from tests.parity import gate, plain
 from tests.tiers import tiered
@@ -106,6 +115,43 @@ def test_each_pair_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
         for ours, theirs in zip(read_jsonl(run.metrics), records, strict=True):
             for name, of_trl in NUMBERS[method].items():
                 assert ours[name] == pytest.approx(theirs[of_trl], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 3, 6, 7, 8, 11])
+def test_ranks_pass_equally_many_pairs_of_dpo_at_a_time(monkeypatch, count, micro_batch_size):
+    """TRL gathers a number of each pair at every pass, so that other sizes would hang or mix up ranks."""
+    passes, values = [], torch.arange(1.0, count + 1)
+
+    def mean(trainer, model, inputs):
+        passes[-1].append(len(inputs["ref_chosen_logps"]))
+        return inputs["ref_chosen_logps"].mean()
+
+    monkeypatch.setattr(trl.DPOTrainer, "compute_loss", mean)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    recipe = SimpleNamespace(
+        global_batch_size=8, micro_batch_size=micro_batch_size, layout=Layout(), router_aux_loss_coef=0
+    )
+    context = SimpleNamespace(recipe=recipe, phases=SimpleNamespace(phase=lambda _: nullcontext()))
+    batches = example_numbers.EvenBatches(SequentialSampler(range(count)), micro_batch_size, 2)
+    shares = [[*BatchSamplerShard(batches, 2, rank, even_batches=False)] for rank in range(2)]
+    each = 8 // micro_batch_size // 2
+    for step in range(-(-count // 8)):
+        passes.clear()
+        found = 0.0
+        for share in shares:
+            passes.append([])
+            trainer = dpo.RunDPOTrainer.__new__(dpo.RunDPOTrainer)
+            vars(trainer).update(context=context, state=SimpleNamespace(global_step=step), noise=None)
+            trainer.train_dataset = range(count)
+            numbers = share[step * each : (step + 1) * each]
+            made = [dict.fromkeys(dpo.REFERENCE, values[[max(at, 0) for at in one]]) for one in numbers]
+            made = [one | {"input_ids": torch.zeros(2 * len(own), 3)} for one, own in zip(made, numbers, strict=True)]
+            for inputs, own in zip(trainer.prepare_step(made, None)[0], numbers, strict=True):
+                trainer.filler, trainer.one_by_one = own[0] < 0, inputs.pop(dpo.UNEVEN, False)
+                found += trainer.compute_loss(None, inputs) / len(made) / 2
+        assert passes[0] == passes[1]
+        assert found.item() == pytest.approx(values[8 * step : 8 * (step + 1)].mean().item())
 
 
 CASES = [(stage, lora, broken) for stage in range(4) for lora in (False, True) for broken in (False, True)]
