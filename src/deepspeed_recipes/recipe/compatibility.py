@@ -6,12 +6,14 @@ what only a look at the model settles. The planner drops candidates by the same 
 prints them, and a part of configs/README.md is generated from them.
 """
 
+import itertools
 import math
 import re
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -32,18 +34,7 @@ class Case:
 
     def value(self, key: str) -> Any:
         """Return the value of a key, `method.TRAIT`, `file.FIELD` or `file.BLOCK.KEY`; MISSING in an absent section."""
-        section, _, name = key.rpartition(".")
-        found = self.recipe
-        if section == "file":
-            found = self.file
-        elif section.startswith("file."):
-            found = self.file.content.get(section.removeprefix("file."))
-            return found.get(name) if isinstance(found, Mapping) else None
-        elif section and section == self.recipe.method.name:
-            found = self.recipe.method
-        elif section:
-            found = getattr(self.recipe, section, None)
-        return MISSING if found is None else getattr(found, name)
+        return _getter(key)(self)
 
     def dimension(self, *names: str) -> Any:
         """Return the first of several names that the model's configuration has, or None."""
@@ -54,6 +45,7 @@ class Case:
 MISSING = object()
 Values = Mapping[str, Any]
 """Values for the braces in a row's reason and remedy."""
+Test = Callable[[Case], bool]
 
 
 class Row(NamedTuple):
@@ -267,21 +259,31 @@ def reasons(case: Case, settings: Collection[str] | None = None) -> Iterator[str
 
 def conflicts(case: Case, moment: Moment) -> Iterator[tuple[Row, Values]]:
     """Yield the rows of a moment that refuse a case, with the values that their texts name."""
-    for row in TABLE:
-        if row.moment != moment or not _holds(case, row.setting):
+    for uses, setting, rows in _blocks(moment):
+        if not uses(case):
             continue
-        values: Values | None
-        if row.when in COMPUTED:
-            values = COMPUTED[row.when](case, row.setting.removeprefix("layout.").removesuffix(">1"))
-        else:
-            values = {} if _holds(case, row.when) else None
-        if values is not None:
-            method, file = case.recipe.method, case.file
-            known = {"method": method.name} | {
-                name: getattr(method, name) for name in ("title", "examples", "whole_loss")
-            }
-            known |= {"stage": file.stage, "partition_size": file.partition_size} if file else {}
-            yield row, {**known, **values}
+        technique = setting.removeprefix("layout.").removesuffix(">1")
+        for row, holds in rows:
+            values = COMPUTED[row.when](case, technique) if holds is None else {} if holds(case) else None
+            if values is not None:
+                method, file = case.recipe.method, case.file
+                known = {"method": method.name, "title": method.title, "examples": method.examples}
+                known |= {"whole_loss": method.whole_loss or ""}
+                known |= {"stage": file.stage, "partition_size": file.partition_size} if file else {}
+                yield row, {**known, **values}
+
+
+@cache
+def _blocks(moment: Moment) -> list[tuple[Test, str, list[tuple[Row, Test | None]]]]:
+    """Return a moment's rows by setting, with the tests of the setting and of each row (None: in `COMPUTED`).
+
+    The planner reads the table for every candidate: conditions are parsed once, and a setting is tested once.
+    """
+    blocks = itertools.groupby((row for row in TABLE if row.moment == moment), lambda row: row.setting)
+    return [
+        (_test(setting), setting, [(row, None if row.when in COMPUTED else _test(row.when)) for row in rows])
+        for setting, rows in blocks
+    ]
 
 
 def beside(key: str) -> Iterator[str]:
@@ -326,15 +328,49 @@ def _parsed(condition: str) -> tuple[tuple[str, str, str], ...]:
     return tuple((part[1], part[2] or "", part[3] or "") for part in parts if part)
 
 
-def _holds(case: Case, condition: str) -> bool:
-    return all(_compared(case.value(key), operator, text) for key, operator, text in _parsed(condition))
+@cache
+def _test(condition: str) -> Test:
+    """Return a function that tests a condition on a case."""
+    parts = [(_getter(key), _comparison(operator, text)) for key, operator, text in _parsed(condition)]
+    if len(parts) == 1:
+        ((value, holds),) = parts
+        return lambda case: holds(value(case))
+    return lambda case: all(holds(value(case)) for value, holds in parts)
 
 
-def _compared(value: Any, operator: str, text: str) -> bool:
-    if value is MISSING or not operator:
-        return value is not MISSING and bool(value)
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+@cache
+def _getter(key: str) -> Callable[[Case], Any]:
+    section, _, name = key.rpartition(".")
+    if section == "file":
+        return lambda case: getattr(case.file, name)
+    if section.startswith("file."):
+        block = section.removeprefix("file.")
+        return lambda case: found.get(name) if isinstance(found := case.file.content.get(block), Mapping) else None
+    if section in ("", "layout", "model", "data", "method"):  # every recipe has these
+        of_recipe = attrgetter(key)
+        return lambda case: of_recipe(case.recipe)
+
+    def value(case: Case) -> Any:
+        method = case.recipe.method
+        found = method if method.name == section else getattr(case.recipe, section, None)
+        return MISSING if found is None else getattr(found, name)
+
+    return value
+
+
+def _comparison(operator: str, text: str) -> Callable[[Any], bool]:
+    """Return a function that compares a value with a text: of numbers the size, of other values what is typed."""
+    number = float(text) if text.replace(".", "", 1).isdigit() else None
+    word = {"true": True, "false": False, "none": None}.get(text, text)
+
+    def equal(value: Any) -> bool:
+        same_size = number is not None and not isinstance(value, bool) and value == number
+        return value is word or value == text or same_size
+
+    if not operator:
+        return lambda value: value is not MISSING and bool(value)
     if operator in "<>":
-        return is_number and (value > float(text) if operator == ">" else value < float(text))
-    same = value == float(text) if is_number and text[-1].isdigit() else _typed(value) == text
-    return same == (operator == "=")
+        assert number is not None, text
+        larger = operator == ">"
+        return lambda value: type(value) in (int, float) and (value > number if larger else value < number)
+    return equal if operator == "=" else lambda value: value is not MISSING and not equal(value)
