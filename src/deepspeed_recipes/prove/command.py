@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
 from rich.status import Status
@@ -17,6 +18,8 @@ from ..recipe.project import CONFIGS, require
 from ..recipe.run_folder import write_json
 from . import defects, prove, show
 from .techniques import TECHNIQUES, Technique
+
+Named = TypeVar("Named", Technique, defects.Defect)
 
 
 def run(only: str | None, asked: int | None, result_file: str | None, reports: Path | None) -> int:
@@ -91,7 +94,7 @@ def compile_ops(techniques: Sequence[Technique], gpus: int) -> None:
     ops.prepare(sorted(by_itself.union(*map(ops.needed, files)), key=lambda op: op.name), os.environ)
 
 
-def announced(status: Status, what: Sequence) -> Iterator:
+def announced(status: Status, what: Sequence[Named]) -> Iterator[Named]:
     """Yield each item, and show its name while it runs."""
     for number, one in enumerate(what, 1):
         status.update(f"{one.name} ({number} of {len(what)})")

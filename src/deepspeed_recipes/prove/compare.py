@@ -95,6 +95,9 @@ def exported(run: RunFolder) -> dict[str, torch.Tensor]:
     """Return the weights of a run's export as plain transformers loads them; an adapter's by their names in a model."""
     adapter = run.export / ADAPTER
     if not adapter.exists():
-        return AutoModelForCausalLM.from_pretrained(run.export, dtype=torch.float32).state_dict()
+        whole: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(
+            run.export, dtype=torch.float32
+        ).state_dict()
+        return whole
     weights = load_file(run.export / "adapter_model.safetensors")
     return {name.replace(".weight", ".default.weight"): weight for name, weight in weights.items()}

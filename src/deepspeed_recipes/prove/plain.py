@@ -12,6 +12,7 @@ from torch.nn import LayerNorm
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from ..recipe.files import Json
 from .settings import Settings
 
 __all__ = ["Settings", "train"]
@@ -99,7 +100,7 @@ def adamw(model: torch.nn.Module, settings: Settings) -> torch.optim.Optimizer:
 
 def worst(weight: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the largest difference of two weights, relative to the bound: 1e-5 plus 1e-4 of the weight."""
-    return ((weight - expected).abs() / (1e-5 + 1e-4 * expected.abs())).max().item()
+    return float(((weight - expected).abs() / (1e-5 + 1e-4 * expected.abs())).max())
 
 
 def examples(
@@ -109,7 +110,9 @@ def examples(
     return [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
 
 
-def _example(messages, tokenizer, settings):
+def _example(
+    messages: list[Json], tokenizer: PreTrainedTokenizerBase, settings: Settings
+) -> tuple[torch.Tensor, torch.Tensor]:
     chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
     tokens = torch.tensor([chat["input_ids"]])
     learned = torch.tensor([chat["assistant_masks"]]).bool()

@@ -56,7 +56,8 @@ class Workshop:
 
     def environment(self) -> Json:
         """Return versions and hardware, in the form of a run folder's."""
-        return read_json(self.folder / "environment.json")
+        found: Json = read_json(self.folder / "environment.json")
+        return found
 
 
 @contextlib.contextmanager

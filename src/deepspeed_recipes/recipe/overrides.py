@@ -143,7 +143,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         values["method"] = "distill"
     if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
         values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
-    changed = from_dict(values)
+    changed: Recipe = from_dict(values)
     _check_methods(changed.method.name, given)
     return changed
 

@@ -110,7 +110,8 @@ def read_recipe(run: RunFolder) -> Recipe:
     Raises:
         UserError: not a run folder, or its recipe.json cannot be read.
     """
-    return from_dict(read_json(run.recipe))
+    recipe: Recipe = from_dict(read_json(run.recipe))
+    return recipe
 
 
 def read_json(path: Path) -> Any:
