@@ -218,7 +218,7 @@ class Parser(argparse.ArgumentParser):
         values = super()._get_values(action, arg_strings)
         if action.option_strings and type(action) is argparse._StoreAction:
             before = self._given.setdefault(action.dest, values)
-            if before != values:
+            if str(before) != str(values):  # nan differs from itself
                 raise argparse.ArgumentError(action, f"given twice, as {before} and {values}; give it once")
         return values
 

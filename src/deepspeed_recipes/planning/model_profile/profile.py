@@ -48,10 +48,6 @@ class SavedBytes:
         """Return the sum."""
         return SavedBytes(self.per_token + other.per_token, self.per_pair + other.per_pair, self.fixed + other.fixed)
 
-    def __sub__(self, other: "SavedBytes") -> "SavedBytes":
-        """Return the difference."""
-        return self + -1 * other
-
     def __rmul__(self, factor: float) -> "SavedBytes":
         """Return a multiple."""
         return SavedBytes(factor * self.per_token, factor * self.per_pair, factor * self.fixed)
