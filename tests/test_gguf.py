@@ -8,12 +8,12 @@ from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export.quantize import modelfile, pre_tokenizer
+from deepspeed_recipes.export.quantize import gguf
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 
-QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + pre_tokenizer.COARSER_SPLIT
+QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|" + gguf.COARSER_SPLIT
 """Cuts contractions off, inside what is one piece of ours."""
 
 
@@ -33,9 +33,9 @@ def cut_by(pattern):
 
 
 def test_llama_cpps_cut_gives_the_tokens_of_ours():
-    assert pre_tokenizer.substitute(Path(TINY_MODEL)) == pre_tokenizer.COARSER
+    assert gguf.pre_tokenizer(Path(TINY_MODEL)) == gguf.COARSER
     ours = Tokenizer.from_file(str(Path(TINY_MODEL) / "tokenizer.json"))
-    theirs, wrong = cut_by(pre_tokenizer.COARSER_SPLIT), cut_by(QWEN2)
+    theirs, wrong = cut_by(gguf.COARSER_SPLIT), cut_by(QWEN2)
     asked = texts(3000)
     expected = [ours.encode(text).ids for text in asked]
     assert [theirs.encode(text).ids for text in asked] == expected
@@ -52,13 +52,13 @@ def test_another_tokenizer_has_no_substitute(change, tmp_path):
     else:
         values["model"]["vocab"]["\u0120the"] = len(values["model"]["vocab"])
     write_json(tmp_path / "tokenizer.json", values)
-    assert pre_tokenizer.substitute(tmp_path) is None
+    assert gguf.pre_tokenizer(tmp_path) is None
 
 
 def test_the_modelfile_says_what_the_chat_template_says():
     """Ollama's template, filled in by hand, is the prompt that the model was trained on."""
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    written = modelfile.write(tokenizer, "model-f16.gguf")
+    written = gguf.modelfile(tokenizer, "model-f16.gguf")
     assert written.startswith("FROM ./model-f16.gguf\n") and 'PARAMETER stop "<|end|>"' in written
     template = written.partition('TEMPLATE """')[2].partition('"""')[0]
     body, answer = template.removeprefix("{{ range .Messages }}").rsplit("{{ end }}", 1)
@@ -78,10 +78,10 @@ def test_a_template_without_system_turns_and_one_that_refuses():
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
         "[{{ m.role }}]{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    found = modelfile.of_template(tokenizer)
+    found = gguf.template(tokenizer)
     assert "system" not in found and found.endswith("{{ end }}[assistant]")
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert modelfile.of_template(tokenizer) is None
+    assert gguf.template(tokenizer) is None
 
 
 def test_bad_input_is_answered_in_a_line(tmp_path, capsys, monkeypatch):

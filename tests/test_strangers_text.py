@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 
 from deepspeed_recipes.commands import generate, main, serve
 from deepspeed_recipes.export.evaluate import harness
-from deepspeed_recipes.export.quantize import modelfile
+from deepspeed_recipes.export.quantize import gguf
 from deepspeed_recipes.export.serve import served
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError, printable
@@ -101,7 +101,7 @@ class Tokenizer:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_a_modelfile_holds_any_template(text):
-    found = read_as_ollama(modelfile.write(Tokenizer(text), "m.gguf"))
+    found = read_as_ollama(gguf.modelfile(Tokenizer(text), "m.gguf"))
     assert [name for name, _ in found] == ["FROM", "TEMPLATE", "stop", "temperature"]
     values = dict(found)
     assert values["stop"] == text
@@ -110,7 +110,7 @@ def test_a_modelfile_holds_any_template(text):
 
 
 def test_a_model_without_an_end_has_no_stop():
-    assert "stop" not in modelfile.write(Tokenizer(None), "m.gguf")
+    assert "stop" not in gguf.modelfile(Tokenizer(None), "m.gguf")
 
 
 @pytest.mark.parametrize("text", HOSTILE)

@@ -149,13 +149,13 @@ def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
 def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     """Write the model as GGUF with a Modelfile for Ollama into `part`, and return the GGUF file."""
     from ...training import export
-    from . import modelfile, pre_tokenizer
+    from . import gguf
 
     python, converter = environment.require_llama_cpp(kind.typed)
     file = part / f"model-{kind.name}.gguf"
-    known = pre_tokenizer.substitute(whole)
+    known = gguf.pre_tokenizer(whole)
     _run(kind, place, python, CONVERT, converter, whole, file, kind.scheme, *([known] if known else []))
-    text = modelfile.write(export.load_tokenizer(whole), file.name)
+    text = gguf.modelfile(export.load_tokenizer(whole), file.name)
     (part / MODELFILE).write_text(text, encoding="utf-8")
     return file
 
