@@ -5,13 +5,14 @@ import random
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from deepspeed_recipes.commands.launch import options, translate
-from deepspeed_recipes.commands.launch.translate import axolotl, llama_factory
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.samples import TINY_MODEL
@@ -174,7 +175,8 @@ def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, ke
 @pytest.mark.parametrize("seed", range(20))
 def test_every_key_is_in_exactly_one_list(place, seed):
     draw = random.Random(seed)
-    tables = (llama_factory.UNNEEDED, llama_factory.MISSING, llama_factory.YOURS, axolotl.UNNEEDED, axolotl.MISSING)
+    tools = tomllib.loads((Path(translate.__file__).parent / "keys.toml").read_text(encoding="utf-8"))
+    tables = [table for kinds in tools.values() for table in kinds.values()]
     names = sorted({name.replace("*", "x") for table in tables for name in table if name != "ddp_*"} | {"odd", "odder"})
     base = draw.choice([FACTORY, AXOLOTL])
     extra = {

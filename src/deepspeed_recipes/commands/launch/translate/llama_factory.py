@@ -33,72 +33,6 @@ LORA = {
     "rslora": "use_rslora",
 }
 PACKED = "documents never attend to each other here, as with neat_packing"
-UNNEEDED = trainer.UNNEEDED | {
-    "plot_loss": "the report has the curves",
-    "neat_packing": PACKED,
-    "tokenized_path": "tokens are kept in the cache and found again",
-    "media_dir": "paths of images are read from the folder of the data",
-    "preprocessing_batch_size": "chosen here",
-    "use_unsloth_gc": "gradient_checkpointing is set",
-    "use_reentrant_gc": "chosen as DeepSpeed needs it",
-    "use_fast_tokenizer": "always on",
-    "low_cpu_mem_usage": "always on: no rank holds a second copy",
-    "double_quantization": "always on with 4 bits",
-    "quantization_method": "bitsandbytes quantises",
-    "quantization_type": "nf4 is the type",
-    "upcast_*": "the optimizer keeps fp32 weights",
-    "video_*": "the data has no videos",
-}
-YOURS = trainer.YOURS | {
-    "use_swanlab": "there are wandb, tensorboard, mlflow and trackio",
-    "swanlab_*": "there are wandb, tensorboard, mlflow and trackio",
-    "predict_with_generate": "data.metric=exact_match writes answers",
-    "compute_accuracy": "data.metric=exact_match compares answers",
-    "ray_*": "give --ray --nodes N",
-    "placement_strategy": "give --ray --nodes N",
-    "resources_per_worker": "give --ray --nodes N",
-    "cp_size": "give layout.sequence=N",
-    "use_kt": "experts are not offloaded to KTransformers; `ds-recipes plan` prints what fits",
-    "kt_*": "belongs to use_kt",
-}
-MISSING = trainer.MISSING | {
-    "train_on_prompt": "only answers are learned; data of plain text trains on everything (pretrain)",
-    "mask_history": "every answer of a conversation is learned; `train: false` on a turn leaves it out",
-    "default_system": "write the system prompt into the data",
-    "tool_format": "the model's own template renders tools",
-    "interleave_probs": "data.weights mixes without repeating a source",
-    "mix_strategy": "data.weights mixes without repeating a source",
-    "freeze_*": "layers cannot be frozen; lora.target_modules chooses what adapters change",
-    "additional_target": "embeddings and head are not trained beside adapters",
-    "create_new_adapter": "an adapter is always new; merge the old one first (`ds-recipes export --merge`)",
-    "adapter_name_or_path": "merge it first (`ds-recipes export --merge`), and train on the result",
-    "pref_ftx": "orpo_lora adds the loss of the better answers",
-    "pref_bco_weight": "there is no BCO loss",
-    "ld_alpha": "there is no length-desensitised DPO",
-    "ref_model": "the reference is the model as it was before the run",
-    "ppo_*": "PPO is not available; grpo is",
-    "reward_model*": "grpo takes a function: reward=FILE.py:FUNCTION",
-    **{f"use_{name}": "ZeRO updates flat pieces of all weights together" for name in ("galore", "apollo", "adam_mini")},
-    **{f"{name}_*": f"belongs to use_{name}" for name in ("galore", "apollo", "badam", "asft", "dft", "eaft")},
-    "fp8_*": "fp8=true takes torchao's defaults",
-    "pissa_*": "PiSSA's adapters are exported as ordinary ones of twice the rank",
-    "do_predict": "a run trains; `ds-recipes evaluate` reads held-out examples",
-    "use_badam": "it updates one block of layers at a time, and ZeRO updates all weights at once",
-    **{f"use_{name}_loss": "the loss is plain cross-entropy" for name in ("dft", "asft", "eaft")},
-    "use_llama_pro": "no layers are added",
-    "mixture_of_depths": "layers are not skipped",
-    "shift_attn": "attention is exact",
-    "rope_scaling": "the model's own config.json decides",
-    "oft_*": "adapters are LoRA or DoRA",
-    "enable_thinking": "data.thinking decides about reasoning",
-    "resize_vocab": "no tokens are added",
-    "add_tokens": "no tokens are added",
-    "add_special_tokens": "no tokens are added",
-    "new_special_tokens_config": "no tokens are added",
-    "init_special_tokens": "no tokens are added",
-    "freeze_language_model": "the language model is always trained, or its adapters",
-    "image_min_pixels": "small images keep their size",
-}
 
 
 def is_one(values: Mapping[str, Any]) -> bool:
@@ -137,7 +71,7 @@ def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
         found.remarks.append(f"packing: {PACKED}")
     off = found.take("disable_gradient_checkpointing") or values.get("gradient_checkpointing") is False
     found.set("gradient_checkpointing", not off, "disable_gradient_checkpointing", "gradient_checkpointing")
-    found.finish(UNNEEDED, YOURS, MISSING)
+    found.finish("llama_factory")
     return found
 
 

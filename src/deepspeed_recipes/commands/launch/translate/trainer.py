@@ -50,51 +50,6 @@ DEEPSPEED = {
     "zero3": "zero3.json",
 }
 """Parts of the names of DeepSpeed files in LLaMA-Factory's and Axolotl's repositories -> ours; the first match wins."""
-UNNEEDED = {
-    "do_train": "a run always trains",
-    "do_eval": "a run evaluates where it has held-out examples",
-    "overwrite_output_dir": "a run never overwrites another one's folder",
-    "overwrite_cache": "tokens are computed again when the data or the tokenizer has changed",
-    "remove_unused_columns": "only the columns of the method are read",
-    "ddp_*": "DeepSpeed replaces DDP",
-    "dataloader_pin_memory": "always on with a GPU",
-    "dataloader_prefetch_factor": "the loader keeps two batches ready",
-    "preprocessing_num_workers": "chosen from the machine's cores",
-    "dataset_num_proc": "chosen from the machine's cores",
-    "logging_first_step": "the first step is always logged",
-    "logging_strategy": "the log is by steps: logging_steps",
-    "include_num_input_tokens_seen": "every logged step has its tokens",
-    "include_tokens_per_second": "every logged step has its tokens per second",
-    "save_safetensors": "an export is always in safetensors",
-    "gradient_checkpointing_kwargs": "use_reentrant is set as DeepSpeed needs it",
-    "tf32": "a precision of fp32 sets it where the GPU has it",
-    "per_device_eval_batch_size": "micro_batch_size is used",
-    "eval_batch_size": "micro_batch_size is used",
-    "bf16_full_eval": "the evaluation computes in the run's precision",
-    "disable_tqdm": "the progress is shown",
-    "log_level": "the log is in the run folder",
-    "hub_model_id": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
-    "push_to_hub": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
-    "hub_*": "`ds-recipes publish RUN OWNER/NAME` uploads a finished run",
-}
-YOURS = {
-    "save_only_model": "a checkpoint always holds the optimizer, so that a run can resume",
-    "auto_find_batch_size": "`ds-recipes plan` prints which micro_batch_size fits",
-    "torch_empty_cache_steps": "the cache is not emptied",
-    "save_on_each_node": "the checkpoints are in one shared folder",
-}
-"""Keys that change no update -> how to set the same here."""
-MISSING = {
-    "load_best_model_at_end": "the last checkpoint is exported",
-    "metric_for_best_model": "the last checkpoint is exported",
-    "early_stopping*": "a run ends after epochs or max_steps",
-    "group_by_length": "use packing=true, which leaves no padding",
-    "label_smoothing_factor": "the loss is plain cross-entropy",
-    "lr_scheduler_kwargs": "cosine and linear fall to zero",
-    "adam_beta1": "it is 0.9",
-    "optim_args": "only adam_beta2, adam_epsilon and weight_decay can be set",
-    "resume_from_checkpoint": "checkpoints of other tools cannot be resumed; export the model and set model.path",
-}
 
 
 def settings(found: Translation, gpus: int) -> None:

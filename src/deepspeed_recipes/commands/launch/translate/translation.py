@@ -1,6 +1,8 @@
 """A training file of another tool and the command that it becomes, filled in key by key."""
 
+import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "null")
@@ -87,26 +89,19 @@ class Translation:
         self.missing[name] = why
         self._left.discard(name)
 
-    def finish(self, unneeded: Mapping[str, str], yours: Mapping[str, str], missing: Mapping[str, str]) -> None:
-        """Sort the keys that nothing has taken.
-
-        Args:
-            unneeded: the other tool's keys without effect on a run here -> why; a name that ends with `*` is a prefix.
-            yours: the keys that change no update -> how to set the same here, in the same form.
-            missing: the keys without an equivalent -> why, in the same form.
-        """
+    def finish(self, tool: str) -> None:
+        """Sort the keys that nothing has taken by the tables of keys.toml, the tool's and `trainer`'s."""
+        tables = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
         for name in sorted(self._left):
-            value = self.values[name]
-            if why := _listed(name, unneeded):
-                self.unneeded[name] = why
-            elif why := _listed(name, yours):
-                self.yours[name] = why
-            elif why := _listed(name, missing):
-                self.missing[name] = why
-            elif name in SAME:
-                self.set(SAME[name], value, name)
+            for kind, place in (("unneeded", self.unneeded), ("yours", self.yours), ("missing", self.missing)):
+                if why := _listed(name, tables["trainer"].get(kind, {}) | tables[tool].get(kind, {})):
+                    place[name] = why
+                    break
             else:
-                self.missing[name] = "not known here"
+                if name in SAME:
+                    self.set(SAME[name], self.values[name], name)
+                else:
+                    self.missing[name] = "not known here"
 
 
 def _is_off(value: Any) -> bool:

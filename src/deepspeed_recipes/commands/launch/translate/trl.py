@@ -12,20 +12,6 @@ from .translation import Translation
 DEFAULTS = trainer.DEFAULTS | {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "max_length": 1024}
 LORA = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "dora": "use_dora", "rslora": "use_rslora"}
 METHODS = ("dpo", "kto", "orpo", "simpo", "grpo", "reward")
-UNNEEDED = trainer.UNNEEDED | {
-    "dataset_kwargs": "data is prepared as the recipe says",
-    "dataset_text_field": "the form of the data is detected",
-    "eos_token": "the end tokens that the chat template writes are learned",
-    "pad_token": "the tokenizer's own",
-}
-MISSING = trainer.MISSING | {
-    "model_revision": "download that revision, and give its folder",
-    "completion_only_loss": "only answers are learned",
-    "assistant_only_loss": "only answers are learned, always",
-    "dataset_config": "the subset cannot be asked for; save it as files",
-    "lora_modules_to_save": "embeddings and head are not trained beside adapters",
-    "load_in_8bit": "base weights are in 4 bits (qlora) or whole (lora)",
-}
 
 
 def is_one(values: Mapping[str, Any]) -> bool:
@@ -74,7 +60,7 @@ def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
         found.set("data.validation_share", 0.0)
     found.set("packing", bool(found.take("packing")), "packing")
     found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
-    found.finish(UNNEEDED, trainer.YOURS, MISSING)
+    found.finish("trl")
     return found
 
 
