@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed_recipes.commands import (
     benchmark,
+    certify,
     check,
     doctor,
     evaluate,
@@ -45,6 +46,7 @@ PARSERS = {
     "generate.py": generate,
     "evaluate.py": evaluate,
     "serve.py": serve,
+    "certify.py": certify,
     "publish.py": publish,
     "shrink.py": shrink,
     "benchmark.py": benchmark,

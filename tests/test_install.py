@@ -234,6 +234,7 @@ def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
 
 NEEDS_PACKAGES = {
     "benchmark": ["--help"],
+    "certify": [SAMPLES / "tiny_model"],
     "check_config": [ROOT / "configs" / "zero3.json", "--deepspeed"],
     "evaluate": [SAMPLES / "tiny_model"],
     "export": [SAMPLES / "tiny_model", "--output", "out"],

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.commands import export as export_script
 from deepspeed_recipes.commands import generate as generate_script
 from deepspeed_recipes.commands import main
+from deepspeed_recipes.export import certificate
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.memory.states import state_bytes
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
-from deepspeed_recipes.recipe.recipe import Draft, Lora, Schedule, Wandb
+from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Schedule, Wandb
 from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
@@ -75,6 +76,29 @@ def logits(folder, text="Ada Brandt paid 51 euros."):
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         return model(**tokens).logits
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    tiered(
+        (
+            ("full", {"precision": "bf16"}),
+            ("full", {"layout": Layout(pipeline=2), "deepspeed": "pipeline.json"}),
+            ("full", {"layout": Layout(tensor=2), "deepspeed": "zero1.json"}),
+            ("full", {"layout": Layout(sequence=2)}),
+            ("lora", {"precision": "bf16", "deepspeed": "zero3.json"}),
+            ("lora", {"layout": Layout(pipeline=2), "deepspeed": "pipeline.json"}),
+            ("dpo_lora", {}),
+        ),
+        (("full", {"layout": Layout(pipeline=2), "deepspeed": "pipeline.json"}), ("lora", {"precision": "bf16"})),
+    ),
+)
+def test_an_export_holds_what_the_ranks_answered(ranks, tmp_path, samples, variant, changes):
+    run, _ = train(ranks, tmp_path, samples, variant, **changes)
+    found = certificate.of_folder(run.export)
+    assert found.agrees, (str(found), found.causes)
+    adapted = variant != "full" and "layout" not in changes
+    assert all(("base_logprobs" in text) == adapted for text in certificate.read(run.export)["texts"])
 
 
 @pytest.mark.every

@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import Modality
 
 from deepspeed_recipes.commands import serve
 from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.evaluate import server as client
 from deepspeed_recipes.export.serve import engines, environment, one_model, process, served
 from deepspeed_recipes.recipe import pages
@@ -33,7 +34,7 @@ from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model.generate import generate
-from deepspeed_recipes.training.model_folder import base_model
+from deepspeed_recipes.training.model_folder import base_model, expected
 from tests import ROOT
 from tests.ranks import free_port
 from tests.servers import NO_SERVING, eventually, serving
@@ -59,6 +60,13 @@ def models(tmp_path_factory):
             shutil.copy2(file, folder / name)
         config = folder / name / base_model.ADAPTER
         write_json(config, read_json(config) | {base_model.KEY: "../whole"})
+    for name in ("whole", "one", "other"):
+        model, tokenizer = export.load(folder / name).eval(), export.load_tokenizer(folder / name)
+        examples = expected.sequences(tokenizer)
+        found = expected.measured(lambda tokens, model=model: model(input_ids=tokens).logits, examples)
+        if name == "whole":
+            base = found
+        expected.write(folder / name, examples, model.dtype, found, None if name == "whole" else base)
     return folder
 
 
@@ -80,6 +88,9 @@ def asked(url, model, conversations):
 def test_transformers_serve_answers_as_plain_transformers_does(models):
     conversations = prompts(3)
     with serving(models / "whole", "--engine", "transformers", "--name", "tiny") as url:
+        assert certificate.of_server(client.Server(url, "tiny"), models / "whole").agrees
+        other = certificate.of_server(client.Server(url, "tiny"), models / "one")  # a server without its adapter
+        assert other.like_base and not other.agrees and not other.causes
         assert asked(url, "tiny", conversations) == plain(models / "whole", conversations)
         assert client.connect(url) == client.Server(url, "tiny")
         with pytest.raises(UserError, match="pinned"):
@@ -95,6 +106,20 @@ def test_transformers_serve_answers_as_plain_transformers_does(models):
         closed = ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/load_lora_adapter")
         assert {posted(url + path, elsewhere) for path in closed} == {404}
         assert asked(url, "tiny", conversations[:1]) == plain(models / "whole", conversations[:1])
+
+
+def test_a_server_that_answers_otherwise_is_ended(models, tmp_path):
+    folder = tmp_path / "changed"
+    shutil.copytree(models / "whole", folder)
+    content = read_json(folder / expected.FILE)
+    content["texts"][0]["logprobs"][0] -= 1
+    write_json(folder / expected.FILE, content)
+    words = ["serve", str(folder), "--engine", "transformers", "--port", str(free_port())]
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_recipes.commands", *words], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1 and "DIFFERS from the trained model" in done.stderr, done.stderr
+    assert "ready:" not in done.stdout and "--no-certify" in done.stderr
 
 
 def posted(url, body):

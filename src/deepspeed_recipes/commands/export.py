@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
     parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
     parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
+    parser.add_argument(
+        "--no-certify", action="store_true", help="with --merge: do not compare the result with the trained model"
+    )
     parser.add_argument("--data", type=Path, metavar="FILE", help="examples to compare a smaller model on")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
     parser.add_argument(
@@ -71,7 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     kind = export.write(source, options.output.resolve(), options.merge)
     print(f"{options.output}: {kind}, from {source}")
-    return 0
+    return certified(options.output) if options.merge and not options.no_certify else 0
+
+
+def certified(folder: Path) -> int:
+    """Compare a merged model with what was trained, print the result, and return 1 if it differs."""
+    from ..export import certificate
+    from ..training.model_folder import expected
+    from .certify import shown
+
+    if not (folder / expected.FILE).exists():
+        print(f"not compared with the trained model: the adapter has no {expected.FILE}")
+        return 0
+    found = certificate.of_folder(folder.resolve())
+    print("\n".join(shown(str(folder), found)))
+    return 0 if found.agrees else 1
 
 
 def smaller(options: argparse.Namespace, source: Path) -> int:

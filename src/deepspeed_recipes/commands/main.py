@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": "chat with a fine-tuned model, locally or on a server",
     "evaluate": "measure and compare models on held-out examples",
     "serve": "serve a fine-tuned model over OpenAI's protocol",
+    "certify": "compare a model folder or a server with the model that was trained",
     "publish": "upload an exported model to the Hugging Face Hub",
     "sweep": "run a recipe with several settings and compare them",
     "benchmark": "measure recipes, and compare them with the usual alternatives",

@@ -5,7 +5,8 @@
     ds-recipes serve my-model-int8 --port 9000 --name invoices
 
 The server is vLLM if it is installed (`make serving`), otherwise `transformers serve`. It uses the chat template, the
-end-of-answer tokens and the generation defaults with which the model was trained. Ctrl-C ends the server.
+end-of-answer tokens and the generation defaults with which the model was trained. What it answers is compared with what
+the trained model answers (`ds-recipes certify`), and a server that differs is ended. Ctrl-C ends the server.
 """
 
 import argparse
@@ -14,15 +15,15 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
+from ..export.evaluate.server import Server
 from ..export.serve import engines, process, served
 from ..export.serve.served import Served
 from ..machine import children
 from ..recipe import files
 from ..recipe.errors import UserError
-from ..training.model import remote_code
+from .certify import shown
 from .main import Parser
 
 
@@ -43,20 +44,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with children.scratch("ds-recipes-serve-") as place:
         log = options.log or place / "server.log"
         print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
-        if engine == "vllm":
-            server = engines.vllm(found, options.host, options.port)
-        else:
-            server = _transformers(found, options, place)
-        if remote_code.permitted(found.model) or any(remote_code.permitted(one.folder) for one in found.adapters):
-            server = replace(server, command=(*server.command, "--trust-remote-code"))
+        server = engines.build(engine, found, options.host, options.port, place)
         try:
             with process.running(server, found.asked, options.host, options.port, log) as running:
+                if not (options.no_certify or agrees(found, process.address(options.host, options.port))):
+                    return 1
                 print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
                 running.wait()
                 raise UserError(f"{server.title} ended with status {running.returncode}; --log FILE keeps its output.")
         except KeyboardInterrupt:
             print()
     return 0
+
+
+def agrees(found: Served, url: str) -> bool:
+    """Compare what a server answers with what was trained, for the model or each of its adapters, and print it."""
+    from ..export import certificate  # takes seconds, and --help does without
+    from ..training.model_folder import expected
+
+    for name, folder in [(one.name, one.folder) for one in found.adapters] or [(found.name, found.model)]:
+        if not (folder / expected.FILE).exists():
+            print(f"{name}: not compared with the trained model: {folder} has no {expected.FILE}", flush=True)
+            continue
+        result = certificate.of_server(Server(url, name), folder)
+        if not result.agrees:
+            print("\n".join([*shown(name, result), "--no-certify serves it all the same."]), file=sys.stderr)
+            return False
+        print(f"{name}: {result}", flush=True)
+    return True
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -74,6 +89,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--port", type=int, default=8000, metavar="P", help="default: 8000")
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
+    parser.add_argument(
+        "--no-certify", action="store_true", help="do not compare the server's answers with the trained model's"
+    )
     parser.add_argument("--log", type=Path, metavar="FILE", help="write the server's output to FILE")
     return parser.parse_trusting(arguments)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..recipe.errors import UserError, redact
 from ..recipe.run_folder import CHECK_FAILED, read_json
-from ..training.model_folder import head, record, sentence_transformers
+from ..training.model_folder import expected, head, record, sentence_transformers
 from ..training.model_folder.base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
 from ..training.model_folder.portable import portable
 
@@ -20,6 +20,7 @@ _CONFIGURATION = {
     ADAPTER,
     QUANTIZATION,
     head.LABELS,
+    expected.FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

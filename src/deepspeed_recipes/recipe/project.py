@@ -22,7 +22,7 @@ CONSTRAINTS = (PACKAGE / "constraints.txt").resolve()
 
 SCRIPTS = {
     **{name: name for name in ("launch", "plan", "doctor", "report", "sweep", "export", "shrink")},
-    **{name: name for name in ("generate", "evaluate", "serve", "publish", "benchmark")},
+    **{name: name for name in ("generate", "evaluate", "serve", "certify", "publish", "benchmark")},
     "check": "check_config",
     "resolve": "resolve_config",
 }

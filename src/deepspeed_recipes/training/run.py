@@ -52,13 +52,14 @@ from .data import chat_templates, updates
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, load, output_head, packing_check, transforms
+from .model import draft, heads, load, output_head, packing_check, transforms
 from .callbacks.metrics import training_flops
 from . import optimizer
 from .parallel import implementation
 from .parallel import sequence
 from ..machine.capacity import gathered_bytes
 from . import console, rendezvous, without_launcher
+from .model_folder import expected
 from .tracking.trackers import Trackers
 from .trainer import RunContext
 
@@ -286,6 +287,8 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
         datasets.sample,
         beside,
     )
+    if heads.trained_by(recipe) == "vocabulary":
+        expected.write_of(trainer, lambda tokens: context.parallel.logits(trainer, tokens), dtype, run.unverified)
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)

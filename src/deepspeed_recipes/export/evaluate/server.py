@@ -156,6 +156,43 @@ def _complete(server: Server, messages: list[dict[str, Any]], options: Mapping[s
     )
 
 
+def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str, list[Any]]:
+    """Return the log-probabilities of a prompt's tokens from `start`, and the likeliest token at each place.
+
+    vLLM and `ds-recipes serve` answer `prompt_logprobs`, which names tokens by their ids.
+
+    Raises:
+        UserError: the server does not answer, or gives no log-probabilities of a prompt.
+    """
+    named = {"model": server.model} if server.model else {}
+    body = {**named, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    with _unbroken(server):
+        choice = json.loads(_request(server.address, "/v1/completions", body).read())["choices"][0]
+        places = choice.get("prompt_logprobs")
+        if not places:
+            raise UserError(
+                f"{server.address}: gives no log-probabilities of a prompt (`prompt_logprobs`); vLLM and "
+                "ds-recipes serve do."
+            )
+        kept = list(zip(tokens, places, strict=True))[start:]
+        return {
+            "logprobs": [float(place[str(token)]["logprob"]) for token, place in kept],
+            "likeliest": [int(max(place, key=lambda name: place[name]["logprob"])) for _, place in kept],
+        }
+
+
+def prompt_tokens(server: Server, messages: list[dict[str, Any]]) -> int | None:
+    """Return how many tokens a server makes of messages, or None if it does not tell.
+
+    Raises:
+        UserError: the server does not answer.
+    """
+    with _unbroken(server):
+        answer = json.loads(_complete(server, messages, {"max_tokens": 1, "temperature": 0}, stream=False).read())
+        counted = (answer.get("usage") or {}).get("prompt_tokens")
+        return int(counted) if counted else None
+
+
 @contextlib.contextmanager
 def _unbroken(server: Server) -> Iterator[None]:
     try:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...machine import children
 from ...recipe.errors import UserError
-from ...training.model_folder import base_model, complete, record
+from ...training.model_folder import base_model, complete, expected, record
 from ..serve import environment
 from .kinds import Kind
 
@@ -75,6 +75,7 @@ def write(
             found = measure.answers(whole, held_out, say, lambda asked: _answer(file, asked, kind, place))
         else:
             _quantize(whole, part, kind, held_out, place)
+            expected.copy(whole, part)
             found = measure.tokens(whole, part, held_out, say)
         before, after = (size(folder) for folder in (whole, part))
         if found and (reason := measure.lost(found, allowed)):

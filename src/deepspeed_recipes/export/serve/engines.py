@@ -5,11 +5,12 @@ import os
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...recipe.errors import UserError
 from ...recipe.project import python_path
+from ...training.model import remote_code
 from ...training.model_folder.base_model import config_of
 from . import environment
 from .served import Served
@@ -57,6 +58,32 @@ def choose(engine: str, served: Served) -> str:
     if len(served.adapters) > 1:
         raise UserError(f"transformers serve serves only one model; several adapters need vLLM: {environment.how()}")
     return engine
+
+
+def build(engine: str, served: Served, host: str, port: int, place: Path) -> Engine:
+    """Return the server of a model: vLLM's, or `transformers serve`, which serves an adapter as a merged model.
+
+    Args:
+        engine: as `choose` returns it.
+        served: the model, with its adapters.
+        host: the address to listen on.
+        port: the port to listen on.
+        place: an empty folder that lives as long as the server.
+    """
+    if engine == "vllm":
+        server = vllm(served, host, port)
+    else:
+        beside = place / "models"
+        beside.mkdir()
+        if served.adapters:
+            from ...training import export  # takes seconds, and vLLM needs none of it
+
+            export.write(served.adapters[0].folder, beside / served.asked, merge=True)
+        else:
+            (beside / served.asked).symlink_to(served.model)
+        server = transformers(served.asked, beside, host, port)
+    trusted = remote_code.permitted(served.model) or any(remote_code.permitted(one.folder) for one in served.adapters)
+    return replace(server, command=(*server.command, "--trust-remote-code")) if trusted else server
 
 
 def vllm(served: Served, host: str, port: int) -> Engine:

@@ -11,13 +11,14 @@ import sys
 import uuid
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
-from transformers.cli.serving.utils import X_REQUEST_ID, GenerationState, Modality
+from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, GenerationState, Modality
 
 REACHED = ("data:", "http://", "https://")
 """Allowed prefixes of image addresses in a request; anything else would be a file on this machine."""
@@ -51,6 +52,25 @@ class Chat(NoFiles, ChatCompletionHandler):
     """Answers `/v1/chat/completions`."""
 
 
+class Completions(CompletionHandler):
+    """Answers `/v1/completions`, and vLLM's `prompt_logprobs` for a prompt of token ids, as `certify` asks for them."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Return the continuation of a text, or the log-probabilities of a prompt's tokens."""
+        if "prompt_logprobs" not in body:
+            return await super().handle_request(body, request_id)
+        tokens = body.get("prompt")
+        if not (isinstance(tokens, list) and tokens and all(isinstance(token, int) for token in tokens)):
+            raise HTTPException(400, "prompt_logprobs: give the prompt as a list of token ids.")
+        _, model, _ = self._resolve_model({**body, "prompt": ""})
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([tokens], device=model.device)).logits[0, :-1].float().cpu()
+        places: list[dict[str, dict[str, float]] | None] = [None]
+        for token, place in zip(tokens[1:], logits.log_softmax(-1), strict=True):
+            places.append({str(one): {"logprob": place[one].item()} for one in (token, int(place.argmax()))})
+        return {"object": "text_completion", "choices": [{"index": 0, "text": "", "prompt_logprobs": places}]}
+
+
 class Responses(NoFiles, ResponseHandler):
     """Answers `/v1/responses`."""
 
@@ -59,9 +79,9 @@ def app(name: str, trust_remote_code: bool = False) -> FastAPI:
     """Return the server for the model in the folder `name`; the model's own code runs only if trusted."""
     manager, state = OneModel(force_model=name, trust_remote_code=trust_remote_code), GenerationState()
     answering = FastAPI(openapi_url=None)
-    handlers = {
+    handlers: dict[str, BaseHandler] = {
         "/v1/chat/completions": Chat(manager, state),
-        "/v1/completions": CompletionHandler(manager, state),
+        "/v1/completions": Completions(manager, state),
         "/v1/responses": Responses(manager, state),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...recipe import files
 from ...recipe.errors import UserError
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of
-from . import base_model, card, record, response_template
+from . import base_model, card, expected, record, response_template
 
 
 def check(source: Path, output: Path) -> None:
@@ -68,6 +68,7 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
         source: where they come from.
         place: the folder that it will be renamed to.
     """
+    expected.copy(source, folder)
     if (source / record.FOLDER / record.RECIPE).exists():
         shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
     elif (run := RunFolder(source.parent)).recipe.exists():

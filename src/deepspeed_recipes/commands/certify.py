@@ -1,0 +1,109 @@
+"""Compare a model folder, or a model on a server, with the model that was trained.
+
+    ds-recipes certify runs/tiny-3m-lora/20261121-103000          # the run's export, by transformers
+    ds-recipes certify my-model                                    # a folder that ds-recipes export wrote
+    ds-recipes certify http://127.0.0.1:8000 --folder my-model     # what a server answers, for a folder that you have
+    ds-recipes certify my-model --server vllm                      # starts the server, asks it, and ends it
+
+Every export holds `expected.json`: the trained model's log-probabilities of sixteen fixed answers. They are computed
+again and compared. A difference beyond the bound is printed with the causes that the folder shows: tensors that are
+missing or have other values, settings, end tokens, the chat template. The exit status is 1 then.
+"""
+
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..export.evaluate import server as servers
+from ..export.serve import engines, process, served
+from ..machine import children
+from ..recipe.errors import UserError
+from .main import Parser
+
+if TYPE_CHECKING:
+    from ..export.certificate import Certificate
+
+HOST = "127.0.0.1"
+WORST = 3
+"""Number of texts that are shown where a model differs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Return 0 if the model is the trained one, and 1 if it differs.
+
+    Raises:
+        UserError: there is no such folder or server, or nothing to compare with.
+    """
+    parser = Parser("certify", __doc__)
+    parser.add_argument(
+        "model", metavar="RUN|FOLDER|URL", help="a run, a model or adapter folder, or a server's address"
+    )
+    parser.add_argument("--folder", type=Path, metavar="F", help="with a URL: the folder whose model it should be")
+    parser.add_argument("--model", dest="name", metavar="NAME", help="with a URL: the model's or adapter's name there")
+    parser.add_argument(
+        "--server", choices=("none", "transformers", "vllm"), default="none", help="start this server and ask it"
+    )
+    parser.add_argument("--json", action="store_true", help="print the comparison of each text as JSON")
+    options = parser.parse_trusting(arguments)
+    from ..export import certificate  # takes seconds, and --help does without
+
+    if servers.is_address(options.model):
+        if options.folder is None:
+            raise UserError(f"{options.model}: add --folder F, the folder of the model that the server should have.")
+        folder = served.model_folder(options.folder)
+        found = certificate.of_server(servers.connect(options.model, options.name), folder)
+    else:
+        if options.folder or options.name:
+            raise UserError(f"{options.model}: --folder and --model are for a server's address.")
+        folder = served.model_folder(Path(options.model))
+        found = certificate.of_folder(folder) if options.server == "none" else _by_server(folder, options.server)
+    print(json.dumps(as_dict(found), indent=2) if options.json else "\n".join(shown(options.model, found)))
+    return 0 if found.agrees else 1
+
+
+def _by_server(folder: Path, engine: str) -> "Certificate":
+    """Start a server on a free port, and return the certificate of what it answers."""
+    from ..export import certificate
+
+    found = served.find(folder, None, [])
+    chosen = engines.choose(engine, found)
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port = probe.getsockname()[1]
+    with children.scratch("ds-recipes-certify-") as place:
+        server = engines.build(chosen, found, HOST, port, place)
+        with process.running(server, found.asked, HOST, port, place / "server.log"):
+            return certificate.of_server(servers.connect(process.address(HOST, port), found.asked), folder)
+
+
+def shown(name: str, found: "Certificate") -> list[str]:
+    """Return the verdict, and where the model differs the causes and the texts that are furthest off."""
+    lines = [f"{name}: {found}"]
+    if found.agrees:
+        return lines
+    if found.like_base:
+        lines.append("  its answers are the base model's: the adapter is not applied")
+    lines += [f"  {cause}" for cause in found.causes]
+    if not found.causes and not found.like_base:
+        lines.append(
+            "  the folder is as it was written: look for the cause in the server (version, dtype, quantisation)"
+        )
+    worst = sorted(found.results, key=lambda result: -result.difference)[:WORST]
+    return lines + [
+        f"  {result.text[:60]!r}: {result.difference:.2g} nats, {result.likeliest} of {result.places} likeliest differ"
+        for result in worst
+    ]
+
+
+def as_dict(found: "Certificate") -> dict[str, object]:
+    """Return a certificate for `--json`."""
+    return {
+        "agrees": found.agrees,
+        "difference": found.difference,
+        "bound": found.bound,
+        "like_base": found.like_base,
+        "causes": list(found.causes),
+        "texts": [vars(result) for result in found.results],
+    }

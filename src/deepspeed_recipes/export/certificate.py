@@ -1,0 +1,190 @@
+"""The certificate: whether the model in a folder, or on a server, is the one that was trained.
+
+`expected.json` in the export has the trained model's log-probabilities of fixed answers. They are computed again, by
+transformers or by a server, and compared; where they differ, the folder is searched for the cause.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..recipe.errors import UserError
+from ..recipe.run_folder import read_json
+from ..training.model_folder import base_model, expected
+from .evaluate import server as servers
+from .evaluate.server import Server
+
+BOUNDS = {"float32": 0.002, "float16": 0.03, "bfloat16": 0.06}
+"""Mean difference of a token's log-probability, in nats, that rounding explains, by the dtype of the training.
+
+Seen with the tiny model on two CPU ranks (2026-11-26), 24 steps, the largest of the sixteen texts: bf16 with all
+weights 3e-6, bf16 with an adapter 0.029; that adapter left out: 1.9 to 4.9."""
+QUANTIZED = 0.5
+"""The bound for a quantised copy, whose weights differ by intention."""
+CLOSE = 0.05
+"""Where the two likeliest tokens are this close, in nats, either may come first."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One text's comparison."""
+
+    text: str
+    difference: float
+    """Mean absolute difference of the log-probabilities of its answer's tokens, in nats."""
+    likeliest: int
+    """Number of places at which the likeliest token is another one."""
+    places: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The comparison of a model with what was trained."""
+
+    results: tuple[Result, ...]
+    bound: float
+    causes: tuple[str, ...] = ()
+    like_base: bool = False
+    """The answers are nearer to the base model's than to the trained model's: the adapter is missing."""
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of a text."""
+        return max(result.difference for result in self.results)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the model is the trained one."""
+        return not self.difference > self.bound and not self.like_base and not self.causes
+
+    def __str__(self) -> str:
+        """Return the verdict in a line."""
+        places = sum(result.places for result in self.results)
+        other = sum(result.likeliest for result in self.results)
+        verdict = "agrees with" if self.agrees else "DIFFERS from"
+        return (
+            f"{verdict} the trained model: log-probabilities within {self.difference:.2g} nats (bound {self.bound:g}), "
+            f"{places - other} of {places} likeliest tokens the same"
+        )
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return a folder's `expected.json`.
+
+    Raises:
+        UserError: the folder has none, or one of a later version.
+    """
+    if not (folder / expected.FILE).exists():
+        raise UserError(
+            f"{folder}: has no {expected.FILE}: an older version exported it, it scores instead of writing, or it is "
+            "no export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
+        )
+    found: dict[str, Any] = read_json(folder / expected.FILE)
+    if found.get("version") != expected.VERSION or not found.get("texts"):
+        raise UserError(f"{folder / expected.FILE}: of another version, or damaged; export the run again.")
+    return found
+
+
+def of_folder(folder: Path) -> Certificate:
+    """Return the certificate of a folder, loaded with transformers in this process.
+
+    Args:
+        folder: a whole model, or an adapter.
+
+    Raises:
+        UserError: there is no `expected.json`, or the folder cannot be loaded.
+    """
+    import torch
+    from transformers import utils
+
+    from ..training import distributed, export
+    from ..training.model import heads
+
+    wanted = read(folder)
+    utils.logging.disable_progress_bar()
+    model = export.load(folder).to(distributed.device()).eval()
+    with torch.no_grad():
+        found = expected.measured(
+            lambda tokens: heads.outputs(model(input_ids=tokens)), wanted["texts"], distributed.device()
+        )
+    return compare(wanted, found, folder)
+
+
+def of_server(server: Server, folder: Path) -> Certificate:
+    """Return the certificate of a model on a server, against the `expected.json` of a folder on this machine.
+
+    Raises:
+        UserError: the server does not answer, or gives no log-probabilities.
+    """
+    wanted = read(folder)
+    found = [servers.log_probabilities(server, one["tokens"], one["start"]) for one in wanted["texts"]]
+    certificate = compare(wanted, found, folder)
+    causes = [*certificate.causes, *_prompts(server, wanted)]
+    return Certificate(certificate.results, certificate.bound, tuple(causes), certificate.like_base)
+
+
+def compare(wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path) -> Certificate:
+    """Return the certificate of answers, with the causes that the folder shows."""
+    results, base = [], []
+    for text, one in zip(wanted["texts"], found, strict=True):
+        off = _apart(text["logprobs"], one["logprobs"])
+        if "base_logprobs" in text:
+            base.append((off, _apart(text["base_logprobs"], one["logprobs"])))
+        named = text["messages"][-1]["content"] if "messages" in text else text["text"]
+        others = sum(mine != theirs for mine, theirs in zip(text["likeliest"], one["likeliest"], strict=True))
+        results.append(Result(str(named).strip(), off, others, len(one["logprobs"])))
+    quantized = (
+        bool(base_model.config_of(folder).get("quantization_config")) if (folder / "config.json").exists() else False
+    )
+    bound = QUANTIZED if quantized else BOUNDS.get(wanted["dtype"], BOUNDS["bfloat16"])
+    own, others_ = (sum(pair[side] for pair in base) for side in (0, 1))
+    like_base = bool(base) and own > others_
+    return Certificate(tuple(results), bound, tuple(causes(wanted, folder)), like_base)
+
+
+def _apart(wanted: list[float], found: list[float]) -> float:
+    if len(wanted) != len(found):
+        return float("inf")
+    pairs = [abs(one - other) for one, other in zip(wanted, found, strict=True)]
+    mean = sum(pairs) / max(len(pairs), 1)
+    return mean if mean == mean else float("inf")  # a NaN is no agreement
+
+
+def causes(wanted: Mapping[str, Any], folder: Path) -> Iterator[str]:
+    """Yield what is in a folder otherwise than it was written: tensors, settings, end tokens, the chat template."""
+    now = expected.described(folder)
+    before, after = wanted["tensors"], now["tensors"]
+    for title, names in (
+        ("lacks", sorted(set(before) - set(after))),
+        ("has, and was not trained with", sorted(set(after) - set(before))),
+        ("has other values of", sorted(name for name in set(before) & set(after) if before[name] != after[name])),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            yield f"the folder {title} {names[0]}{more}"
+    for title, key in (("config.json", "config"), ("adapter_config.json", "adapter")):
+        old, new = wanted[key] or {}, now[key] or {}
+        for name in sorted(old.keys() | new.keys()):
+            if old.get(name) != new.get(name):
+                yield f"{title}: {name} is {new.get(name)}, and was {old.get(name)}"
+    if wanted["base"] and now["base"] and wanted["base"] != now["base"]:
+        yield "the adapter's base model is another one"
+    if wanted["end_tokens"] != now["end_tokens"]:
+        yield f"generation_config.json: eos_token_id is {now['end_tokens']}, and was {wanted['end_tokens']}"
+    if wanted["chat_template"] != now["chat_template"]:
+        yield "chat_template.jinja is another one"
+
+
+def _prompts(server: Server, wanted: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a cause if a server's own chat template gives a prompt of another length than the training's."""
+    for text in wanted["texts"]:
+        if "messages" not in text:
+            return
+        counted = servers.prompt_tokens(server, text["messages"])
+        if counted is not None and counted != text["start"]:
+            yield (
+                f"the server's chat template makes {counted} tokens of {text['messages'][-1]['content']!r}, and the "
+                f"training's {text['start']}"
+            )
+            return

@@ -1,0 +1,222 @@
+"""Writes `expected.json`: what the trained model answers, so that every later copy of it can be held to that.
+
+The certificate (`export/certificate.py`, `ds-recipes certify`) compares a folder or a server with it. The texts are
+this module's own, so that a published folder holds none of the training data. They are continued by fixed answers, of
+which the file has the log-probability of each token and the likeliest token at its place: one forward pass for each
+text, no sampling, and nothing that rounding could turn into another answer.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import PreTrainedTokenizerBase
+
+from ...recipe.errors import UserError
+from ...recipe.run_folder import read_json, write_json
+from .. import distributed
+from . import base_model, weights
+
+FILE = "expected.json"
+VERSION = 1
+LONGEST = 64
+"""Maximum number of tokens of an answer that are compared."""
+DIGITS = 5
+TEXTS = (
+    (
+        "What is the capital of France?",
+        "The capital of France is Paris, a city of about two million people on the Seine.",
+    ),
+    ("Add 17 and 25.", "17 + 25 = 42."),
+    ("Name three colours of the rainbow.", "Red, green and violet are three of its colours; the others lie between."),
+    ("Translate to German: good morning", "Guten Morgen"),
+    ("Is water wet? Answer with yes or no.", "Yes."),
+    ("Write a line of Python that prints the numbers from 1 to 3.", "for number in range(1, 4):\n    print(number)"),
+    ("Summarise: the meeting moved from Monday to Thursday, as the room was taken.", "The meeting is on Thursday."),
+    ("Give the weather in Oslo as JSON.", '{"city": "Oslo", "temperature": -3, "unit": "celsius", "snow": true}'),
+    ("Who wrote Hamlet?", "William Shakespeare wrote it around the year 1600."),
+    ("Continue: one, two, three,", "four, five, six, seven, eight, nine, ten"),
+    ("How do I boil an egg?", "Put it into boiling water for eight minutes, then into cold water, and peel it."),
+    ("Spell the word rhythm backwards.", "m-h-t-y-h-r"),
+    ("¿Cuántos días tiene una semana?", "Una semana tiene siete días."),
+    ("请用一句话介绍长城。", "长城是中国古代修建的防御工程，全长两万多公里。"),
+    ("Order these by size: mouse, whale, horse.", "Whale, horse, mouse."),
+    (
+        "I need to cancel an order. What now?",
+        "I am sorry to hear that. Please send me its number, and I will cancel it.",
+    ),
+)
+"""Sixteen questions, each with an answer to compare; whether a model would answer so does not matter."""
+CONFIGURED = (
+    *(
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "tie_word_embeddings",
+        "rope_parameters",
+        "rope_theta",
+        "rope_scaling",
+    ),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rms_norm_eps"),
+    *("rope_scaling", "quantization_config"),
+)
+"""Keys of config.json that change what a model computes, and that servers read."""
+ADAPTED = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
+"""Keys of adapter_config.json that change what an adapter adds."""
+
+
+def sequences(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Return the texts as the model reads them: `messages` or `text`, `tokens`, and `start`, where the answer begins.
+
+    A tokenizer without a chat template gets question and answer as one text.
+    """
+    found = []
+    for question, answer in TEXTS:
+        if tokenizer.chat_template:
+            asked = [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+            example: dict[str, Any] = {"messages": asked}
+        else:
+            prompt = f"{question}\n"
+            example = {"text": prompt}
+        ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        answered = tokenizer(answer, add_special_tokens=False)["input_ids"][:LONGEST]
+        found.append({**example, "answer": answer, "tokens": [*ids, *answered], "start": len(ids)})
+    return found
+
+
+@torch.no_grad()
+def measured(
+    forward: Callable[[torch.Tensor], torch.Tensor], examples: Iterable[Mapping[str, Any]], device: Any = "cpu"
+) -> list[dict[str, Any]]:
+    """Return for each example the log-probability of each answer's token and the likeliest token at its place.
+
+    Args:
+        forward: maps token ids, [1, length], to logits, [1, length, vocabulary]; a collective if ranks share a model.
+        examples: as `sequences` returns them.
+        device: of the token ids.
+    """
+    found = []
+    for example in examples:
+        tokens, start = example["tokens"], example["start"]
+        logits = forward(torch.tensor([tokens], device=device))[0, start - 1 : -1].float().cpu()
+        places = logits.log_softmax(-1)
+        wanted = places.gather(-1, torch.tensor(tokens[start:])[:, None])[:, 0]
+        found.append(
+            {"logprobs": [round(value, DIGITS) for value in wanted.tolist()], "likeliest": places.argmax(-1).tolist()}
+        )
+    return found
+
+
+def write_of(trainer: Any, forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
+    """Write the file of a run into its export; a collective.
+
+    Args:
+        trainer: with `RunHooks`, of a model that writes text.
+        forward: as for `measured`; every rank calls it.
+        dtype: in which the model computes.
+        folder: holds the export.
+    """
+    examples = sequences(trainer.processing_class)
+    model = trainer.model
+    trained, base = measured(forward, examples, distributed.device()), None
+    if isinstance(model, PeftModel):  # a pipeline's stages are none
+        with model.disable_adapter():
+            base = measured(forward, examples, distributed.device())
+    if distributed.is_first():
+        write(folder, examples, dtype, trained, base)
+
+
+def write(
+    folder: Path,
+    examples: Sequence[Mapping[str, Any]],
+    dtype: torch.dtype,
+    trained: Sequence[Mapping[str, Any]],
+    base: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write the file into an export.
+
+    Args:
+        folder: holds the export.
+        examples: as `sequences` returns them.
+        dtype: in which the trained model computed.
+        trained: its answers, as `measured` returns them.
+        base: the base model's, for an adapter: what a server gives that leaves the adapter out.
+    """
+    both = zip(examples, trained, base or [{}] * len(trained), strict=True)
+    content = {
+        "version": VERSION,
+        "dtype": str(dtype).removeprefix("torch."),
+        "texts": [
+            {**example, **answers, **({"base_logprobs": without["logprobs"]} if without else {})}
+            for example, answers, without in both
+        ],
+    }
+    write_json(folder / FILE, content | described(folder))
+
+
+def copy(source: Path, folder: Path) -> None:
+    """Write the file of `source` into a copy of its model, merged, quantised or not, with the copy's own tensors."""
+    if (source / FILE).exists():
+        write_json(folder / FILE, read_json(source / FILE) | described(folder))
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """Return what tells why a copy differs: settings, end tokens, digests of the tensors and of the template."""
+    import xxhash
+
+    adapter = folder / base_model.ADAPTER
+    adapted = {key: value for key, value in read_json(adapter).items() if key in ADAPTED} if adapter.exists() else None
+    config = base_model.config_of(folder) if (folder / "config.json").exists() else {}
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    template = folder / "chat_template.jinja"
+    text = config.get("text_config") or config
+    return {
+        "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
+        "adapter": adapted,
+        "base": _base_digest(folder) if adapter.exists() else None,
+        "end_tokens": generation.get("eos_token_id"),
+        "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
+        "tensors": digests(folder),
+    }
+
+
+def _base_digest(adapter: Path) -> str | None:
+    """Return a digest of an adapter's base model, of its vectors alone: norms and biases, which every training changes.
+
+    None if the base is not on this machine.
+    """
+    import xxhash
+
+    try:
+        place = base_model.find(adapter)
+        files = weights.files(place) if place.is_dir() else []
+    except UserError:
+        return None
+    digest = xxhash.xxh3_64()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            for name in sorted(name for name, tensor in weights.header(file).items() if len(tensor.shape) == 1):
+                digest.update(name.encode())
+                digest.update(opened.get_tensor(name).contiguous().view(torch.uint8).numpy())
+    return digest.hexdigest() if files else None
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return the digest of every tensor in a folder's weight files: of its dtype, its shape and its bytes."""
+    import xxhash
+
+    adapter = folder / "adapter_model.safetensors"
+    found = {}
+    for file in [adapter] if adapter.exists() else weights.files(folder):
+        with safe_open(file, "pt") as opened:
+            names: list[str] = list(opened.keys())
+            for name in names:
+                tensor = opened.get_tensor(name).contiguous()
+                digest = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+                digest.update(tensor.view(-1).view(torch.uint8).numpy())
+                found[name] = digest.hexdigest()
+    return found

@@ -1,0 +1,250 @@
+"""`ds-recipes certify`: an export agrees with the trained model; a copy that differs is found, with the cause."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from deepspeed_recipes.commands import certify
+from deepspeed_recipes.export import certificate
+from deepspeed_recipes.export.evaluate.server import Server
+from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model_folder import complete, expected
+
+ADAPTER = "adapter_model.safetensors"
+
+
+def trained(base: Path):
+    """Return a model that writes otherwise than the tiny one, and its tokenizer."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    return model, AutoTokenizer.from_pretrained(base)
+
+
+def answers(model, tokenizer, base=None):
+    examples = expected.sequences(tokenizer)
+    found = expected.measured(lambda tokens: model(input_ids=tokens).logits, examples)
+    return examples, found, base and expected.measured(lambda tokens: base(input_ids=tokens).logits, examples)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Write the export of a run that has trained all weights."""
+    folder = tmp_path_factory.mktemp("whole") / "export"
+    model, tokenizer = trained(Path(TINY_MODEL))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn_like(weight) if weight.dim() > 1 else 0.1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    examples, found, _ = answers(model, tokenizer)
+    expected.write(folder, examples, model.dtype, found)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """Write the export of a run that has trained an adapter."""
+    place = tmp_path_factory.mktemp("adapter")
+    base = place / "base"
+    shutil.copytree(TINY_MODEL, base)
+    model, tokenizer = trained(base)
+    settings = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"])
+    plain, _ = trained(base)
+    model = get_peft_model(model, settings).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.1 * torch.randn_like(weight))
+    model.save_pretrained(place / "export")
+    tokenizer.save_pretrained(place / "export")
+    examples, found, without = answers(model, tokenizer, plain)
+    expected.write(place / "export", examples, torch.float32, found, without)
+    return place / "export"
+
+
+def copied(folder: Path, place: Path) -> Path:
+    return Path(shutil.copytree(folder, place / "copy"))
+
+
+def change(folder: Path, change_weights) -> None:
+    file = folder / (ADAPTER if (folder / ADAPTER).exists() else "model.safetensors")
+    tensors = load_file(file)
+    change_weights(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def edit(folder: Path, name: str, **values) -> None:
+    content = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(content | values))
+
+
+def test_sixteen_texts_are_compared_and_none_is_of_the_data():
+    examples = expected.sequences(AutoTokenizer.from_pretrained(TINY_MODEL))
+    assert len(examples) == len({example["answer"] for example in examples}) == 16
+    assert all(0 < example["start"] < len(example["tokens"]) for example in examples)
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_an_export_agrees(kind, request, capsys):
+    folder = request.getfixturevalue(kind)
+    found = certificate.of_folder(folder)
+    assert found.agrees and found.difference < 1e-4 and not found.causes
+    assert certify.main([str(folder)]) == 0
+    assert "agrees with the trained model" in capsys.readouterr().out
+
+
+def test_a_merged_copy_agrees(adapter, tmp_path):
+    export.write(adapter, tmp_path / "merged", merge=True)
+    found = certificate.of_folder(tmp_path / "merged")
+    assert found.agrees and found.difference < 1e-3, (str(found), found.causes)
+
+
+def transposed(tensors):
+    for name in [name for name in tensors if "q_proj.lora_B" in name]:
+        tensors[name] = tensors[name].reshape(tensors[name].shape[::-1]).T.contiguous()
+
+
+def swapped(tensors):
+    for kind in ("mlp.down_proj.weight",):
+        one, other = f"model.layers.1.{kind}", f"model.layers.2.{kind}"
+        tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
+
+
+WHOLE = {
+    "a tensor zeroed": (lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].zero_(), "up_proj"),
+    "a tensor of another layer": (swapped, "has other values of model.layers.1.mlp.down_proj.weight and 1 more"),
+    "a tied head written untied": (
+        lambda tensors: tensors.update({"lm_head.weight": torch.randn_like(tensors["model.embed_tokens.weight"])}),
+        "has, and was not trained with lm_head.weight",
+    ),
+}
+ADAPTERS = {
+    "transposed": (transposed, "q_proj"),
+    "zeroed": (lambda tensors: [tensor.zero_() for name, tensor in tensors.items() if "lora_B" in name], "lora_B"),
+    "merged twice": (
+        lambda tensors: [tensor.mul_(2) for name, tensor in tensors.items() if "lora_B" in name],
+        "lora_B",
+    ),
+    "a layer left out": (lambda tensors: tensors.pop(next(iter(tensors))), "the folder lacks"),
+}
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_fault_in_a_whole_model_is_found(whole, tmp_path, fault, capsys):
+    wrong, cause = WHOLE[fault]
+    change(folder := copied(whole, tmp_path), wrong)
+    assert certify.main([str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERS" in shown and cause in shown, shown
+
+
+@pytest.mark.parametrize("fault", ADAPTERS)
+def test_a_fault_in_an_adapter_is_found(adapter, tmp_path, fault, capsys):
+    wrong, cause = ADAPTERS[fault]
+    change(folder := copied(adapter, tmp_path), wrong)
+    assert certify.main([str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERS" in shown and cause in shown, shown
+    assert ("its answers are the base model's" in shown) == (fault == "zeroed")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values", "cause"),
+    [
+        ("adapter", "adapter_config.json", {"lora_alpha": 4}, "adapter_config.json: lora_alpha is 4, and was 16"),
+        ("adapter", "adapter_config.json", {"use_rslora": True}, "use_rslora is True"),
+        ("whole", "config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_parameters"),
+        ("whole", "generation_config.json", {"eos_token_id": 5}, "eos_token_id is 5"),
+    ],
+)
+def test_other_settings_are_found(kind, name, values, cause, request, tmp_path, capsys):
+    edit(folder := copied(request.getfixturevalue(kind), tmp_path), name, **values)
+    assert certify.main([str(folder)]) == 1
+    assert cause in capsys.readouterr().out
+
+
+def test_another_template_is_found(whole, tmp_path, capsys):
+    folder = copied(whole, tmp_path)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert certify.main([str(folder)]) == 1
+    assert "chat_template.jinja is another one" in capsys.readouterr().out
+
+
+def test_another_base_is_found(adapter, tmp_path, capsys):
+    folder, base = copied(adapter, tmp_path), tmp_path / "base"
+    shutil.copytree(TINY_MODEL, base)
+    change(base, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
+    edit(folder, "adapter_config.json", base_model_name_or_path=str(base))
+    assert certify.main([str(folder)]) == 1
+    assert "the adapter's base model is another one" in capsys.readouterr().out
+
+
+def test_a_server_that_leaves_an_adapter_out_is_found(adapter):
+    wanted = certificate.read(adapter)
+    model, _ = trained(Path(TINY_MODEL))
+    base = expected.measured(lambda tokens: model(input_ids=tokens).logits, wanted["texts"])
+    found = certificate.compare(wanted, base, adapter)
+    assert found.like_base and not found.agrees and not found.causes
+
+
+def test_an_effect_below_the_bound_still_tells_the_base(adapter):
+    wanted = certificate.read(adapter)
+    for text in wanted["texts"]:
+        text["base_logprobs"] = [value + 1e-4 for value in text["logprobs"]]
+    base = [{"logprobs": text["base_logprobs"], "likeliest": text["likeliest"]} for text in wanted["texts"]]
+    found = certificate.compare(wanted, base, adapter)
+    assert found.difference < found.bound and found.like_base and not found.agrees
+
+
+def test_answers_that_are_no_numbers_do_not_agree(whole):
+    wanted = certificate.read(whole)
+    nothing = [{**text, "logprobs": [float("nan")] * len(text["logprobs"])} for text in wanted["texts"]]
+    assert not certificate.compare(wanted, nothing, whole).agrees
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([TINY_MODEL], "has no expected.json"),
+        (["http://127.0.0.1:9"], "add --folder F"),
+        (["http://127.0.0.1:9", "--folder", "WHOLE"], "no answer"),
+        (["WHOLE", "--folder", "x"], "are for a server's address"),
+        (["absent"], "absent"),
+    ],
+)
+def test_what_cannot_be_compared_is_a_line(whole, words, message):
+    with pytest.raises(UserError) as caught:
+        certify.main([word.replace("WHOLE", str(whole)) for word in words])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_version_is_refused(whole, tmp_path):
+    edit(folder := copied(whole, tmp_path), expected.FILE, version=99)
+    with pytest.raises(UserError, match="of another version"):
+        certificate.read(folder)
+
+
+def test_a_copy_is_described_anew(whole, tmp_path):
+    folder = tmp_path / "new"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(expected.FILE))
+    change(folder, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    complete.of_copy(folder, whole, folder)
+    found = certificate.of_folder(folder)
+    assert not found.agrees and not found.causes  # its tensors are as written; its answers are not the trained model's
+
+
+def test_a_server_asks_for_log_probabilities_and_its_own_template(whole, monkeypatch):
+    wanted = certificate.read(whole)
+    asked = {tuple(text["tokens"]): text for text in wanted["texts"]}
+    monkeypatch.setattr(certificate.servers, "log_probabilities", lambda server, tokens, start: asked[tuple(tokens)])
+    monkeypatch.setattr(certificate.servers, "prompt_tokens", lambda server, messages: 3)
+    found = certificate.of_server(Server("http://x", "m"), whole)
+    assert not found.agrees and "the server's chat template makes 3 tokens" in found.causes[0]
