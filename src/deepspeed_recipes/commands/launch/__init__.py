@@ -17,7 +17,6 @@ from pathlib import Path
 
 from ...recipe.errors import UserError
 from .. import list as list_command
-from . import translate
 from .options import options_of, parse
 
 
@@ -31,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if typed.list:
         print(list_command.listing(typed.json, typed.recipe))
         return 0
+    from . import translate  # not at the top, as `run` below
+
     words = [word for word in (typed.recipe, typed.variant, *typed.overrides) if word]
     if typed.source:
         return translate.main(typed.source, typed.gpus, typed.nodes, words, typed.write)
