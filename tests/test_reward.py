@@ -1,6 +1,7 @@
 """A reward model, from its random head to its export."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.training_setup import training_setup
 from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.recipe import Lora, Schedule
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
@@ -78,9 +79,13 @@ def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, caps
     assert not export.is_reward_model(tmp_path)
 
 
-def test_a_smaller_micro_batch_weighs_as_many_pairs_as_it_has():
+def test_a_smaller_micro_batch_weighs_as_many_pairs_as_it_has(monkeypatch):
     """The Trainer takes the mean over micro-batches, of two pairs and of one: of the plain means it would be 2.75."""
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     trainer = object.__new__(RunRewardTrainer)
+    recipe = SimpleNamespace(global_batch_size=3, micro_batch_size=2, layout=Layout())
+    trainer.context, trainer.state = SimpleNamespace(recipe=recipe), SimpleNamespace(global_step=0)
+    trainer.train_dataset, trainer.filler = range(3), False
     trainer.prepare_step([{"input_ids": torch.zeros(4, 9)}, {"input_ids": torch.zeros(2, 9)}], None)
     parts = [trainer.mean(torch.tensor(losses)) for losses in ([1.0, 2.0], [4.0])]
     assert sum(parts) / 2 == pytest.approx((1 + 2 + 4) / 3)

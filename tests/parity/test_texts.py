@@ -67,8 +67,10 @@ def test_micro_batches_of_any_size_are_one_batch_of_a_classifier(ranks, tmp_path
 @pytest.mark.every
 @pytest.mark.parametrize("count", [7, 5])
 def test_each_text_of_an_epoch_that_ranks_cannot_share_evenly_counts_the_same(
-    ranks, tmp_path, model_folder, labelled, count
+    ranks, tmp_path, monkeypatch, model_folder, labelled, count
 ):
+    """At the usual rate the loss of five texts is 0.003 after six steps, less than rounding leaves exact."""
+    monkeypatch.setattr(texts, "SETTINGS", replace(texts.SETTINGS, learning_rate=1e-4))
     data = tmp_path / "few.jsonl"
     rows = labelled.read_text().splitlines(keepends=True)
     data.write_text("".join([*rows[: count - 1], rows[-1]]))  # with all three classes

@@ -3,11 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from transformers import PreTrainedTokenizerBase
-
 from ...recipe.recipe import Recipe
-from ..data.load import Datasets
-from ..trainer import RunContext
+
+if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and imports no torch
+    from transformers import PreTrainedTokenizerBase
+
+    from ..data.load import Datasets
+    from ..trainer import RunContext
 
 
 class TrainingMethod(Protocol):
@@ -16,11 +18,11 @@ class TrainingMethod(Protocol):
     def arguments(self, common: dict[str, Any], recipe: Recipe, /) -> Any:
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""
 
-    def datasets(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, /) -> Datasets:
+    def datasets(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", /) -> "Datasets":
         """Return the training and held-out data."""
 
     def trainer(
-        self, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase, /
+        self, context: "RunContext", model: Any, arguments: Any, dataset: Any, tokenizer: "PreTrainedTokenizerBase", /
     ) -> Any:
         """Return the Trainer, with `RunHooks`."""
 
