@@ -131,7 +131,7 @@ def test_mixtures_have_no_qlora_because_their_experts_would_not_be_quantised(fam
 
 
 def test_4_bit_weights_without_adapters_are_refused():
-    with pytest.raises(UserError, match=r"model.quantization=nf4: 4-bit weights cannot be trained; add adapters"):
+    with pytest.raises(UserError, match=r"nf4 without lora: 4-bit weights cannot be trained; add adapters"):
         overrides.apply(pages.find("llama3-8b", "full"), ["model.quantization=nf4"])
 
 

@@ -223,7 +223,8 @@ def test_a_new_page_is_a_script(bare, tmp_path):
 def test_a_checkout_in_the_wrong_python_says_what_to_do(tmp_path):
     python = environment(tmp_path / "venv")
     for script in ("launch.py", "plan.py", "benchmark.py", "generate.py"):
-        arguments = [ROOT / "configs" / "accelerate", "text"] if script == "generate.py" else ["tiny"]
+        words = {"generate.py": [ROOT / "configs" / "accelerate", "text"], "launch.py": ["tiny", "full"]}
+        arguments = words.get(script, ["tiny"])
         done = run([python, ROOT / "scripts" / script, *arguments], tmp_path)
         assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
         assert done.stderr.startswith(f"{script}: ")

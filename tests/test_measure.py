@@ -199,7 +199,7 @@ def test_the_answer_names_the_runs_that_correct_it(tmp_path, monkeypatch, capsys
 
 
 def test_busy_gpus_are_named(monkeypatch):
-    monkeypatch.setattr(measure.checks, "output", lambda *_: "4711, python, 30000 MiB")
+    monkeypatch.setattr(measure.system, "output", lambda *_: "4711, python, 30000 MiB")
     with pytest.raises(UserError, match=r"in use \(4711, python, 30000 MiB\)"):
         measure.refuse_busy(1)
 
