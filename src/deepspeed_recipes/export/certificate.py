@@ -18,8 +18,9 @@ from .evaluate.server import Server
 BOUNDS = {"float32": 0.002, "float16": 0.03, "bfloat16": 0.06}
 """Mean difference of a token's log-probability, in nats, that rounding explains, by the dtype of the training.
 
-Seen with the tiny model on two CPU ranks (2026-11-26), 24 steps, the largest of the sixteen texts: bf16 with all
-weights 3e-6, bf16 with an adapter 0.029; that adapter left out: 1.9 to 4.9."""
+Seen with the tiny model on two CPU ranks (2026-11-26), 24 steps, the largest of the sixteen texts: fp32 with an adapter
+0, merged 6e-6; bf16 with all weights 3e-6, with an adapter 0.029; that adapter left out: 1.9 to 4.9; merged and in nf4:
+0.43."""
 QUANTIZED = 0.5
 """The bound for a quantised copy, whose weights differ by intention."""
 CLOSE = 0.05
