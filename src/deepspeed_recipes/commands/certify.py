@@ -11,7 +11,6 @@ missing or have other values, settings, end tokens, the chat template. The exit 
 """
 
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from ..export.evaluate import server as servers
 from ..export.serve import engines, process, served
 from ..machine import children
 from ..recipe.errors import UserError
+from ..training.rendezvous import free_port
 from .main import Parser
 
 if TYPE_CHECKING:
@@ -68,10 +68,7 @@ def _by_server(folder: Path, engine: str) -> "Certificate":
     from ..export import certificate
 
     found = served.find(folder, None, [])
-    chosen = engines.choose(engine, found)
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    chosen, port = engines.choose(engine, found), free_port()
     with children.scratch("ds-recipes-certify-") as place:
         server = engines.build(chosen, found, HOST, port, place)
         with process.running(server, found.asked, HOST, port, place / "server.log"):

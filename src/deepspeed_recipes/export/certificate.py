@@ -5,13 +5,13 @@ transformers or by a server, and compared; where they differ, the folder is sear
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..recipe.errors import UserError
 from ..recipe.run_folder import read_json
-from ..training.model_folder import base_model, expected
+from ..training.model_folder import base_model, expected, weights
 from .evaluate import server as servers
 from .evaluate.server import Server
 
@@ -23,8 +23,6 @@ Seen with the tiny model on two CPU ranks (2026-11-26), 24 steps, the largest of
 0.43."""
 QUANTIZED = 0.5
 """The bound for a quantised copy, whose weights differ by intention."""
-CLOSE = 0.05
-"""Where the two likeliest tokens are this close, in nats, either may come first."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,7 @@ def of_server(server: Server, folder: Path) -> Certificate:
     wanted = read(folder)
     found = [servers.log_probabilities(server, one["tokens"], one["start"]) for one in wanted["texts"]]
     certificate = compare(wanted, found, folder)
-    causes = [*certificate.causes, *_prompts(server, wanted)]
-    return Certificate(certificate.results, certificate.bound, tuple(causes), certificate.like_base)
+    return replace(certificate, causes=(*certificate.causes, *_prompts(server, wanted)))
 
 
 def compare(wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path) -> Certificate:
@@ -139,8 +136,7 @@ def compare(wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path
         bool(base_model.config_of(folder).get("quantization_config")) if (folder / "config.json").exists() else False
     )
     bound = QUANTIZED if quantized else BOUNDS.get(wanted["dtype"], BOUNDS["bfloat16"])
-    own, others_ = (sum(pair[side] for pair in base) for side in (0, 1))
-    like_base = bool(base) and own > others_
+    like_base = sum(from_trained for from_trained, _ in base) > sum(from_base for _, from_base in base)
     return Certificate(tuple(results), bound, tuple(causes(wanted, folder)), like_base)
 
 
@@ -162,8 +158,7 @@ def causes(wanted: Mapping[str, Any], folder: Path) -> Iterator[str]:
         ("has other values of", sorted(name for name in set(before) & set(after) if before[name] != after[name])),
     ):
         if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            yield f"the folder {title} {names[0]}{more}"
+            yield f"the folder {title} {names[0]}{weights.more(names)}"
     for title, key in (("config.json", "config"), ("adapter_config.json", "adapter")):
         old, new = wanted[key] or {}, now[key] or {}
         for name in sorted(old.keys() | new.keys()):

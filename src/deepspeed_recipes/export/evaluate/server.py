@@ -150,10 +150,13 @@ def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator
 
 
 def _complete(server: Server, messages: list[dict[str, Any]], options: Mapping[str, Any], stream: bool) -> Any:
-    named = {"model": server.model} if server.model else {}
     return _request(
-        server.address, "/v1/chat/completions", {**named, "messages": messages, "stream": stream, **options}
+        server.address, "/v1/chat/completions", {**_named(server), "messages": messages, "stream": stream, **options}
     )
+
+
+def _named(server: Server) -> dict[str, str]:
+    return {"model": server.model} if server.model else {}
 
 
 def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str, list[Any]]:
@@ -164,8 +167,7 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
     Raises:
         UserError: the server does not answer, or gives no log-probabilities of a prompt.
     """
-    named = {"model": server.model} if server.model else {}
-    body = {**named, "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    body = {**_named(server), "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     with _unbroken(server):
         choice = json.loads(_request(server.address, "/v1/completions", body).read())["choices"][0]
         places = choice.get("prompt_logprobs")

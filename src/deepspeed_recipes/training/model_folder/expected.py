@@ -51,15 +51,7 @@ TEXTS = (
 )
 """Sixteen questions, each with an answer to compare; whether a model would answer so does not matter."""
 CONFIGURED = (
-    *(
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "tie_word_embeddings",
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-    ),
+    *("architectures", "model_type", "vocab_size", "tie_word_embeddings", "rope_parameters", "rope_theta"),
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "rms_norm_eps"),
     *("rope_scaling", "quantization_config"),
 )

@@ -265,7 +265,7 @@ def _data(found: Translation) -> None:
             found.lack("datasets: split", f"{', '.join(sorted(splits))}: give data.max_examples=N")
     if renamed:
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), "datasets")
-    share = trainer._number(found.take("val_set_size"), "val_set_size")
+    share = trainer.number(found.take("val_set_size"), "val_set_size")
     if share >= 1:
         found.lack("val_set_size", f"{share:g} examples: give a share, data.validation_share=0.05")
     else:

@@ -179,7 +179,7 @@ def _data(found: Translation, place: Path) -> None:
             found.lack(name, f"{','.join(words)}: {folder}/dataset_info.json is not here; give {key}=FILE")
         else:
             _sources(found, name, key, known, words)
-    share = trainer._number(found.take("val_size"), "val_size")
+    share = trainer.number(found.take("val_size"), "val_size")
     if share >= 1:
         found.lack("val_size", f"{share:g} examples: give a share, data.validation_share=0.05")
     elif "data.validation" not in found.overrides:

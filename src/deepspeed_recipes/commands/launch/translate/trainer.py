@@ -67,13 +67,12 @@ def settings(found: Translation, gpus: int) -> None:
         f"global_batch_size counts all GPUs: {micro} x {accumulated} x {gpus} GPU{'s'[: gpus != 1]}; "
         "with another number give --gpus N together with --from"
     )
-    if found.given("max_steps") and _number(found.take("max_steps"), "max_steps") > 0:
+    if found.given("max_steps") and number(found.take("max_steps"), "max_steps") > 0:
         found.set("max_steps", found.values["max_steps"], "max_steps")
         found.take("num_train_epochs", "num_epochs")
-        if "num_train_epochs" in found.values:
-            found.unneeded["num_train_epochs"] = "max_steps is set"
-        if "num_epochs" in found.values:
-            found.unneeded["num_epochs"] = "max_steps is set"
+        found.unneeded |= {
+            name: "max_steps is set" for name in ("num_train_epochs", "num_epochs") if name in found.values
+        }
     else:
         found.take("max_steps")
         found.set("epochs", found.take("num_train_epochs", "num_epochs"), "num_train_epochs", "num_epochs")
@@ -82,23 +81,18 @@ def settings(found: Translation, gpus: int) -> None:
         found.rename(key, key)
     if found.given("adam_beta1") and found.values["adam_beta1"] == 0.9:
         found.note("adam_beta1", "0.9, as always")
-    _seed(found)
+    found.rename("seed", "seed")
+    if found.given("data_seed"):
+        found.lack("data_seed", "one seed is for the order of the data, too")
     _schedule(found)
     _optimizer(found)
     _precision(found)
     _saving(found)
     _trackers(found)
     _sharding(found)
-
     if found.given("torch_compile"):
         found.take("torch_compile")
         found.set("compile", "regional", "torch_compile")
-
-
-def _seed(found: Translation) -> None:
-    found.rename("seed", "seed")
-    if found.given("data_seed"):
-        found.lack("data_seed", "one seed is for the order of the data, too")
 
 
 def _schedule(found: Translation) -> None:
@@ -132,7 +126,6 @@ def _optimizer(found: Translation) -> None:
         found.by_default.discard("max_grad_norm")
     else:
         found.lack(name, f"{kind}: {impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
-
     if kind.startswith("paged"):
         found.remarks.append(f"{name}: {kind}: the moments stay on the GPU")
 
@@ -164,7 +157,7 @@ def _saving(found: Translation) -> None:
         value = found.take(steps)
         if value is None or kind in ("no", False, "epoch") or name == "evaluation_strategy":
             continue
-        if _number(value, steps) >= 1:
+        if number(value, steps) >= 1:
             found.set(key, value, steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
@@ -233,7 +226,7 @@ def adapters(found: Translation, names: Mapping[str, str], default_alpha: float 
     found.set("lora.rank", rank, names["rank"])
     alpha = found.take(names["alpha"])
     if alpha is None and default_alpha:
-        alpha = int(default_alpha * _number(rank, names["rank"]))
+        alpha = int(default_alpha * number(rank, names["rank"]))
     if alpha is not None:
         found.set("lora.alpha", alpha, names["alpha"])
     dropout = found.take(names["dropout"])
@@ -246,7 +239,7 @@ def adapters(found: Translation, names: Mapping[str, str], default_alpha: float 
         found.set("lora.plus_ratio", found.take("loraplus_lr_ratio"), "loraplus_lr_ratio")
 
 
-def _number(value: Any, name: str) -> float:
+def number(value: Any, name: str) -> float:
     """Return a number that YAML may have read as text (`1e-4`).
 
     Raises:
@@ -264,7 +257,7 @@ def _typed(found: Translation, *names: str) -> str:
 
 
 def _whole(value: Any, name: str) -> int:
-    number = _number(value, name)
-    if number < 1 or number != int(number):
+    found = number(value, name)
+    if found < 1 or found != int(found):
         raise UserError(f"{name}: {value}: must be a whole number from 1.")
-    return int(number)
+    return int(found)
