@@ -96,8 +96,8 @@ def refusal(name, variant, ranks, words):
     with contextlib.redirect_stdout(io.StringIO()):
         try:
             recipe = paths.locate(overrides.apply(pages.find(name, variant), words))
-            preflight.check_config(recipe, ranks)
-            preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks)
+            preflight.check_config(recipe, ranks, ranks)
+            preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks)
             preflight._check_options(recipe)
         except UserError as error:
             return str(error)

@@ -319,9 +319,9 @@ def renumbered(tmp_path):
 def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(renumbered, tmp_path):
     recipe = paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={renumbered}"]))
     with pytest.raises(UserError, match=r"another vocabulary: 2 tokens differ \(.* is 50\d in the model") as error:
-        preflight.check_layout(recipe, DeepSpeedFile(stage=2), 2)
+        preflight.check_layout(recipe, DeepSpeedFile(stage=2), 2, 2)
     assert len(str(error.value).splitlines()) == 2
-    preflight.check_layout(paths.locate(pages.find("tiny", "distill")), DeepSpeedFile(stage=2), 2)
+    preflight.check_layout(paths.locate(pages.find("tiny", "distill")), DeepSpeedFile(stage=2), 2, 2)
     with pytest.raises(UserError, match=r"distill\.teacher=.*: this folder has no config.json"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path}"]))
     with pytest.raises(UserError, match=r"distill.teacher=no/such/folder: no such file or folder"):

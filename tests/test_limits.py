@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
@@ -353,6 +354,13 @@ def test_a_pipeline_bubble_is_reported(capsys):
     assert "stages idle 20% of the time; with 8" in capsys.readouterr().out
     assert launch.main([*command, "global_batch_size=8", "micro_batch_size=1"]) == 0
     assert "stages idle" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("each, spans", [(2, True), (3, True), (4, False), (8, False)])
+def test_tensor_parallelism_across_nodes_is_reported(each, spans, capsys):
+    recipe = replace(pages.find("tiny", "full"), layout=Layout(tensor=4), deepspeed="zero1.json", global_batch_size=24)
+    preflight.check_layout(recipe, DeepSpeedFile(stage=1), 8 if each != 3 else 12, each)
+    assert ("layout.tensor=4: groups span nodes" in capsys.readouterr().out) == spans
 
 
 @pytest.mark.parametrize("targets", ["q_proj,lm_head", "embed_tokens", "model.embed_tokens"])

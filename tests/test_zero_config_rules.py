@@ -116,6 +116,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**zero(3), "tensor_parallel": {"autotp_size": 2}},
         {**zero(1), "tensor_parallel": {"autotp_size": 2}},
     ),
+    "tensor-parallel-across-nodes": (
+        Facts(world_size=16, gpus_per_node=8),
+        {**zero(1), "tensor_parallel": {"autotp_size": 16}},
+        {**zero(1), "tensor_parallel": {"autotp_size": 8}},
+    ),
     "accumulation-missing": (HF, M, {**M, "gradient_accumulation_steps": "auto"}),
     "train-batch-fixed": (
         HF,
@@ -403,7 +408,7 @@ def test_a_section_that_deepspeed_does_not_read_is_not_checked():
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 101
+    assert len(RULES) == len({rule.id for rule in RULES}) == 102
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

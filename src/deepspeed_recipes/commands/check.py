@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
         help="reader of the config: the Hugging Face Trainer (default) or plain DeepSpeed",
     )
     result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
+    result.add_argument("--gpus-per-node", type=positive(int), metavar="N", help="number of ranks on each node")
     result.add_argument("--gpu-memory", type=positive(float), metavar="GIB", help="memory of one GPU")
     result.add_argument("--model", metavar="PATH", help="the model's config.json or its folder")
     result.add_argument("--lora", action="store_true", help="LoRA adapters are trained")
@@ -124,6 +125,7 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
         trainer=arguments.trainer,
         world_size=arguments.world_size,
         model=model_config(arguments.model) if arguments.model else None,
+        gpus_per_node=arguments.gpus_per_node,
         gpu_memory_gib=arguments.gpu_memory,
         lora=arguments.lora,
         sequence_parallel_size=arguments.sequence_parallel,

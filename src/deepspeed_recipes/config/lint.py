@@ -19,6 +19,7 @@ def lint(
     path_or_dict: str | Path | Json,
     *,
     world_size: int | None = None,
+    gpus_per_node: int | None = None,
     model: str | Path | Json | None = None,
     gpu_memory_gib: float | None = None,
     trainer: str = "hf",
@@ -32,6 +33,7 @@ def lint(
     Args:
         path_or_dict: the config.
         world_size: number of ranks.
+        gpus_per_node: number of ranks on each node.
         model: a `config.json`, its folder or its content.
         gpu_memory_gib: memory of one GPU.
         trainer: "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain" (deepspeed.initialize).
@@ -48,6 +50,7 @@ def lint(
     facts = Facts(
         trainer="plain" if trainer == "plain" else "hf",
         world_size=world_size,
+        gpus_per_node=gpus_per_node,
         model=model if isinstance(model, dict) or model is None else model_config(model),
         gpu_memory_gib=gpu_memory_gib,
         lora=lora,

@@ -57,6 +57,7 @@ class Facts:
 
     trainer: Literal["hf", "plain"] = "hf"
     world_size: int | None = None
+    gpus_per_node: int | None = None
     model: Json | None = None
     """The model's `config.json`."""
     gpu_memory_gib: float | None = None

@@ -32,7 +32,7 @@ STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
 
 
-def check_config(recipe: Recipe, ranks: int) -> None:
+def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
     """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors.
 
     Raises:
@@ -42,12 +42,13 @@ def check_config(recipe: Recipe, ranks: int) -> None:
     findings = lint.lint(
         recipe.deepspeed,
         world_size=ranks,
+        gpus_per_node=ranks_each,
         model=local if local.exists() else dict(recipe.model.config) or None,
         lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
     )
     if error := lint.first_error(findings, recipe.deepspeed):
         # The linter reads only the file, and would suggest another file if a key of the recipe is the mistake.
-        check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks)
+        check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks_each)
         raise UserError(error)
     for finding in findings:
         # Neither warning applies to a run: it skips the step of zeros (`upstream.leave_out_step_of_zeros`), and its
@@ -72,8 +73,14 @@ def check_model(recipe: Recipe) -> None:
         weights.check(Path(str(recipe.method.teacher)), "distill.teacher")
 
 
-def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
-    """Refuse a layout that cannot run, and report a pipeline whose stages idle more than necessary.
+def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: int) -> None:
+    """Refuse a layout that cannot run; report tensor parallelism across nodes, and stages that idle unnecessarily.
+
+    Args:
+        recipe: the run's recipe.
+        file: its DeepSpeed file.
+        ranks: number of ranks over all nodes.
+        ranks_each: largest number of ranks on a node.
 
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
@@ -86,6 +93,13 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int) -> None:
         print(line, flush=True)
     if isinstance(recipe.method, Distill):
         _check_teacher(recipe.model.path, str(recipe.method.teacher))
+    if ranks > ranks_each and ranks_each % recipe.layout.tensor:
+        print(
+            f"layout.tensor={recipe.layout.tensor}: groups span nodes of {ranks_each} ranks, so several all-reduces "
+            "per layer cross the network. A divisor of the ranks per node avoids this; ZeRO or pipeline stages go "
+            "across nodes.",
+            flush=True,
+        )
     stages, micro_batches = recipe.layout.pipeline, gradient_accumulation_steps(recipe, ranks)
     if stages > 1 and micro_batches < 4 * stages:
         print(

@@ -219,9 +219,9 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         config = base_model.config_of(model.parent)
         model_recipe.check_sizes(config.get("text_config") or config, str(model))
     preflight.check_model(recipe)
-    preflight.check_config(recipe, machines.ranks)
+    preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)
-    preflight.check_layout(recipe, file, machines.ranks)
+    preflight.check_layout(recipe, file, machines.ranks, machines.ranks_each)
     if request.folder:
         universal.check(recipe, request.folder, file, machines.ranks)
         if changed := overrides.differences(request.page, recipe):

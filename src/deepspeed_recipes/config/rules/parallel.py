@@ -5,7 +5,7 @@ from importlib import metadata
 
 from .. import schema
 from ..model import dimension
-from ..rule import FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule
 
 _TENSOR = ("tensor_parallel", "autotp_size")
 _SEQUENCE = ("sequence_parallel_size",)
@@ -62,6 +62,16 @@ def _tensor_stage(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and _tensor(config) > 1 and config.stage == 3:
         what = "from_pretrained cannot load most checkpoints into tensor-parallel ZeRO-3 shards"
         yield Hit(_TENSOR, _tensor(config), what, "set the stage to 1 or 2")
+
+
+@rule("tensor-parallel-across-nodes", "warning", COSTS)
+def _tensor_nodes(config: Config, facts: Facts) -> Iterator[Hit]:
+    size, each = _tensor(config), facts.gpus_per_node
+    if each and size > 1 and (facts.world_size or each + 1) > each and each % size:
+        what = f"groups of {size} ranks span nodes of {each}, so several all-reduces per layer cross the network"
+        divisors = [str(number) for number in range(2, each + 1) if each % number == 0]
+        fix = f"use {' or '.join(divisors)}" if divisors else "remove `tensor_parallel`"
+        yield Hit(_TENSOR, size, what, f"{fix}, and shard the rest with ZeRO or pipeline stages")
 
 
 @rule("unknown-tensor-preset", "warning", WRONG)

@@ -62,4 +62,4 @@ def _product_rate(machine: Machine, dtype: str, lost: float) -> float:
     """Return the operations per second of a product without the `lost` elements, by the largest product measured."""
     seconds = {int(name.split()[0]): taken for name, taken in machine.seconds["products"].items() if dtype in name}
     side = max(seconds)
-    return 2 * side**3 / seconds[side] * (1 + lost / side**2)
+    return float(2 * side**3 / seconds[side] * (1 + lost / side**2))

@@ -65,4 +65,5 @@ def _range(measure: str, setup: TrainingSetup) -> Range:
 
 @cache
 def _ranges() -> Mapping[str, Mapping[str, list[float]]]:
-    return json.loads(FILE.read_text(encoding="utf-8"))["ranges"]
+    ranges: Mapping[str, Mapping[str, list[float]]] = json.loads(FILE.read_text(encoding="utf-8"))["ranges"]
+    return ranges

@@ -34,7 +34,7 @@ class Machine:
     device: str
     """What the driver calls the GPU."""
     ranks: int
-    sizes: Mapping[str, Any]
+    sizes: Mapping[str, float]
     """Of what was measured, as `benchmarks.probe` has them."""
     seconds: Mapping[str, Any]
     nvme_gbs: float = 0.0
@@ -66,7 +66,7 @@ class Machine:
         return replace(gpu, **changes)
 
 
-def attention_operations(sizes: Mapping[str, Any]) -> float:
+def attention_operations(sizes: Mapping[str, float]) -> float:
     """Return the operations of the measured attention's forward pass, with its causal mask."""
     return 4 * sizes["heads"] * HEAD_WIDTH * sizes["length"] ** 2 / 2
 

@@ -186,7 +186,7 @@ def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
         return 0
     width = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys, values = getattr(attention, "qk_head_dim", width), getattr(attention, "v_head_dim", width)
-    return config.num_attention_heads * (keys + values) // 2
+    return int(config.num_attention_heads * (keys + values) // 2)
 
 
 def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, attention_width: int) -> LayerProfile:
@@ -224,11 +224,13 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
 
 
 def _key_value_heads(config: PreTrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | None:
-    own = [vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)]
+    own: list[int | None] = [
+        vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)
+    ]
     if own:
         return own[0]
     types = getattr(config, "layer_types", None)

@@ -2,14 +2,14 @@
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ...recipe import pages
 from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import Json
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
@@ -68,7 +68,7 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     return borrowed_recipe(name, config, method)
 
 
-def config_of(name: str) -> dict[str, Any] | None:
+def config_of(name: str) -> Json | None:
     """Return the config.json of a model given by path or Hub id, or None if a page describes the model.
 
     Raises:
@@ -118,7 +118,7 @@ def _page_with(is_it: Callable[[Model], bool]) -> str | None:
     return next((f"{family}-{size}" for family, size, model in sizes if is_it(model)), None)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Json:
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)
     if not isinstance(config, dict):
@@ -126,7 +126,7 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _download(hub_id: str) -> dict[str, Any]:
+def _download(hub_id: str) -> Json:
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
         if "/" in hub_id:
             raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
@@ -144,7 +144,8 @@ def _download(hub_id: str) -> dict[str, Any]:
             # A single request first: the download itself retries six times, for half a minute, and prints each attempt.
             hub.get_hf_file_metadata(hub.hf_hub_url(hub_id, "config.json"), timeout=5)
             file = hub.hf_hub_download(hub_id, "config.json", etag_timeout=5)
-        return json.loads(Path(file).read_text(encoding="utf-8"))
+        config: Json = json.loads(Path(file).read_text(encoding="utf-8"))
+        return config
     except Exception as error:  # no network, an unknown model and an unaccepted licence each raise another exception
         raise UserError(
             f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
@@ -152,13 +153,14 @@ def _download(hub_id: str) -> dict[str, Any]:
         ) from None
 
 
-def _with_floats(value: Any) -> Any:
+def _with_floats(config: Json) -> Json:
     """Return a configuration with infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba."""
-    if isinstance(value, dict):
-        return (
-            float(value["__float__"]) if set(value) == {"__float__"} else {k: _with_floats(v) for k, v in value.items()}
-        )
-    return [_with_floats(each) for each in value] if isinstance(value, list) else value
+
+    def value(one: Json) -> Json | float:
+        return float(one["__float__"]) if set(one) == {"__float__"} else one
+
+    found: Json = json.loads(json.dumps(config), object_hook=value)
+    return found
 
 
 def _unknown(name: str) -> str:
@@ -168,7 +170,7 @@ def _unknown(name: str) -> str:
     return f"{name}: not a recipe, Hub id (OWNER/NAME) or path to a config.json; {hint}"
 
 
-def check(config: Mapping[str, Any], name: str) -> None:
+def check(config: Json, name: str) -> None:
     """Refuse models that are not decoders, and impossible sizes.
 
     Raises:
@@ -194,7 +196,7 @@ def check(config: Mapping[str, Any], name: str) -> None:
     _check_heads(inner, name)
 
 
-def check_sizes(config: Mapping[str, Any], name: str) -> None:
+def check_sizes(config: Json, name: str) -> None:
     """Refuse impossible sizes.
 
     Raises:
@@ -212,7 +214,7 @@ def check_sizes(config: Mapping[str, Any], name: str) -> None:
             raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
 
 
-def _check_heads(config: Mapping[str, Any], name: str) -> None:
+def _check_heads(config: Json, name: str) -> None:
     width, heads = (config.get(key, config.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
     shared = config.get("num_key_value_heads")
     if width and heads and not config.get("head_dim") and width % heads:
@@ -221,7 +223,7 @@ def _check_heads(config: Mapping[str, Any], name: str) -> None:
         raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
 
 
-def borrowed_recipe(name: str, config: Mapping[str, Any], method: str) -> Recipe:
+def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
     """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest.py`).
 
     Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own. If the architecture

@@ -161,7 +161,7 @@ class Plan:
         return next((number for number, names in enumerate(TIERS) if self.base.deepspeed in names), 0)
 
     @property
-    def simplicity(self) -> tuple:
+    def simplicity(self) -> tuple[bool, int, int, int, float]:
         """Sort key for plans of about the same speed; smaller is simpler.
 
         In order of priority: nothing offloaded; how the model is split (not at all, by sequences, by matrices or
@@ -176,7 +176,7 @@ class Plan:
 def are_alike(one: Plan, other: Plan) -> bool:
     """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
 
-    def kind(plan: Plan) -> tuple:
+    def kind(plan: Plan) -> tuple[object, ...]:
         setup = plan.setup
         return plan.base.layout, setup.micro_batch_size, setup.gradient_checkpointing, plan.tier, plan.fits, plan.tight
 

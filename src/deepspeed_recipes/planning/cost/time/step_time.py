@@ -1,7 +1,7 @@
 """Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -182,7 +182,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         if (key := (*counts, number == 0, is_last)) in found:
             continue  # most stages equal the previous stage
 
-        def total(each: list | tuple, counts: list[int] = counts) -> float:
+        def total(each: Sequence[float], counts: list[int] = counts) -> float:
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
         compute = roofline.head_seconds(profile, setup, cluster.gpu, known) if is_last else roofline.ComputeSeconds()
