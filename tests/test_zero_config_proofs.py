@@ -212,7 +212,6 @@ NOT_RUN = {
     "sequence-parallel-alone": "a warning",
     "tensor-parallel-with-lora": "two ranks: tests/test_zero_config_proofs_ranks.py",
     "tensor-parallel-at-stage-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
-    "tensor-parallel-across-nodes": "a warning; needs several nodes",
     "unknown-tensor-preset": "a warning",
     "pipeline-with-stage-2-or-3": "two ranks: tests/test_zero_config_proofs_ranks.py",
     "pipeline-with-autotp": "hangs or corrupts the groups of the process: not for a test suite",
