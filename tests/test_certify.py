@@ -16,7 +16,7 @@ from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training.model_folder import complete, expected
+from deepspeed_recipes.training.model_folder import base_model, complete, expected
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -227,14 +227,14 @@ def test_what_cannot_be_compared_is_a_line(whole, words, message):
 
 
 def test_another_version_is_refused(whole, tmp_path):
-    edit(folder := copied(whole, tmp_path), expected.FILE, version=99)
+    edit(folder := copied(whole, tmp_path), base_model.EXPECTED, version=99)
     with pytest.raises(UserError, match="of another version"):
         certificate.read(folder)
 
 
 def test_a_copy_is_described_anew(whole, tmp_path):
     folder = tmp_path / "new"
-    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(expected.FILE))
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(base_model.EXPECTED))
     change(folder, lambda tensors: tensors["model.norm.weight"].mul_(2))
     complete.of_copy(folder, whole, folder)
     found = certificate.of_folder(folder)

@@ -32,13 +32,13 @@ def folder(exports, tmp_path):  # noqa: F811
     return shutil.copytree(exports["whole"], tmp_path / "model")
 
 
-def publish(hub, *words, token=hub_server.TOKEN):
+def publish(hub, *words, token=hub_server.TOKEN, **variables):
     """Run the script against a server; its settings are read when the library is imported."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     settings = {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": "/nonexistent", "HF_TOKEN": token}
     command = [sys.executable, str(ROOT / "scripts" / "publish.py"), *map(str, words)]
     kept |= {name: value for name, value in settings.items() if value} | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return subprocess.run(command, env=kept, capture_output=True, text=True)
+    return subprocess.run(command, env=kept | variables, capture_output=True, text=True)
 
 
 def refused(done, *said):
@@ -65,8 +65,9 @@ def test_a_folder_is_shown_and_pushed_and_pushed_again(hub, folder):
     assert hub.repositories[NAME]["README.md"].decode().endswith("Mine.\n")
 
 
-def test_a_dry_run_sends_nothing_and_needs_no_token(hub, folder):
-    done = publish(hub, folder, NAME, "--dry-run", token="")
+def test_a_dry_run_sends_nothing_and_needs_neither_token_nor_torch(hub, folder, tmp_path):
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    done = publish(hub, folder, NAME, "--dry-run", token="", PYTHONPATH=f"{ROOT / 'src'}:{tmp_path}")
     assert done.returncode == 0 and "model.safetensors" in done.stdout and "nothing was uploaded" in done.stdout
     assert hub.requests == []
 

@@ -111,9 +111,9 @@ def test_transformers_serve_answers_as_plain_transformers_does(models):
 def test_a_server_that_answers_otherwise_is_ended(models, tmp_path):
     folder = tmp_path / "changed"
     shutil.copytree(models / "whole", folder)
-    content = read_json(folder / expected.FILE)
+    content = read_json(folder / base_model.EXPECTED)
     content["texts"][0]["logprobs"][0] -= 1
-    write_json(folder / expected.FILE, content)
+    write_json(folder / base_model.EXPECTED, content)
     words = ["serve", str(folder), "--engine", "transformers", "--port", str(free_port())]
     done = subprocess.run(
         [sys.executable, "-m", "deepspeed_recipes.commands", *words], capture_output=True, text=True, timeout=300

@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def certified(folder: Path) -> int:
     """Compare a merged model with what was trained, print the result, and return 1 if it differs."""
     from ..export import certificate
-    from ..training.model_folder import expected
+    from ..training.model_folder.base_model import EXPECTED
     from .certify import shown
 
-    if not (folder / expected.FILE).exists():
-        print(f"not compared with the trained model: the adapter has no {expected.FILE}")
+    if not (folder / EXPECTED).exists():
+        print(f"not compared with the trained model: the adapter has no {EXPECTED}")
         return 0
     found = certificate.of_folder(folder.resolve())
     print("\n".join(shown(str(folder), found)))

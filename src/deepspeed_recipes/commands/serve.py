@@ -60,11 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def agrees(found: Served, url: str) -> bool:
     """Compare what a server answers with what was trained, for the model or each of its adapters, and print it."""
     from ..export import certificate  # takes seconds, and --help does without
-    from ..training.model_folder import expected
+    from ..training.model_folder.base_model import EXPECTED
 
     for name, folder in [(one.name, one.folder) for one in found.adapters] or [(found.name, found.model)]:
-        if not (folder / expected.FILE).exists():
-            print(f"{name}: not compared with the trained model: {folder} has no {expected.FILE}", flush=True)
+        if not (folder / EXPECTED).exists():
+            print(f"{name}: not compared with the trained model: {folder} has no {EXPECTED}", flush=True)
             continue
         result = certificate.of_server(Server(url, name), folder)
         if not result.agrees:

@@ -74,14 +74,14 @@ def read(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: the folder has none, or one of a later version.
     """
-    if not (folder / expected.FILE).exists():
+    if not (folder / base_model.EXPECTED).exists():
         raise UserError(
-            f"{folder}: has no {expected.FILE}: an older version exported it, it scores instead of writing, or it is "
-            "no export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
+            f"{folder}: has no {base_model.EXPECTED}: an older version exported it, it scores instead of writing, or "
+            "it is no export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
         )
-    found: dict[str, Any] = read_json(folder / expected.FILE)
+    found: dict[str, Any] = read_json(folder / base_model.EXPECTED)
     if found.get("version") != expected.VERSION or not found.get("texts"):
-        raise UserError(f"{folder / expected.FILE}: of another version, or damaged; export the run again.")
+        raise UserError(f"{folder / base_model.EXPECTED}: of another version, or damaged; export the run again.")
     return found
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ..recipe.errors import UserError, redact
 from ..recipe.run_folder import CHECK_FAILED, read_json
-from ..training.model_folder import expected, head, record, sentence_transformers
-from ..training.model_folder.base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
+from ..training.model_folder import head, record, sentence_transformers
+from ..training.model_folder.base_model import ADAPTER, EXPECTED, KEY, QUANTIZATION, is_hub_id
 from ..training.model_folder.portable import portable
 
 CARD = "README.md"
@@ -20,7 +20,7 @@ _CONFIGURATION = {
     ADAPTER,
     QUANTIZATION,
     head.LABELS,
-    expected.FILE,
+    EXPECTED,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

@@ -13,6 +13,8 @@ ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
 """File next to an adapter that was trained on a quantised base model: how to quantise it again."""
 KEY = "base_model_name_or_path"
+EXPECTED = "expected.json"
+"""File of a folder that holds what the trained model answered (see `expected.py`)."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 

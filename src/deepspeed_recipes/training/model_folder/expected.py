@@ -20,7 +20,6 @@ from ...recipe.run_folder import read_json, write_json
 from .. import distributed
 from . import base_model, weights
 
-FILE = "expected.json"
 VERSION = 1
 LONGEST = 64
 """Maximum number of tokens of an answer that are compared."""
@@ -147,13 +146,13 @@ def write(
             for example, answers, without in both
         ],
     }
-    write_json(folder / FILE, content | described(folder))
+    write_json(folder / base_model.EXPECTED, content | described(folder))
 
 
 def copy(source: Path, folder: Path) -> None:
     """Write the file of `source` into a copy of its model, merged, quantised or not, with the copy's own tensors."""
-    if (source / FILE).exists():
-        write_json(folder / FILE, read_json(source / FILE) | described(folder))
+    if (source / base_model.EXPECTED).exists():
+        write_json(folder / base_model.EXPECTED, read_json(source / base_model.EXPECTED) | described(folder))
 
 
 def described(folder: Path) -> dict[str, Any]:
