@@ -14,7 +14,7 @@ from deepspeed_recipes.launching import paths
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.planning.search import nearest as nearest_module
 from deepspeed_recipes.planning.search.nearest import nearest
-from deepspeed_recipes.recipe import pages, run_folder
+from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
 from deepspeed_recipes.recipe.recipe import Draft
@@ -127,6 +127,61 @@ def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(capsys):
     assert launch.main(["auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "is trained as qwen3-8b lora" in said and "its own" not in said and '"learning_rate": 1e-05' in said
+
+
+def test_a_run_has_the_name_of_the_users_model(tmp_path):
+    folder = drafted(tmp_path / "My Model", "olmo2")
+    recipe = borrowed.borrow(str(folder), "full")
+    assert recipe.name == "My_Model-full" and pages.typed(recipe).startswith(recipe.family)
+    assert run_folder.new(recipe, None).path.parent.name == "My_Model-full"
+    cached = tmp_path / "models--us--Olmo-X" / "snapshots" / "0123abcd"
+    cached.parent.mkdir(parents=True)
+    folder.rename(cached)
+    assert borrowed.borrow(str(cached), "lora").name == "Olmo-X-lora"
+
+
+def test_a_model_with_a_vision_tower_takes_a_page_with_one(tmp_path):
+    for page in ("qwen2_5_vl-7b", "gemma3_vision-4b"):
+        (tmp_path / "config.json").write_text(json.dumps(dict(pages.find(page, "lora").model.config)))
+        recipe = borrowed.borrow(str(tmp_path), "lora")
+        assert pages.typed(recipe) == page and recipe.model.vision and recipe.model.path == str(tmp_path)
+
+
+def test_a_model_with_its_own_code_is_told_how(tmp_path, capsys):
+    own = {"model_type": "foo", "auto_map": {"AutoModelForCausalLM": "modeling_foo.Foo"}, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(own | WIDTHS))
+    assert run_command("launch", ["auto", str(tmp_path), "--dry-run"]) == 2
+    assert f"lora model.path={tmp_path} model.trust_remote_code=true" in capsys.readouterr().err
+
+
+def test_a_model_without_auto_is_told_of_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for model in ("mine", "us/mine", str(tmp_path / "mine")):
+        assert run_command("launch", [model, "lora", "--dry-run"]) == 2
+        assert f"ds-recipes launch auto {model} lora" in capsys.readouterr().err
+
+
+def test_adapters_on_a_recipe_of_all_weights_learn_at_the_rate_of_adapters(capsys):
+    full, lora = (pages.find("llama3-8b", variant) for variant in ("full", "lora"))
+    assert overrides.apply(full, ["lora.rank=8"]).learning_rate == lora.learning_rate
+    assert overrides.apply(full, ["lora.rank=8", "learning_rate=3e-5"]).learning_rate == 3e-5
+    assert overrides.apply(lora, ["lora.rank=8"]).learning_rate == lora.learning_rate
+    grpo = pages.find("llama3-8b", "grpo")
+    ratio = lora.learning_rate / full.learning_rate
+    assert overrides.apply(grpo, ["lora.rank=8"]).learning_rate == pytest.approx(ratio * grpo.learning_rate)
+    assert launch.main(["llama3-8b", "full", "lora.rank=8", "--draft", "--dry-run"]) == 0
+    assert "adapters on a recipe of all weights: learning_rate=0.0001 instead of 1e-05" in capsys.readouterr().out
+
+
+def test_a_draft_without_gpus_is_small(capsys):
+    assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", "--gpus", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "draft without GPUs: global_batch_size=4 sequence_length=512" in said and '"global_batch_size": 4' in said
+    words = ["global_batch_size=16", "sequence_length=1024"]
+    assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", *words]) == 0
+    assert "draft without GPUs" not in capsys.readouterr().out
 
 
 def test_plans_borrow_the_same_page(tmp_path, capsys):

@@ -50,6 +50,32 @@ def test_too_few_updates_are_said_with_what_mends_them():
     assert "use global_batch_size=60" in updates.advice(asked, size(60, 60), 1)
 
 
+@pytest.mark.parametrize(
+    ("documents", "sequences"), [(12, 1), (60, 2), (400, 15), (400, 70), (5000, 200), (90_000, 4000)]
+)
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_borrowed_settings_suit_the_amount_of_data(documents, sequences, ranks):
+    page = pages.find("llama3-1b", "lora")
+    page = replace(page, data=replace(page.data, validation=None, validation_share="auto", metric="loss"))
+    found = updates.suited(page, size(documents, sequences), ranks, given={"data.path"})
+    steps = updates.in_all(found, sequences if found.packs else documents)
+    assert steps >= (30 if documents > 2 * ranks else 10) and found.epochs <= 10
+    assert steps // found.logging_steps >= 20 or steps < 20
+    assert steps // found.eval_steps >= 9 and found.data.sample_answers == 3
+    assert found.global_batch_size % (found.micro_batch_size * ranks) == 0
+    if documents > 10_000:
+        assert (found.epochs, found.global_batch_size) == (page.epochs, page.global_batch_size)
+
+
+def test_borrowed_settings_leave_what_the_user_has_set():
+    page = replace(pages.find("llama3-1b", "lora"), global_batch_size=6, epochs=1.0, eval_steps=7, logging_steps=3)
+    given = {"global_batch_size", "epochs", "packing", "eval_steps", "logging_steps", "data.sample_answers"}
+    assert updates.suited(page, size(400, 15), 2, given) == page
+    fixed = replace(page, max_steps=5)
+    found = updates.suited(fixed, size(400, 15), 2, {"max_steps"})
+    assert (found.max_steps, found.epochs, found.global_batch_size) == (5, 1.0, 6)
+
+
 def test_data_that_a_run_does_not_reach_is_named():
     recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8)
     (line,) = updates.left_out(recipe, size(380, 127))

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from . import pages
 from .bounds import Several, expected, shown
 from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
@@ -80,7 +81,17 @@ FOREIGN_OPTIONS = {
 """Names from other tools -> the option of ds-recipes launch that does the same."""
 
 # These fields follow from the recipe's name; an override cannot change them.
-_IDENTITY = {"family", "size", "variant", "page", "method", "model.config", "model.parameters", "draft.enabled"}
+_IDENTITY = {
+    "family",
+    "size",
+    "variant",
+    "page",
+    "borrower",
+    "method",
+    "model.config",
+    "model.parameters",
+    "draft.enabled",
+}
 
 
 def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
@@ -143,9 +154,24 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         values["method"] = "distill"
     if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
         values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
+    if values["lora"] is not None and recipe.lora is None and "learning_rate" not in given:
+        values["learning_rate"] = recipe.learning_rate * _adapters_rate(recipe)
     changed: Recipe = from_dict(values)
     _check_methods(changed.method.name, given)
     return changed
+
+
+def _adapters_rate(recipe: Recipe) -> float:
+    """Return the learning rate of a page's `lora` relative to that of its `full`.
+
+    If the page has none, 10, at which adapters learn as well as all weights, with SFT and with reinforcement learning
+    (Schulman et al. 2025, LoRA Without Regret).
+    """
+    try:
+        full, lora = (pages.find(pages.typed(recipe), variant) for variant in ("full", "lora"))
+    except UserError:
+        return 10.0
+    return lora.learning_rate / full.learning_rate
 
 
 def _check_methods(method: str, given: set[str]) -> None:

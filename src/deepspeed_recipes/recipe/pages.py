@@ -227,10 +227,10 @@ def find(recipe: str, variant: str) -> Recipe:
         UserError: unknown family, size or variant, with the nearest right one.
     """
     name, size = split(recipe)
-    if "/" in recipe and not name.endswith(".py"):
+    if not name.endswith(".py") and ("/" in recipe or Path(recipe, "config.json").is_file()):
         raise UserError(
-            f"unknown recipe {recipe!r}: to train a Hub id or a path, name the recipe of a similar model "
-            f"(ds-recipes launch --list) and add model.path={recipe}."
+            f"unknown recipe {recipe!r}: for a Hub id or a model's folder write auto before it, which takes the recipe "
+            f"of the nearest model: ds-recipes launch auto {recipe} {variant}"
         )
     module = known_page(name)
     if not size:

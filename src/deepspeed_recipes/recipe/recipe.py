@@ -112,6 +112,9 @@ class Data:
     accept images of any size, this bounds the tokens per image."""
     max_new_tokens: Annotated[int, Bounds(least=1)] = 96
     """Longest answer that the exact-match metric generates, in tokens. An answer that is cut off counts as wrong."""
+    sample_answers: Annotated[int, Bounds(least=0, most=100)] = 0
+    """Number of held-out questions that the model answers before and after training, for the report, where the metric
+    generates no answers. Only methods that train on conversations do it."""
     workers: Annotated[int | None, Bounds(least=0, most=1024)] = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that the GPU does not wait
     for the next batch; 0 for streams and without a GPU, where the workers would take cores from the computation."""
@@ -177,6 +180,8 @@ class Recipe:
     variant: str = ""
     page: str = ""
     """The file of a page outside the project; empty for the project's own pages."""
+    borrower: str = ""
+    """The name of a model that borrows the recipe of another model's page (`launch auto`), or empty."""
     model: Model
     data: Data
     deepspeed: str = "zero3.json"
@@ -314,8 +319,8 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """`family-size-variant`, the name of its run folders and of its W&B runs."""
-        return f"{self.family}-{self.size}-{self.variant}"
+        """`family-size-variant` or `borrower-variant`, the name of its run folders and of its W&B runs."""
+        return f"{self.borrower or f'{self.family}-{self.size}'}-{self.variant}"
 
     @property
     def metric(self) -> str:

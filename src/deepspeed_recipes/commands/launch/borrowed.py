@@ -3,14 +3,21 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from ...planning.model_profile import decoders
+from ...planning.model_profile.lookup import profile_of
 from ...planning.search import model_recipe
+from ...planning.search.nearest import nearest
 from ...recipe import overrides, pages
+from ...recipe.errors import UserError
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
+from ...training.data import updates
+from ..plan import workload
 
 FAR = 10
 """Ratio of parameter counts above which a recipe's settings no longer suit a model."""
@@ -124,10 +131,39 @@ def borrow(model: str, variant: str) -> Recipe:
     Raises:
         UserError: there is no such model, it is not a decoder, or no page of a similar model has the variant.
     """
-    recipe = model_recipe.find(model, variant, to_launch=True)
+    config = model_recipe.config_of(model)
+    if config and "auto_map" in config:
+        _refuse_own_code(model, config, variant)
+    recipe = (_with_vision(model, config, variant) if config else None) or model_recipe.find(
+        model, variant, to_launch=True
+    )
+    if not pages.is_own_model(recipe):
+        recipe = replace(recipe, borrower=_title(recipe.model.path))
     if recipe.packs and not _is_of_page(recipe) and not _keeps_documents_apart(recipe):
         return replace(recipe, packing=False)
     return recipe
+
+
+def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
+    """Return the recipe with a batch, epochs and logging that suit the size of the user's data; print them.
+
+    Args:
+        recipe: the borrowed recipe, with the user's settings.
+        ranks: number of ranks.
+        given: the keys that the user has set.
+    """
+    size = workload.size_of(recipe) if "data.path" in given and not recipe.data.streaming else None
+    if size is None:
+        return recipe
+    found = updates.suited(recipe, size, ranks, given)
+    steps = updates.in_all(found, size.sequences if found.packs else size.documents)
+    if changes := overrides.differences(recipe, found):
+        print(
+            f"for {size.examples:,} examples of about {size.tokens:,} tokens: {' '.join(changes)} (about {steps} "
+            "updates); set any of these yourself",
+            flush=True,
+        )
+    return found
 
 
 def said(recipe: Recipe) -> str:
@@ -145,6 +181,57 @@ def said(recipe: Recipe) -> str:
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]
     return "\n      ".join(lines)
+
+
+def _with_vision(name: str, config: Mapping[str, Any], variant: str) -> Recipe | None:
+    """Return the recipe of the nearest vision-language model of the same architecture, or None if no page has one."""
+    kind = config.get("model_type")
+    if not config.get("vision_config"):
+        return None
+    model_recipe.check(config, name)
+    found = [
+        pages.build(module, size, variant)
+        for module in map(pages.page, pages.families())
+        if variant in pages.variants(module)
+        for size, model in module.SIZES.items()
+        if model.vision and model.config.get("model_type") == kind and not module.__name__.startswith("tiny")
+    ]
+    if not found:
+        return None
+    own = profile_of(decoders.decoder_of(config)).parameters
+    recipe = min(
+        found, key=lambda one: abs(math.log(own / profile_of(decoders.decoder_of(one.model.config)).parameters))
+    )
+    path = Path(name).expanduser()
+    where = str(path.parent if path.is_file() else path) if path.exists() else name
+    parameters = own + model_recipe.tower_parameters(name)
+    return replace(recipe, model=replace(recipe.model, path=where, parameters=parameters, config=config))
+
+
+def _refuse_own_code(name: str, config: Mapping[str, Any], variant: str) -> None:
+    """Refuse a model of an architecture that transformers lacks, whose repository has the code for it.
+
+    Raises:
+        UserError: has the command that trains it.
+    """
+    from transformers import CONFIG_MAPPING  # a second, which only such models wait for
+
+    kind = str(config.get("model_type"))
+    if kind in CONFIG_MAPPING or decoders.is_stand_in(config):
+        return
+    alike = nearest({**config, "model_type": "llama"}, "full")
+    raise UserError(
+        f"{name}: transformers has no {kind}; the model brings its own Python code. Read that code; if you trust it:\n"
+        f"ds-recipes launch {pages.typed(alike)} {variant} model.path={name} model.trust_remote_code=true"
+    )
+
+
+def _title(path: str) -> str:
+    """Return the name of a model's folder or Hub id, as names of runs are: without a slash, and not a revision."""
+    parts = Path(path).expanduser().resolve().parts if Path(path).expanduser().exists() else Path(path).parts
+    if len(parts) > 2 and parts[-2] == "snapshots":  # huggingface_hub's cache: models--OWNER--NAME/snapshots/REVISION
+        return re.sub(r"[^\w.-]+", "_", parts[-3].rpartition("--")[2])
+    return re.sub(r"[^\w.-]+", "_", parts[-1]).strip("._-") or "model"
 
 
 def _is_of_page(recipe: Recipe) -> bool:

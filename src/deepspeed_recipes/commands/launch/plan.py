@@ -1,6 +1,6 @@
 """Plans a run: everything that is decided and checked before the first file is written or the first rank starts."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +17,16 @@ from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
 from ...recipe import deepspeed_file, overrides, pages, run_folder
 from ...recipe.errors import UserError
-from ...recipe.recipe import Recipe
+from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
 from ...report.profiler import nsys, window
 from ...training.checkpoint import universal
 from ...training.model_folder import base_model
 from ..plan import workload
 from . import borrowed
+
+DRAFT_LENGTH, DRAFT_BATCH = 512, 2
+"""Longest sequence of a draft without GPUs, and its sequences per rank and step."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     if machines.hardware and not request.recipe.draft.enabled:
         documents = workload.document_length(request.recipe)
     chosen = with_deepspeed_file(request, overrides.keys_of(options.overrides), machines.hardware, documents)
+    if options.model and not request.folder:
+        chosen = borrowed.with_amount(chosen, machines.ranks, overrides.keys_of(options.overrides))
+    if options.draft and not (machines.gpus or machines.reserved):
+        chosen = small_draft(chosen, machines.ranks, overrides.keys_of(options.overrides))
     located = paths.locate(chosen, cloud.mount(options.engine))
     check(located, request, machines, options)
     estimate = None
@@ -124,6 +131,12 @@ def requested(options: LaunchOptions) -> Request:
         folder = run_folder.to_resume(page, options.output_dir)
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides)
+    if recipe.learning_rate != page.learning_rate and "learning_rate" not in overrides.keys_of(options.overrides):
+        print(
+            f"adapters on a recipe of all weights: learning_rate={recipe.learning_rate:.3g} instead of "
+            f"{page.learning_rate:g}, unless you set it",
+            flush=True,
+        )
     if options.profile or options.nsys:
         steps = options.profile or recipe.profile.steps or window.AUTO
         recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
@@ -206,6 +219,21 @@ def with_deepspeed_file(
     best = forecast.choose(located, changed, hardware, documents)
     print(f"deepspeed=auto: {' '.join(overrides.differences(located, best)) or best.deepspeed}", flush=True)
     return replace(best, model=recipe.model)
+
+
+def small_draft(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
+    """Return a draft that CPU ranks train in a minute: short sequences, and few per step; print what is reduced."""
+    smaller: dict[str, int] = {}
+    if recipe.sequence_length > DRAFT_LENGTH and "sequence_length" not in given:
+        smaller["sequence_length"] = DRAFT_LENGTH
+    if recipe.global_batch_size > DRAFT_BATCH * ranks and not {"global_batch_size", "micro_batch_size"} & {*given}:
+        smaller["global_batch_size"] = DRAFT_BATCH * ranks
+        smaller["micro_batch_size"] = recipe.method.least_micro_batch
+    length = {key: value for key, value in smaller.items() if key == "sequence_length"}
+    found = changed(recipe, **smaller) or changed(recipe, **length) or recipe  # GRPO's batches are whole groups
+    if said := [one for one in overrides.differences(recipe, found) if not one.startswith("micro_batch_size")]:
+        print(f"draft without GPUs: {' '.join(said)}, unless you set them", flush=True)
+    return found
 
 
 def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchOptions) -> None:

@@ -13,6 +13,7 @@ from ...planning.search.plans import Plan
 from ...planning.search.run_cost import Workload
 from ...recipe.errors import UserError
 from ...recipe.files import Json
+from ...recipe.methods import Grpo
 from ...recipe.recipe import Recipe, names
 from ...training.data import text_files, updates
 from ...training.data.forms import formats
@@ -22,6 +23,8 @@ CHARACTERS = 4
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
+FEW_HELD_OUT = 0.05
+"""Share of the examples that `data.validation_share=auto` holds out."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 
@@ -137,6 +140,24 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
     whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
     attended = sum(length * min(length, whole) for length in lengths) / sum(lengths)
     return max(1.0, share * sum(lengths) / CHARACTERS), max(1.0, attended / CHARACTERS)
+
+
+def size_of(recipe: Recipe) -> updates.Size | None:
+    """Return the approximate size of the training data, or None if it is not local text, large, or not readable."""
+    try:
+        if sum(file.stat().st_size for file in _files(recipe)) > QUICK:
+            return None
+        examples = sum(1 for file in _files(recipe) for _ in _examples(file, recipe))
+        examples = min(examples, recipe.data.max_examples or examples)
+        counted, _ = tokens_of(recipe)
+    except UserError:
+        return None
+    left = 1 - (FEW_HELD_OUT if recipe.data.validation_share == "auto" else recipe.data.validation_share)
+    documents, counted = max(1, math.ceil(examples * left)), math.ceil(counted * left)
+    if isinstance(recipe.method, Grpo):  # a sequence is an answer
+        documents *= recipe.method.group_size * recipe.method.iterations
+    sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
+    return updates.Size(examples, documents, max(1, min(sequences, documents)), counted)
 
 
 def document_length(recipe: Recipe) -> float | None:

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
+from ...recipe.layout import data_parallel_size
 from ...recipe.methods.metrics import shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
@@ -112,6 +114,13 @@ class Evaluation(TrainerCallback):
             self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
         return record
 
+    def _store_answers(self, trainer: Trainer) -> None:
+        """Let the model answer the first questions; the metric stores rank 0's answers, its score is unused."""
+        layout = self.recipe.layout
+        shares = data_parallel_size(layout, dist.get_world_size()) * layout.sequence
+        asked = min(self.recipe.data.sample_answers * shares, len(self.judged))
+        self.measure_metric(trainer, self.judged.select(range(asked)))
+
     def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
         training = trainer.model.training
         trainer.model.eval()
@@ -123,5 +132,7 @@ class Evaluation(TrainerCallback):
         elif self.metric not in measured and self.recipe.eval_examples:
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
             measured[f"sampled_{self.metric}"] = self.measure_metric(trainer, sample)[self.metric]
+        if with_metric and self.metric == "loss" and self.recipe.data.sample_answers:
+            self._store_answers(trainer)
         trainer.model.train(training)
         return measured

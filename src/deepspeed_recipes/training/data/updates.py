@@ -4,14 +4,24 @@ Standard library only.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Recipe, changed
 
 ENOUGH = 12
 """Fewest updates without a warning: with fewer a run learns little, since Adam spends its first on the warm-up."""
+
+GOOD = 50
+"""Updates that `suited` aims at for small data."""
+SMALLEST = 8
+"""Examples of a batch below which gradients are so noisy that more epochs are better than more batches."""
+POINTS, MEASURED = 20, 10
+"""Logged steps and evaluations of a run by `suited`, at least."""
+ANSWERS = 3
+"""Sample answers of a run by `suited`."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +110,65 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
         " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
     ]
     return f"warning: {what}. This teaches a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+
+
+def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) -> Recipe:
+    """Return the recipe with a batch, epochs and logging that give its data enough updates and a curve.
+
+    Preferred is, in this order: packing, a large batch, few epochs. Without packing a batch has at least `SMALLEST`
+    examples if three epochs of them suffice.
+
+    Args:
+        recipe: as its page and the user set it.
+        size: of the training data, as far as it is known before tokenizing.
+        world_size: number of ranks.
+        given: the keys that the user has set, which stay.
+    """
+    best = recipe
+    if "max_steps" not in given and recipe.max_steps is None:
+        found = list(_suited(recipe, size, world_size, given))
+        made = [in_all(one, _sequences(one, size)) for one in found]
+        for least in (GOOD, GOOD // 2):
+            if chosen := next((one for one, steps in zip(found, made, strict=True) if steps >= least), None):
+                best = chosen
+                break
+        else:
+            best = max(zip(made, found, strict=True), key=lambda one: one[0], default=(0, recipe))[1]
+    steps = in_all(best, _sequences(best, size))
+    changes: dict[str, Any] = {}
+    if "logging_steps" not in given:
+        changes["logging_steps"] = max(1, min(best.logging_steps, steps // POINTS))
+    if best.data.validation or best.data.validation_share:
+        if "eval_steps" not in given:
+            changes["eval_steps"] = max(1, steps // MEASURED)
+        answers = changed(best, data=replace(best.data, sample_answers=ANSWERS))
+        if answers and "data.sample_answers" not in given and best.metric == "loss":
+            best = answers
+    return replace(best, **changes)
+
+
+def _sequences(recipe: Recipe, size: Size) -> int:
+    return size.sequences if recipe.packs else size.documents
+
+
+def _suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) -> Iterator[Recipe]:
+    """Yield recipes with other batches and epochs, the best first."""
+    ranks = data_parallel_size(recipe.layout, world_size)
+    ways = [recipe]
+    if recipe.packs and "packing" not in given and size.documents > size.sequences:
+        ways += filter(None, [changed(recipe, packing=False)])
+    few, more = ([recipe.epochs],) * 2 if "epochs" in given else (sorted({recipe.epochs, 2.0, 3.0}), range(4, 11))
+    for one, epochs, alone in [(one, few, True) for one in ways] + [(one, more, False) for one in reversed(ways)]:
+        for micro in sorted({one.micro_batch_size, one.method.least_micro_batch}, reverse=True):
+            if micro != one.micro_batch_size and "micro_batch_size" in given:
+                continue
+            unit = micro * ranks
+            least = SMALLEST if alone and not one.packs else 1
+            batch = one.global_batch_size if "global_batch_size" in given else one.global_batch_size // unit * unit
+            while batch >= max(unit, least):
+                fits = {"global_batch_size": batch, "micro_batch_size": micro}
+                yield from filter(None, (changed(one, **fits, epochs=float(e)) for e in epochs if e >= one.epochs))
+                batch = 0 if "global_batch_size" in given else batch // 2 // unit * unit
 
 
 def _enough(recipe: Recipe, sequences: int) -> bool:
