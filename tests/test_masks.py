@@ -1,6 +1,7 @@
 """Loss masks: with every chat template that TRL ships for these families, only assistant turns are in the loss."""
 
 import re
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -163,6 +164,27 @@ def test_rendering_turn_by_turn_gives_the_marks_that_the_template_has(name):
         assert ids == by_template[0]
         differ = {tokenizer.decode(ids[i]) for i, said in enumerate(assistant) if said != by_template[1][i]}
         assert differ <= {"\n"}, "ChatML here does not learn the line break after a turn's end"
+
+
+def test_a_template_that_renders_as_one_of_trl_is_marked_as_that_one(tmp_path, capsys):
+    """A line break or a comment more is another text; a word more is another template."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    for name in ("qwen3", "llama3", "gemma3"):
+        text = (FOLDER / f"{name}.jinja").read_text(encoding="utf-8")
+        training = (FOLDER / f"{name}_training.jinja").read_text(encoding="utf-8")
+        for changed in (f"{text}\n", f"{{# ours #}}{text}"):
+            tokenizer.chat_template = changed
+            assert chat_templates.training_template(tokenizer) == training, name
+        tokenizer.chat_template = f"{text}{{{{ 'more' }}}}"
+        assert chat_templates.training_template(tokenizer) is None, name
+    shutil.copytree(TINY_MODEL, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(tokenizer.chat_template)
+    run = ["tiny", "lora", f"model.path={tmp_path / 'model'}", "--dry-run"]
+    assert main.run("launch", run) == 2
+    assert "model.chat_template=chatml trains with the project's template" in capsys.readouterr().err
+    assert main.run("launch", [*run, "model.chat_template=chatml"]) == 0
+    (tmp_path / "model" / "chat_template.jinja").write_text(changed)
+    assert main.run("launch", run) == 0
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():

@@ -4,6 +4,7 @@ Apart from the linter this needs only the standard library, and takes millisecon
 """
 
 import importlib.util
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from ..recipe.errors import UserError
 from ..recipe.layout import bubble, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo, rewards
 from ..recipe.recipe import Recipe, names
+from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
@@ -71,6 +73,38 @@ def check_model(recipe: Recipe) -> None:
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
     if isinstance(recipe.method, Distill) and not recipe.method.served:
         weights.check(Path(str(recipe.method.teacher)), "distill.teacher")
+
+
+def check_chat_template(recipe: Recipe) -> None:
+    """Refuse a chat template in which the assistant's tokens cannot be found, if the model is a local folder.
+
+    Templates that mark them and those that TRL knows need no tokenizer; others take the seconds of importing one.
+
+    Raises:
+        UserError: names the model and two ways to train it.
+    """
+    model, library = recipe.model, importlib.util.find_spec("trl")
+    if recipe.draft.enabled or model.trust_remote_code or not (recipe.method.packs and library and library.origin):
+        return
+    template = _template_of(Path(model.path), model.chat_template)
+    if recipe.method.examples != "conversations" or template is None or re.search(r"{%-?\s*generation\b", template):
+        return
+    known = Path(library.origin).with_name("chat_templates").glob("*_training.jinja")
+    originals = (file.with_name(file.name.replace("_training", "")) for file in known)
+    if not any(file.exists() and file.read_text(encoding="utf-8") == template for file in originals):
+        from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
+
+        chat_templates.marker(recipe, chat_templates.load_tokenizer(recipe))
+
+
+def _template_of(folder: Path, named: str) -> str | None:
+    """Return the text of a model's own chat template or of the file `named`, or None if the project's is used."""
+    file = folder / "chat_template.jinja" if named == "auto" else Path(named)
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    config = folder / "tokenizer_config.json"
+    found = read_json(config).get("chat_template") if named == "auto" and config.is_file() else None
+    return found if isinstance(found, str) else None
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: int) -> None:

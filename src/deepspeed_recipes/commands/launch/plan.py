@@ -259,6 +259,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         preflight.check_trackers(recipe)
         capacity.check_cache()
     examples = preflight.check_data(recipe)
+    preflight.check_chat_template(recipe)
     for warning in (
         preflight.few_updates(recipe, examples, machines.ranks),
         borrowed.warning(recipe, request.page, overrides.keys_of(options.overrides)),

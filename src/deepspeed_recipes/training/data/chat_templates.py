@@ -2,12 +2,13 @@
 
 import contextlib
 import copy
+import inspect
 import resource
 import signal
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,9 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
     except (UserError, TemplateError, NotImplementedError) as error:
         raise UserError(
             f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
-            f"be found in what it renders ({error}).\nPut {{% generation %}} ... {{% endgeneration %}} around the "
-            "assistant's turn in a copy of it, and name that file: model.chat_template=FILE."
+            f"be found in what it renders ({error}).\nmodel.chat_template=chatml trains with the project's template "
+            "instead. To keep this one, put {% generation %} ... {% endgeneration %} around the assistant's turn in a "
+            "copy of it, and name that file: model.chat_template=FILE."
         ) from None
     return tokenizer.chat_template, partial(_by_rendering, tokenizer)
 
@@ -185,7 +187,54 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     try:
         return get_training_chat_template(tokenizer)
     except ValueError:
-        return None
+        return _alike(tokenizer, tokenizer.chat_template)
+
+
+_CALL = {"type": "function", "function": {"name": "add", "arguments": {"one": 1, "text": "a"}}}
+_TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
+_ASKED: Turns = [{"role": "user", "content": " first\n"}, {"role": "assistant", "content": "answer\n"}]
+_REASONED = {"role": "assistant", "content": "second", "reasoning_content": "because"}
+_PROBES: tuple[tuple[Turns, dict[str, Any]], ...] = (
+    (_ASKED, {}),
+    (_ASKED[:1], {"add_generation_prompt": True}),
+    ([{"role": "system", "content": "rule"}, *_ASKED, _ASKED[0], _REASONED], {}),
+    ([*_ASKED, _ASKED[0], {"role": "assistant", "content": "<think>\nthought\n</think>\n\nsaid"}, *_ASKED], {}),
+    (_ASKED[:1], {"add_generation_prompt": True, "enable_thinking": False}),
+    (
+        [
+            _ASKED[0],
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "1"},
+            _REASONED,
+        ],
+        {"tools": [_TOOL]},
+    ),
+)
+"""Conversations, with arguments of the template, on which two templates that render alike are taken for equal."""
+
+
+@lru_cache(maxsize=64)
+def _alike(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
+    """Return TRL's training version of a template that renders as `template` does, or None.
+
+    TRL compares texts, and a comment or a line break in another place makes another text.
+    """
+
+    def rendered(source: str, turns: Turns, options: dict[str, Any]) -> str | None:
+        try:
+            with bounded("its chat template"):
+                return tokenizer.apply_chat_template(turns, chat_template=source, tokenize=False, **options)
+        except (TemplateError, TypeError, ValueError, UserError):
+            return None
+
+    expected = [rendered(template, *probe) for probe in _PROBES]
+    folder = Path(inspect.getfile(get_training_chat_template)).parent / "chat_templates"
+    for training in sorted(folder.glob("*_training.jinja")) if expected[0] else ():
+        original = training.with_name(training.name.replace("_training", ""))
+        text = original.read_text(encoding="utf-8") if original.exists() else ""
+        if text and all(rendered(text, *probe) == one for probe, one in zip(_PROBES, expected, strict=True)):
+            return training.read_text(encoding="utf-8")
+    return None
 
 
 def _by_template(
