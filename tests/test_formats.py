@@ -139,7 +139,7 @@ def test_columns_of_any_names_are_read(tmp_path):
     (source,) = sources.read(str(path), recipe)
     assert source.examples[0]["messages"] == SHORT
     with pytest.raises(UserError, match="names 'answer'; this example has 'question, asked', 'a:b'"):
-        preflight.check_file(path, "sft", named="answer:completion")
+        preflight.check_file(path, "sft", Data(path="", columns="answer:completion"))
     with pytest.raises(UserError, match=r"belong to no known form.*data\.columns=question:prompt"):
         formats.form_of("here", {"question": "a", "answer": "b"}, "sft")
     for wrong in ("question", "question:prmpt", "question:prompt,answer", ":prompt"):
@@ -156,7 +156,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
     assert [where for where, _ in parts] == [f"{path}:1", f"{path}:2"]
     assert "".join(part["text"] for _, part in parts) == "Once upon a time.\n\nThe end.\n"
     recipe = small(tmp_path, tmp_path, method="pretrain")
-    assert preflight.check_data(recipe) is None, "a folder's examples are counted by the ranks"
+    assert preflight.check_data(recipe) == len(parts), "a folder is checked as its files are"
     assert [len(source.examples) for source in sources.read(str(tmp_path), recipe)] == [2]
     (tmp_path / "rows.jsonl").write_text(line(text="a"))
     (source,) = sources.read(str(tmp_path), recipe)
@@ -525,7 +525,7 @@ def test_text_files_keep_what_tables_and_loaders_change(tmp_path):
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         csv.writer(file).writerows([["prompt", "completion"], ["a\nb", "042"], ["c", "2024-01-01"], ["d", "NA"]])
     assert [row["completion"] for _, row in text_files.read(path)] == ["042", "2024-01-01", "NA"]
-    assert [where for where, _ in text_files.read(path)] == [f"{path}:3", f"{path}:4", f"{path}:5"]
+    assert [where for where, _ in text_files.read(path)] == [f"{path}:2", f"{path}:4", f"{path}:5"]
     path = tmp_path / "array.json"
     path.write_text('\ufeff [{"text": "2024-01-01"}]', encoding="utf-8")
     assert list(text_files.read(path)) == [(f"{path}: row 1", {"text": "2024-01-01"})]
@@ -610,3 +610,90 @@ def test_a_prompt_is_for_the_model_to_answer():
         list(formats.converted([("file:1", {"prompt": SHORT})], "grpo"))
     with pytest.raises(UserError, match="belong to no known form"):
         list(formats.converted([("file:1", {"prompt": "2 + 2?", "response": "4"})], "sft"))
+
+
+def chats(*turns):
+    return line(messages=[{"role": role, "content": content} for role, content in turns])
+
+
+GOOD = chats(("user", "Hi?"), ("assistant", "Yes."))
+
+
+def recipe_on(path, **data):
+    recipe = small(path, path)
+    return replace(recipe, data=replace(recipe.data, path=str(path), validation=None, **data))
+
+
+def test_bad_examples_are_named_together_or_left_out(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    bad = [chats(("user", ""), ("assistant", "Yes.")), '{"messages": [', chats(("user", "a"), ("user", "b"))] * 4
+    path.write_text("\n".join([bad[0], GOOD, *bad[1:], GOOD]) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        preflight.check_data(recipe_on(path))
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith(f"{path}:1: turn 1 of 'messages' (user) is empty") and f"{path}:3: not JSON" in lines[1]
+    assert len(lines) == 11 and lines[-1].startswith("12 of 14 examples cannot be used, of which the first 10 are")
+    assert preflight.check_data(recipe_on(path, bad="skip")) == 2
+    with pytest.raises(UserError, match="12 of 14 examples cannot be used"):
+        sources.read(str(path), recipe_on(path))
+    (source,) = sources.read(str(path), recipe_on(path, bad="skip"))
+    assert len(source.examples) == 2 and len(source.skipped) == 12 and source.skipped[0] == lines[0]
+    path.write_text(bad[0] + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match="is empty"):
+        preflight.check_data(recipe_on(path, bad="skip"))
+
+
+def test_roles_are_renamed_turns_joined_and_empty_system_turns_dropped(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    turns = [("system", " "), ("Customer", "Hi."), ("customer", "Help?"), ("agent", "Yes."), ("AGENT", "Here.")]
+    path.write_text(chats(*turns) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"data.roles=Customer:user"):
+        preflight.check_data(recipe_on(path))
+    roles = {"roles": "customer:user, agent:assistant"}
+    with pytest.raises(UserError, match=r"data.join_turns=true"):
+        preflight.check_data(recipe_on(path, **roles))
+    (source,) = sources.read(str(path), recipe_on(path, **roles, join_turns=True))
+    (example,) = source.examples
+    assert example["messages"] == [user("Hi.\nHelp?"), assistant("Yes.\nHere.")]
+    for wrong in ("customer", "customer:client", ":user"):
+        with pytest.raises(UserError, match="write NAME:ROLE"):
+            formats.role_names(wrong)
+    table = tmp_path / "chats.csv"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([["messages"], [json.dumps(json.loads(chats(*turns))["messages"])]])
+    (source,) = sources.read(str(table), recipe_on(table, **roles, join_turns=True))
+    assert list(source.examples) == [example]
+
+
+def test_a_rows_place_is_its_first_line_and_a_quote_left_open_is_found_where_it_begins(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text('prompt,completion\n"a\nb",c\n\nd,e,f\ng,h\n"i,j\nk,l\n', encoding="utf-8")
+    found = text_files.BadExamples()
+    with pytest.raises(UserError, match=f"{path}:7: not a table"):
+        list(text_files.read(path, found))
+    assert found.first == [
+        f"{path}:5: not as many cells as the header has columns (2); quote cells that hold the "
+        "separator or a line break."
+    ]
+
+
+def test_a_folder_is_checked_before_the_ranks_start(tmp_path):
+    (tmp_path / "one.jsonl").write_text(GOOD + "\n")
+    (tmp_path / "two.jsonl").write_text(GOOD + "\n{\n")
+    with pytest.raises(UserError, match=r"two.jsonl:2: not JSON"):
+        preflight.check_data(recipe_on(tmp_path))
+    assert preflight.check_data(recipe_on(tmp_path, bad="skip")) == 2
+    (tmp_path / "two.jsonl").rename(tmp_path / "test.jsonl")
+    assert preflight.check_data(recipe_on(tmp_path)) is None, "the ranks know which files belong to a split"
+
+
+def test_columns_are_suggested_by_their_own_names(tmp_path):
+    for row, method, said in (
+        ({"chat_id": "7", "customer": "a", "agent": "b"}, "sft", "customer:prompt,agent:completion"),
+        ({"dialogue": [{"role": "user"}]}, "sft", "dialogue:messages"),
+        ({"q": "a", "good": "b", "poor": "c"}, "dpo", "q:prompt,good:chosen,poor:rejected"),
+        ({"body": "a", "kind": "b"}, "classify", "body:text,kind:label"),
+        ({"number": 3}, "sft", "question:prompt,answer:completion"),
+    ):
+        with pytest.raises(UserError, match=f"data.columns={said}"):
+            formats.form_of("here", row, method)

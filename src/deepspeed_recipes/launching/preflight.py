@@ -19,7 +19,7 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import bubble, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo, rewards
-from ..recipe.recipe import Recipe, names
+from ..recipe.recipe import Data, Recipe, names
 from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
@@ -30,6 +30,12 @@ from ..training.model_folder.base_model import config_of
 
 UNKNOWN = "only the ranks will know"
 """Key for the number of sources that only the ranks read."""
+UNNAMED = Data(path="")
+"""Data whose examples are read as they are."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of a folder that `save_to_disk` has written."""
+SPLITS = re.compile(r"(?i)(^|[^a-z])(train|training|valid|validation|val|dev|test|testing|eval|evaluation)([^a-z]|$)")
+"""Parts of names that show the Hub's splits."""
 STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
 
@@ -199,30 +205,48 @@ def check_data(recipe: Recipe) -> int | None:
     """
     _check_options(recipe)
     counts: list[int | None] = []
+    bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
     kinds_of: dict[str, Counter[Any]] = {}
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[Any] = Counter()
         for name in names(path):
-            count = None
-            place = Path(name)
-            if place.is_dir() and not any(Path(file).suffix in text_files.READ for file in spec_files.below(place)):
-                raise UserError(f"{name}: no data files in this folder or below ({', '.join(text_files.READ)}).")
-            if place.is_file() and place.suffix not in text_files.COLUMNAR:
-                most = STREAMED if recipe.data.streaming and trained else None
-                data = recipe.data
-                found = check_file(place, recipe.method.name, data.form, most, data.columns, recipe.model.vision)
-                count = found.total()
-                labels += found
-            else:
-                labels[UNKNOWN] += 1
+            files, known = _text_of(Path(name), recipe.data.split)
+            most = STREAMED if recipe.data.streaming and trained else None
+            found: Counter[Any] = sum((check_file(file, *method, most, bad) for file in files), Counter())
+            count = found.total() if known else None
+            labels += found if known else Counter([UNKNOWN])
             if trained:
                 counts.append(count)
         kinds_of["data.path" if trained else "data.validation"] = labels
+    usable = sum(labels.total() for labels in kinds_of.values())
+    if bad.count and (recipe.data.bad == "stop" or not usable):
+        raise bad.error(usable)
     _check_together(recipe, kinds_of)
     known = [count for count in counts if count is not None]
     if len(known) < len(counts) or recipe.data.streaming:
         return None
     return min(sum(known), recipe.data.max_examples or sum(known))
+
+
+def _text_of(place: Path, split: str) -> tuple[list[Path], bool]:
+    """Return the text files of a source that are read, and whether they are all of its examples.
+
+    Raises:
+        UserError: a folder without data files.
+    """
+    if place.is_file():
+        return ([], False) if place.suffix in text_files.COLUMNAR else ([place], True)
+    if not place.is_dir():
+        return [], False
+    found = [Path(file) for file in sorted(spec_files.below(place))]
+    if not any(file.suffix in text_files.READ for file in found):
+        raise UserError(f"{place}: no data files in this folder or below ({', '.join(text_files.READ)}).")
+    if any((place / state).exists() for state in SAVED) or any(SPLITS.search(str(f.relative_to(place))) for f in found):
+        return [], False  # the ranks know the Hub's rules for the names of splits
+    examples = [file for file in found if file.suffix in text_files.SUFFIXES]
+    examples = examples or [file for file in found if file.suffix in text_files.PLAIN]
+    text = [file for file in examples if file.suffix not in text_files.COLUMNAR and not file.name.startswith(".")]
+    return text, len(text) == len(examples)
 
 
 def unchecked(recipe: Recipe) -> str:
@@ -287,27 +311,39 @@ def _check_options(recipe: Recipe) -> None:
     if recipe.method.rollouts:
         rewards.check_files(recipe.reward)
     text_files.weights(data)
-    formats.column_fields(data.columns)
+    formats.reading_of(data)
 
 
 def check_file(
-    path: Path, method: str, form: str = "auto", most: int | None = None, named: str | None = None, vision: bool = False
+    path: Path,
+    method: str,
+    data: Data = UNNAMED,
+    vision: bool = False,
+    most: int | None = None,
+    bad: text_files.Bad | None = None,
 ) -> Counter[Any]:
     """Check a text file's first `most` examples (all if None) for a method, and return their number by kind.
 
-    `named` is the recipe's `data.columns`. An example's kind is its label, or a flag for a `negative`. With `vision`
-    an example may have images, and every image is opened.
+    `data` says how they are read. An example's kind is its label, or a flag for a `negative`. With `vision` an example
+    may have images, and every image is opened.
+    `bad` is called with the errors of examples, which are otherwise raised.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
     """
-    examples = formats.renamed_columns(text_files.read(path), formats.column_fields(named))
+    errors = text_files.BadExamples()
+
+    def note(error: UserError) -> None:
+        text_files.refuse(error, bad)
+        errors(error)
+
+    examples = formats.prepared(text_files.read(path, note), formats.reading_of(data), note)
     if vision:
-        converted = images.checked(images.converted(examples, method, form, path.parent))
+        converted = images.checked(images.converted(examples, method, data.form, path.parent, note), note)
     else:
-        converted = formats.converted(examples, method, form)
+        converted = formats.converted(examples, method, data.form, note)
     found = Counter(map(_kind, islice(converted, most)))
-    if not found:
+    if not found and not errors.count:
         raise UserError(f"{path} is empty; add examples, or name another file.")
     return found
 

@@ -61,6 +61,14 @@ class Data:
     separate several with commas."""
     columns: Annotated[str | None, Several()] = None
     """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`."""
+    roles: Annotated[str | None, Several()] = None
+    """Renames roles of turns, as `NAME:ROLE` pairs separated by commas: `customer:user,agent:assistant`."""
+    join_turns: bool = False
+    """Join consecutive turns of one role, with a line break between them. `false` refuses two of the user's."""
+    bad: Literal["stop", "skip"] = "stop"
+    """What to do about examples that cannot be used, such as lines that are not JSON and turns without content. `stop`
+    ends the run before training and names the first ten; `skip` trains without them, and counts them in the summary and
+    the report."""
     weights: Annotated[str | None, Several()] = None
     """Proportions in which several sources are mixed, separated by commas (`3,1`). None uses every example of each
     source once."""

@@ -49,6 +49,7 @@ from .callbacks.stopping import Watchdog
 from .checkpoint import fingerprint, pickles
 from .console import leave_out_noise, say
 from .data import chat_templates, updates
+from .data import load as load_data
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
@@ -109,7 +110,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
     if distributed.is_first():
-        write_json(run.data, datasets.description)
+        write_json(run.data, {**datasets.description, **({"skipped": load_data.SKIPPED} if load_data.SKIPPED else {})})
     checkpoint = newest_checkpoint(run)
     mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)

@@ -12,6 +12,7 @@ from . import distributed
 from .callbacks.evaluation import Evaluation
 from .callbacks.metrics import memory
 from .console import say
+from .data.load import SKIPPED
 from .model import stored
 from .tracking.trackers import Trackers
 
@@ -65,6 +66,8 @@ def finished(
     }
     if not_loaded := stored.NOT_LOADED.get(recipe.model.path):
         summary["not_loaded"] = not_loaded
+    if SKIPPED:
+        summary["skipped"] = SKIPPED
     write_json(run.summary, summary)
     draw_curves(run, recipe.name, recipe.method.curve)
     tracked = trackers.end(summary)
@@ -77,6 +80,9 @@ def finished(
         f"model        {display(run.export)}  (reloaded with plain transformers: the same logits)",
         f"report       {display(run.report_page)}",
         *tracked,
+        f"left out     {sum(one['count'] for one in SKIPPED.values()):,} bad examples (data.bad=skip), in the report"
+        if SKIPPED
+        else None,
         None
         if recipe.method.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} {shown}"your question"',

@@ -1,10 +1,13 @@
 """The amount of training: tokens, as given or estimated from the data, and the deadline in hours."""
 
 import argparse
+import importlib.util
+import json
 import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ CHARACTERS = 4
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
+SAMPLED = 100
+"""Examples that are tokenized to estimate a tokenizer's characters per token."""
 FEW_HELD_OUT = 0.05
 """Share of the examples that `data.validation_share=auto` holds out."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
@@ -149,7 +154,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
             return None
         examples = sum(1 for file in _files(recipe) for _ in _examples(file, recipe))
         examples = min(examples, recipe.data.max_examples or examples)
-        counted, _ = tokens_of(recipe)
+        counted = tokens_of(recipe)[0] * CHARACTERS / _characters_per_token(recipe)
     except UserError:
         return None
     left = 1 - (FEW_HELD_OUT if recipe.data.validation_share == "auto" else recipe.data.validation_share)
@@ -158,6 +163,22 @@ def size_of(recipe: Recipe) -> updates.Size | None:
         documents *= recipe.method.group_size * recipe.method.iterations
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
     return updates.Size(examples, documents, max(1, min(sequences, documents)), counted)
+
+
+def _characters_per_token(recipe: Recipe) -> float:
+    """Return the characters per token of the first examples with the model's tokenizer, or `CHARACTERS` if unknown."""
+    file = Path(recipe.model.path, "tokenizer.json")
+    if not file.is_file() or importlib.util.find_spec("tokenizers") is None:
+        return CHARACTERS
+    from tokenizers import Tokenizer  # does not import torch
+
+    examples = islice((one for data in _files(recipe) for one in _examples(data, recipe)), SAMPLED)
+    texts = [json.dumps(one, ensure_ascii=False, default=str) for one in examples]
+    try:
+        tokens = sum(len(one.ids) for one in Tokenizer.from_file(str(file)).encode_batch(texts))
+    except Exception:  # a damaged file raises a bare Exception; the ranks report it
+        return CHARACTERS
+    return max(0.5, sum(map(len, texts)) / max(1, tokens))
 
 
 def document_length(recipe: Recipe) -> float | None:
@@ -185,10 +206,9 @@ def _files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _examples(file: Path, recipe: Recipe) -> Iterator[Json]:
-    located = text_files.read(file)
-    if recipe.data.columns:  # only the amount of text matters, not the columns' meaning
-        return (example for _, example in located)
-    return formats.converted(located, recipe.method.name, recipe.data.form)
+    bad = text_files.BadExamples() if recipe.data.bad == "skip" else None
+    located = formats.prepared(text_files.read(file, bad), formats.reading_of(recipe.data), bad)
+    return formats.converted(located, recipe.method.name, recipe.data.form, bad)
 
 
 def _characters(value: Any) -> int:

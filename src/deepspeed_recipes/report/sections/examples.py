@@ -68,6 +68,11 @@ def data(run: RunData) -> Section:
         filled = number(training.get("tokens", 0) / room, ".1%", "data.json:filled")
         rows.append((f"of {run.recipe.sequence_length:,} tokens per sequence filled", filled))
     blocks: list[Block] = [Table(("", ""), tuple(rows))]
+    for name, skipped in (run.data.get("skipped") or {}).items():
+        blocks.append(
+            Note(f"{skipped['count']:,} examples of {redact(name)} were left out (data.bad=skip); the first:")
+        )
+        blocks.append(Marked("Errors", ((redact("\n".join(skipped["first"])), ""),)))
     if not training:
         blocks.append(Note("Counts and lengths were not recorded: a stream, preferences, or an older run."))
     lengths = (

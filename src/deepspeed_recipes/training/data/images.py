@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError
 from .forms import formats, keys
+from .text_files import Bad, refuse
 
 Picture = dict[str, Any]
 """An image as stored by `datasets`: `path` of its file, or None, and its `bytes`, or None."""
@@ -31,7 +32,7 @@ TURNS = ("messages", "conversations", "prompt", "completion")
 
 
 def converted(
-    located: Iterable[tuple[str, dict[str, Any]]], method: str, form: str, folder: Path | None
+    located: Iterable[tuple[str, dict[str, Any]]], method: str, form: str, folder: Path | None, bad: Bad | None = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 
@@ -42,20 +43,25 @@ def converted(
         method: the method that reads them.
         form: the source's, or "auto".
         folder: the folder to which the images' paths are relative, or None for a source without a folder.
+        bad: called with the errors of examples, which are otherwise raised.
 
     Raises:
         UserError: the message has the place and the fix.
     """
-    waiting: deque[tuple[str, list[Picture]]] = deque()
+    latest: list[Any] = ["", []]
 
     def bare() -> Iterator[tuple[str, dict[str, Any]]]:
         for where, example in located:
-            plain, pictures = taken_out(where, example, folder)
-            waiting.append((where, pictures))
+            try:
+                plain, latest[1] = taken_out(where, example, folder)
+            except UserError as error:
+                refuse(error, bad)
+                continue
+            latest[0] = where
             yield where, plain
 
-    for example in formats.converted(bare(), method, form):
-        where, pictures = waiting.popleft()
+    for example in formats.converted(bare(), method, form, bad):
+        where, pictures = latest
         yield {**example, "messages": put_back(example["messages"]), "images": pictures, "where": where}
 
 
@@ -213,25 +219,29 @@ MOST = 89_478_485
 """Pixels per image, the limit above which Pillow warns: 256 MiB in three colours."""
 
 
-def checked(examples: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def checked(examples: Iterable[dict[str, Any]], bad: Bad | None = None) -> Iterator[dict[str, Any]]:
     """Yield examples whose images can be read: the first `DECODED` are decoded, of the others the header is read.
 
     Without Pillow, which the launcher may lack, only the files' existence is checked; the ranks decode all images
-    before they train.
+    before they train. `bad` is called with the errors of examples, which are otherwise raised.
 
     Raises:
         UserError: see `check`.
     """
     installed, count = importlib.util.find_spec("PIL") is not None, 0
     for example in examples:
-        for number, picture in enumerate(example["images"], start=1):
-            where = f"{example['where']}: image {number}"
-            count += 1
-            if installed:
-                check(where, picture, whole=count <= DECODED)
-            else:
-                _check_there(where, picture)
-        yield example
+        try:
+            for number, picture in enumerate(example["images"], start=1):
+                where = f"{example['where']}: image {number}"
+                count += 1
+                if installed:
+                    check(where, picture, whole=count <= DECODED)
+                else:
+                    _check_there(where, picture)
+        except UserError as error:
+            refuse(error, bad)
+        else:
+            yield example
 
 
 def check(where: str, picture: Picture, whole: bool = True) -> None:

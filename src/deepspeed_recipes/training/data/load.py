@@ -13,6 +13,9 @@ from . import sources, text_files, tokenize, updates
 from .report import Pieces, Report
 from .tokenize import Stream
 
+SKIPPED: dict[str, dict[str, Any]] = {}
+"""Examples that `data.bad=skip` has left out, by source: their `count`, and the `first` ten errors."""
+
 
 @dataclass(frozen=True)
 class Datasets:
@@ -47,6 +50,10 @@ def read_examples(
     for name, found in (("training", training), ("held out", held_out)):
         for source in found:
             say(f"{name}: {source.line()}")
+            if source.skipped:
+                SKIPPED[source.name] = {"count": len(source.skipped), "first": list(source.skipped[:10])}
+                say(f"warning: {name}: {len(source.skipped)} examples of {source.name} are skipped (data.bad=skip):")
+                say("\n".join(SKIPPED[source.name]["first"]))
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
             if not recipe.model.vision and (warning := sources.files_left(source, recipe.data.split)):

@@ -76,7 +76,8 @@ def too_long(name: str, dropped: int, examples: int, longest: int, sequence_leng
     most = "MOST OF THE DATA IS NOT USED: " if dropped > examples / 2 else ""
     return (
         f"warning: {most}{name}: {share} are dropped, longer than sequence_length={sequence_length}; the longest has "
-        f"{longest:,} tokens. Raise sequence_length as far as the model's positions and memory allow, or shorten them."
+        f"{longest:,} tokens. sequence_length={-(-longest // 64) * 64} keeps all, if the model's positions and memory "
+        "allow it; otherwise raise it less, or shorten them."
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,6 +60,8 @@ PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}),
 """More columns of conversations with images; `data/images.py` describes them."""
 UNREAD = "unread"
 """A column with the keys of an example that nothing reads; they are counted, and the column is removed."""
+BAD = "bad"
+"""A column with the error of an example that is left out."""
 NAMED = 8
 """Maximum number of keys in a line."""
 CONVERTED_BY = hashlib.blake2b(
@@ -92,6 +94,8 @@ class Source:
     unread: Mapping[str, int]
     """Number of examples by key that nothing here reads, with the names from `formats.unread`; for a stream, of the
     first example only."""
+    skipped: Sequence[str] = ()
+    """The errors of the examples that `data.bad=skip` leaves out."""
 
     def line(self) -> str:
         """Return a line for the screen that describes the source."""
@@ -127,23 +131,30 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
 
 
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
-    fields = formats.column_fields(recipe.data.columns)
-    first = next(formats.renamed_columns(_located(name, recipe.data.split, True), fields), None)
-    if first is None:
-        raise UserError(f"{name}: contains no examples.")
-    form = formats.form_of(*first, recipe.method.name, recipe.data.form)
+    reading = formats.reading_of(recipe.data)
+    bad = text_files.BadExamples()
+    located = formats.prepared(_located(name, recipe.data.split, True, None if streaming else bad), reading, bad)
+    try:
+        *first, form = formats.first_form(located, recipe.method.name, recipe.data.form)
+    except UserError as error:
+        if str(error) == formats.NO_EXAMPLES:
+            error = bad.error(0) if bad.count else UserError(f"{name}: {error}")
+        raise error from None
     found: dict[str, Any] = {
         "name": name,
         "split": recipe.data.split,
         "method": recipe.method.name,
         "form": form,
-        "fields": fields,
+        "reading": reading,
+        "skip": recipe.data.bad == "skip",
     }
-    features = Features({**FEATURES[recipe.method.examples], UNREAD: List(Value("string"))})
+    kept = Features({UNREAD: List(Value("string")), BAD: Value("string")})
+    features = Features({**FEATURES[recipe.method.examples], **kept})
     if recipe.model.vision:
         features, found["vision"] = Features({**features, **PICTURES}), True
     if streaming:
-        stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found).remove_columns(UNREAD)
+        stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found)
+        stream = stream.remove_columns([UNREAD, BAD])
         unread = dict.fromkeys(formats.unread(*first, form, recipe.method.name), 1)
         return Source(name, form, stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
@@ -152,10 +163,16 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
     except DatasetGenerationError as error:
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
+    skipped: list[str] = []
+    if found["skip"]:
+        errors = examples.select_columns(BAD).with_format("arrow")[:][BAD]
+        skipped = pc.drop_null(errors).to_pylist()
+        examples = examples.select(np.flatnonzero(pc.is_null(errors).to_numpy(zero_copy_only=False)))
+    examples = examples.remove_columns(BAD)
     counts: Counter[str] = Counter()
     for batch in examples.select_columns(UNREAD).with_format("arrow").iter(1000):
         counts.update(pc.list_flatten(batch[UNREAD]).to_pylist())
-    return Source(name, form, examples.remove_columns(UNREAD), counts)
+    return Source(name, form, examples.remove_columns(UNREAD), counts, skipped)
 
 
 def _converted(
@@ -163,25 +180,43 @@ def _converted(
     split: str,
     method: str,
     form: str,
-    fields: dict[str, str],
+    reading: dict[str, Any],
+    skip: bool,
     version: Any = None,
     vision: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    unread: deque[list[str]] = deque()
+    """Yield the examples and, with `skip`, rows that hold only the error of an example that cannot be used."""
+    errors, messages, latest = text_files.BadExamples(), list[str](), list[str]()
+
+    def note(error: UserError) -> None:
+        errors(error)
+        messages.append(str(error))
+
+    bad = None if version is None else note  # a stream is not read to its end before training
 
     def located() -> Located:
-        for where, example in formats.renamed_columns(_located(name, split, streaming=version is None), fields):
-            keys = formats.unread(where, example, form, method)
-            unread.append([key for key in keys if not (vision and key in images.FIELDS)])
+        for where, example in formats.prepared(_located(name, split, version is None, bad), reading, bad):
+            try:
+                keys = formats.unread(where, example, form, method)
+            except UserError as error:
+                text_files.refuse(error, bad)
+                continue
+            latest[:] = [key for key in keys if not (vision and key in images.FIELDS)]
             yield where, example
 
     if vision:
-        found = images.converted(located(), method, form, folder_of(Path(name)))
+        found = images.converted(located(), method, form, folder_of(Path(name)), bad)
+        found = images.checked(found, bad) if skip else found
     else:
-        found = formats.converted(located(), method, form)
-    missing = {"options": None} if "options" in FEATURES[METHODS[method].examples] else {}
-    for example in found:
-        yield {**missing, **example, UNREAD: unread.popleft()}
+        found = formats.converted(located(), method, form, bad)
+    columns = {**FEATURES[METHODS[method].examples], **(PICTURES if vision else {})}
+    usable = 0
+    for usable, example in enumerate(found, start=1):  # noqa: B007
+        yield {**dict.fromkeys(columns), **example, UNREAD: list(latest), BAD: None}
+    if errors.count and not (skip and usable):
+        raise errors.error(usable)
+    for message in messages:
+        yield {**dict.fromkeys(columns), UNREAD: [], BAD: message}
 
 
 def folder_of(source: Path) -> Path | None:
@@ -189,28 +224,28 @@ def folder_of(source: Path) -> Path | None:
     return (source if source.is_dir() else source.parent) if source.exists() else None
 
 
-def _located(name: str, split: str, streaming: bool) -> Located:
-    """Yield (place, example) for every example of a source."""
+def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None = None) -> Located:
+    """Yield (place, example) for every example of a source; `bad` gets the errors of lines, or they are raised."""
     path = Path(name)
     if not path.exists():
         yield from _numbered(name, _as_files(_from_hub(name, split, streaming)))
     elif path.is_file():
-        yield from _from_file(path)
+        yield from _from_file(path, bad)
     elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
         yield from _from_disk(path, split)
     else:
         for file in _files(path, split):
-            yield from _from_file(file)
+            yield from _from_file(file, bad)
 
 
 def _numbered(name: Any, found: Examples) -> Located:
     return ((f"{name}: row {number}", row) for number, row in enumerate(found, start=1))
 
 
-def _from_file(path: Path) -> Located:
+def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
     kind = text_files.COLUMNAR.get(path.suffix)
     if kind is None:
-        yield from text_files.read(path)
+        yield from text_files.read(path, bad)
         return
     options = {"batch_size": READ_AT_ONCE} if kind == "parquet" else {}
     with _damage_named(path, kind):

@@ -8,7 +8,7 @@ import codecs
 import csv
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 """Suffixes of the files in a folder that hold examples."""
-PLAIN = (".txt", ".md", ".rst")
+PLAIN = (".txt", ".md", ".markdown", ".rst")
 """Suffixes of raw text; in a folder they are read if it has no other files."""
 READ = (*SUFFIXES, *PLAIN)
 BINARY = {
@@ -60,31 +60,75 @@ def weights(data: Data) -> list[float] | None:
     return [value / sum(values) for value in values]
 
 
-def read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+class BadExamples:
+    """Collects the errors of a source's examples that cannot be used."""
+
+    LISTED = 10
+
+    def __init__(self) -> None:
+        """Start without errors."""
+        self.first: list[str] = []
+        self.count = 0
+
+    def __call__(self, error: UserError) -> None:
+        """Add an error."""
+        self.count += 1
+        if len(self.first) < self.LISTED:
+            self.first.append(str(error))
+
+    def error(self, usable: int) -> UserError:
+        """Return one error for all; `usable` is the number of the other examples."""
+        if not usable:
+            return UserError(self.first[0] + (f"\nNone of the {self.count} examples can be used." * (self.count > 1)))
+        if self.count == 1:
+            return UserError(f"{self.first[0]} data.bad=skip trains without this example.")
+        listed = f", of which the first {self.LISTED} are listed" if self.count > self.LISTED else ""
+        return UserError(
+            "\n".join(self.first) + f"\n{self.count} of {self.count + usable} examples cannot be used{listed}; correct "
+            "them, or train without them: data.bad=skip."
+        )
+
+
+Bad = Callable[[UserError], None]
+"""Called with the error of an example, which is then left out."""
+
+
+def refuse(error: UserError, bad: Bad | None) -> None:
+    """Pass an example's error to `bad`, or raise it if there is none."""
+    if bad is None:
+        raise error
+    bad(error)
+
+
+def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (place, example) for every example of a text file.
+
+    Args:
+        path: the file.
+        bad: called with the errors of single lines and rows, which are otherwise raised.
 
     Raises:
         UserError: not UTF-8, not JSON, not an object, or not a table, with the line.
         OSError: names the file, which the system's errors of reading do not.
     """
     try:
-        yield from _read(path)
+        yield from _read(path, bad)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
 
 
-def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix in SEPARATORS:
-        return _table(path, SEPARATORS[path.suffix])
+        return _table(path, SEPARATORS[path.suffix], bad)
     if path.suffix in PLAIN:
-        return _plain(path)
+        return _plain(path, bad)
     if path.suffix == ".json" and _is_array(path):
-        return _array(path)
-    return _json_lines(path)
+        return _array(path, bad)
+    return _json_lines(path, bad)
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _lines(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, str]]:
     with path.open("rb") as lines:
         start = lines.read(8)
         for begins, kind in BINARY.items():
@@ -94,24 +138,27 @@ def _lines(path: Path) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(lines, start=1):
             where = f"{path}:{number}"
             try:
-                yield where, (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8")
+                text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8")
             except UnicodeDecodeError as error:
-                raise UserError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8.") from None
+                refuse(UserError(f"{where}: not UTF-8 at byte {error.start}; save the file as UTF-8."), bad)
+                continue
+            yield where, text
 
 
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    for where, line in _lines(path):
+def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    for where, line in _lines(path, bad):
         if line.strip():
             try:
-                row = from_json(line)
+                row = _object(where, from_json(line))
             except (ValueError, RecursionError) as error:
-                raise UserError(
-                    f"{where}: not JSON ({_reason(error)}); one JSON object per line is expected."
-                ) from None
-            yield where, _object(where, row)
+                refuse(UserError(f"{where}: not JSON ({_reason(error)}); one JSON object per line is expected."), bad)
+            except UserError as error:
+                refuse(error, bad)
+            else:
+                yield where, row
 
 
-def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _array(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
     text = "".join(line for _, line in _lines(path))
     try:
         rows = from_json(text)
@@ -119,7 +166,12 @@ def _array(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         line = getattr(error, "lineno", 1)
         raise UserError(f"{path}:{line}: not JSON ({_reason(error)}); an array of objects is expected.") from None
     for number, row in enumerate(rows, start=1):
-        yield f"{path}: row {number}", _object(f"{path}: row {number}", row)
+        try:
+            found = _object(f"{path}: row {number}", row)
+        except UserError as error:
+            refuse(error, bad)
+        else:
+            yield f"{path}: row {number}", found
 
 
 def from_json(text: str) -> Any:
@@ -164,10 +216,10 @@ def _object(where: str, row: Any) -> dict[str, Any]:
     return row
 
 
-def _plain(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield a file of raw text as one document, or as several if it is long, so that it need not fit in memory."""
     start, lines, length = "", [], 0
-    for where, line in _lines(path):
+    for where, line in _lines(path, bad):
         start = start or where
         lines.append(line)
         length += len(line)
@@ -178,22 +230,40 @@ def _plain(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield start, {"text": "".join(lines)}
 
 
-def _table(path: Path, separator: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield a table's rows, each with the line in which it starts: cells may hold line breaks."""
     csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is too small for documents
-    rows = csv.DictReader((line for _, line in _lines(path)), delimiter=separator, strict=True)
-    try:
-        names = list(rows.fieldnames or ())
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise UserError(f"{path}:1: has the column {twice!r} twice, and one would be lost; rename it.")
-        for row in rows:
-            where = f"{path}:{rows.line_num}"
-            if None in row or None in row.values():
-                raise UserError(
-                    f"{where}: not as many cells as the header has columns ({len(rows.fieldnames or [])}); quote cells "
-                    "that hold the separator or a line break."
-                )
-            yield where, row
-    except csv.Error as error:
-        raise UserError(
-            f'{path}:{rows.line_num + 1}: not a table ({error}); quote with " and double it inside.'
-        ) from None
+    places: list[str] = []
+
+    def lines() -> Iterator[str]:
+        for where, line in _lines(path, bad):
+            places.append(where)
+            yield line
+
+    rows, names = csv.reader(lines(), delimiter=separator, strict=True), list[str]()
+    while True:
+        places.clear()
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            wrong = UserError(f'{places[0]}: not a table ({error}); quote with " and double it inside.')
+            if not names or "end of data" in str(error):  # a quote that is never closed holds the rest of the file
+                raise wrong from None
+            refuse(wrong, bad)
+            continue
+        if not row:
+            continue
+        if not names:
+            names = row
+            if twice := next((name for name in names if names.count(name) > 1), None):
+                raise UserError(f"{places[0]}: has the column {twice!r} twice, and one would be lost; rename it.")
+        elif len(row) == len(names):
+            yield places[0], dict(zip(names, row, strict=True))
+        else:
+            number = UserError(
+                f"{places[0]}: not as many cells as the header has columns ({len(names)}); quote cells that hold the "
+                "separator or a line break."
+            )
+            refuse(number, bad)

@@ -20,10 +20,14 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
+from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
 from ....recipe.methods import METHODS, Examples, reading
+from ....recipe.recipe import Data
+from ..text_files import Bad, refuse
 from . import keys
 from .turns import (
     NOT_LEARNED,
@@ -38,6 +42,7 @@ from .turns import (
     read_string,
     read_tools,
     read_turns,
+    renamed_roles,
     said,
     with_system,
     wrong,
@@ -63,12 +68,18 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
 }
 """Each form's kind of examples, and the fields that identify it."""
 
+NO_EXAMPLES = "contains no examples."
+TRIED = 1000
+"""Examples that are tried to find the form of a source, whose first examples may be bad."""
 PASSAGES = ("input", "context")
 """Fields with a passage that a question refers to, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
 PROMPTS = ("prompt", "conversations", "messages", "instruction")
 """The fields with a pair's prompt, including LLaMA-Factory's; the first that an example has is read."""
+
+TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
+"""The fields that may hold turns."""
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
@@ -119,9 +130,23 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
     if found:
         raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
     raise UserError(
-        f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which: "
-        "data.columns=question:prompt,answer:completion."
+        f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which, as "
+        f"in {_named_columns(example, METHODS[method].examples)}."
     )
+
+
+def _named_columns(example: Example, kind: Examples) -> str:
+    """Return `data.columns` with the example's own columns of text, as far as it has enough of them."""
+    lists = [(name, value) for name, value in example.items() if isinstance(value, list) and value]
+    turns = [name for name, value in lists if isinstance(value[0], dict)]
+    if turns and kind == "conversations":
+        return f"data.columns={turns[0]}:messages"
+    texts = [name for name, value in example.items() if isinstance(value, str) and not re.search(r"(^|_)id$|:|,", name)]
+    fields = next(fields for one, fields in FORMS.values() if one == kind and len(fields) > (kind == "conversations"))
+    fields = ("prompt", "completion") if kind == "conversations" else ("prompt", *fields) if kind == "pairs" else fields
+    if len(texts) < len(fields):
+        texts = ["question", "answer", "worse_answer"]
+    return "data.columns=" + ",".join(f"{name}:{field}" for name, field in zip(texts, fields, strict=False))
 
 
 def _reads(method: str, form: str) -> bool:
@@ -140,28 +165,57 @@ def _refuse_judged(where: str, example: Example) -> None:
         )
 
 
-def converted(located: Iterable[tuple[str, Example]], method: str, form: str = "auto") -> Iterator[Example]:
+def converted(
+    located: Iterable[tuple[str, Example]], method: str, form: str = "auto", bad: Bad | None = None
+) -> Iterator[Example]:
     """Yield the examples of one source, (place, example) each, as the method reads them.
+
+    Args:
+        located: the examples.
+        method: the method's name.
+        form: the source's, or "auto".
+        bad: called with the errors of examples, which are otherwise raised.
 
     Raises:
         UserError: the message has the place, the field, the expected value and the fix.
     """
     found = None
-    kind = METHODS[method].examples
     for where, given in located:
-        example = keys.with_usual_names(where, given)
-        found = found or form_of(where, example, method, form)
-        if kind != "texts":
-            keys.refuse_media(where, example)
-        if not _takes_passages(found, method):
-            example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
-        read = CONVERSIONS[found](where, example)
-        if kind == "prompts":
-            yield _prompt_of(where, read, given, found)
-        elif kind in ("conversations", "pairs", "judged answers"):
-            yield _flagged(where, read, example, kind)
+        try:
+            found = found or form_of(where, given, method, form)
+            example = _converted(where, given, method, found)
+        except UserError as error:
+            refuse(error, bad)
         else:
-            yield read
+            yield example
+
+
+def _converted(where: str, given: Example, method: str, form: str) -> Example:
+    kind = METHODS[method].examples
+    example = keys.with_usual_names(where, given)
+    if kind != "texts":
+        keys.refuse_media(where, example)
+    if not _takes_passages(form, method):
+        example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
+    read = CONVERSIONS[form](where, example)
+    if kind == "prompts":
+        return _prompt_of(where, read, given, form)
+    return _flagged(where, read, example, kind) if kind in ("conversations", "pairs", "judged answers") else read
+
+
+def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
+    """Return the first example of a source whose form is known, its place, and the form.
+
+    Raises:
+        UserError: there is no example, or the first example's error if none has a form.
+    """
+    first = None
+    for where, example in islice(located, TRIED):
+        try:
+            return where, example, form_of(where, example, method, asked)
+        except UserError as error:
+            first = first or error
+    raise first or UserError(NO_EXAMPLES)
 
 
 def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Example:
@@ -422,3 +476,53 @@ def renamed_columns(
             raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
         kept = {name: value for name, value in example.items() if name in columns or name not in columns.values()}
         yield where, {columns.get(name, name): value for name, value in kept.items()}
+
+
+def role_names(text: str | None) -> dict[str, str]:
+    """Return the role of each name in `data.roles`.
+
+    Raises:
+        UserError: not in the form name:role, or a role that nothing reads.
+    """
+    pairs = [pair.partition(":") for pair in (text or "").split(",") if pair.strip()]
+    for name, _, role in pairs:
+        if not name.strip() or role.strip().lower() not in ROLES:
+            raise UserError(
+                f"data.roles={text}: write NAME:ROLE, several with commas (customer:user,agent:assistant); the roles "
+                f"are {', '.join(dict.fromkeys(ROLES.values()))}."
+            )
+    return {name.strip().lower(): role.strip().lower() for name, _, role in pairs}
+
+
+def prepared(
+    located: Iterable[tuple[str, Example]], reading: Mapping[str, Any], bad: Bad | None = None
+) -> Iterator[tuple[str, Example]]:
+    """Yield the examples of one source with columns and roles renamed, and turns joined, as `reading_of` says.
+
+    Raises:
+        UserError: the first example lacks a column, or turns are not JSON.
+    """
+    roles, join = reading["roles"], reading["join"]
+    for where, example in renamed_columns(located, reading["columns"]):
+        if roles or join:
+            try:
+                changes = {
+                    name: renamed_roles(f"{where}: {name!r}", example[name], roles, join)
+                    for name in TURNS
+                    if name in example
+                }
+            except UserError as error:
+                refuse(error, bad)
+                continue
+            yield where, {**example, **changes}
+        else:
+            yield where, example
+
+
+def reading_of(data: Data) -> dict[str, Any]:
+    """Return how a recipe's examples are read before their form is known, in plain types.
+
+    Raises:
+        UserError: `data.columns` or `data.roles` is not in its form.
+    """
+    return {"columns": column_fields(data.columns), "roles": role_names(data.roles), "join": data.join_turns}

@@ -4,6 +4,7 @@ Standard library only, as `formats.py`. Every function raises UserError with the
 and the fix.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -40,8 +41,8 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
     for number, (before, turn) in enumerate(pairwise(turns), start=2):
         if before["role"] == turn["role"] == "user":
             raise UserError(
-                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them, or add the "
-                "answer between them."
+                f"{where}: turns {number - 1} and {number} of {field!r} are both the user's; join them "
+                "(data.join_turns=true does), or add the answer between them."
             )
         if before["role"] == turn["role"] == "system":
             raise UserError(
@@ -96,7 +97,58 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
         turns = parsed(f"{where}: {field!r}", turns)
     if not isinstance(turns, list) or not turns:
         raise wrong(where, example, field, expected)
-    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in enumerate(turns, start=1)]
+    numbered = [(number, turn) for number, turn in enumerate(turns, start=1) if not _is_empty_system(turn)]
+    if not numbered:
+        raise wrong(where, example, field, expected)
+    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in numbered]
+
+
+def _is_empty_system(turn: Any) -> bool:
+    """Return whether a turn is a system prompt without a text, which tools write for conversations without one."""
+    if not isinstance(turn, dict):
+        return False
+    role, content = (turn.get(one) or turn.get(other) or "" for one, other in (("role", "from"), ("content", "value")))
+    return isinstance(role, str) and ROLES.get(role.lower()) == "system" and not str(content).strip()
+
+
+def renamed_roles(where: str, value: Any, roles: Mapping[str, str], join: bool) -> Any:
+    """Return a field's turns with the roles of `data.roles` and, with `join`, consecutive turns of one role joined.
+
+    A value that holds no turns is returned unchanged.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parsed(where, value)
+    if isinstance(value, dict):
+        return _with_role(value, roles)
+    if not isinstance(value, list):
+        return value
+    turns: list[Any] = []
+    for turn in value:
+        turn = _with_role(turn, roles)
+        if join and turns and (joined := _joined(turns[-1], turn)):
+            turns[-1] = joined
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _with_role(turn: Any, roles: Mapping[str, str]) -> Any:
+    if not isinstance(turn, dict):
+        return turn
+    key = "role" if isinstance(turn.get("role"), str) else "from"
+    role = turn.get(key)
+    return {**turn, key: roles[role.lower()]} if isinstance(role, str) and role.lower() in roles else turn
+
+
+def _joined(before: Any, turn: Any) -> Turn | None:
+    """Return two turns as one, or None if their roles, or anything but their texts, differ."""
+    for role, content in (("role", "content"), ("from", "value")):
+        texts = [one.get(content) if isinstance(one, dict) else None for one in (before, turn)]
+        if all(isinstance(text, str) for text in texts):
+            own, other = ({**one, role: ROLES.get(str(one.get(role)).lower()), content: ""} for one in (before, turn))
+            if own == other and own[role] in ("system", "user", "assistant"):
+                return {**before, content: "\n".join(text for text in texts if text.strip())}
+    return None
 
 
 def _turn(where: str, turn: Any) -> Turn:
@@ -118,7 +170,10 @@ def _turn(where: str, turn: Any) -> Turn:
         raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
     role = ROLES.get(speaker.lower())
     if role is None:
-        raise UserError(f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}.")
+        raise UserError(
+            f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}. Rename "
+            f"others: data.roles={speaker}:user,NAME:assistant."
+        )
     if isinstance(content, list):
         keys.refuse_parts(where, content)
         content = "".join(part["text"] for part in content)
