@@ -92,7 +92,7 @@ test: ops
 	$(PYTEST) $(ARGS)
 
 test-all: ops serving
-	$(PYTEST) -m "" $(ARGS)
+	$(PYTEST) -m "" --hypothesis-profile all $(ARGS)
 
 durations: ops
 	$(PYTEST) -p tests.durations $(ARGS)

@@ -18,6 +18,7 @@ from deepspeed_recipes.recipe.methods import METHODS, Distill, Grpo
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.recipe import changed as changed_recipe
 from tests import ROOT
+from tests.tiers import examples
 
 
 def zero(stage, partition_size=1):
@@ -70,7 +71,7 @@ def changed(run, suggestion):
     return overrides.apply(recipe, suggestion.split()), world_size, file
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(runs())
 def test_an_accepted_layout_gives_every_rank_a_position(run):
     recipe, world_size, _ = run
@@ -88,7 +89,7 @@ def test_an_accepted_layout_gives_every_rank_a_position(run):
     assert sum(one.is_first_reader for one in positions) == data
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(runs())
 def test_a_refusal_suggests_what_is_accepted(run):
     recipe, world_size, file = run
@@ -129,7 +130,7 @@ def test_a_file_and_a_layout_that_disagree_are_told_what_runs():
         limits.check(replace(llama, layout=Layout(tensor=2)), 3, tensor)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(runs())
 def test_no_nearer_layout_is_possible(run):
     """Halving or doubling one size is one doubling away: where that is enough, nothing farther is offered."""

@@ -29,6 +29,7 @@ from deepspeed_recipes.planning.model_profile import lookup
 from deepspeed_recipes.recipe import deepspeed_file, pages
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from tests import ROOT
+from tests.tiers import examples
 
 GIB = 2**30
 NODE = Cluster(find("H100"), gpus_per_node=8)
@@ -128,14 +129,14 @@ def setups(**fixed):
 models = st.sampled_from(sorted(MODELS)).map(lambda family: profile_of(family, MODELS[family]))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(models, setups())
 def test_more_gpus_never_need_more_memory_each(profile, setup):
     more = peak_memory(profile, replace(setup, world_size=2 * setup.world_size), NODE)
     assert more.worst.total <= peak_memory(profile, setup, NODE).worst.total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(models, setups())
 def test_checkpointing_never_needs_more(profile, setup):
     """But for one layer's input, which is there beside what the layer keeps when it has been computed again."""
@@ -145,7 +146,7 @@ def test_checkpointing_never_needs_more(profile, setup):
     assert again <= kept + (1 + FRAGMENTATION) * one + 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(["llama3", "qwen3", "mistral"]), st.sampled_from([4, 16, 64]), setups())
 def test_adapters_never_need_more_than_full_training(family, rank, setup):
     lora = Lora(rank=rank)
@@ -154,7 +155,7 @@ def test_adapters_never_need_more_than_full_training(family, rank, setup):
     assert peak_memory(profile, replace(setup, lora=lora), NODE).worst.total <= full.worst.total
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(models, st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
 def test_all_ranks_together_hold_the_model(profile, pipeline, ranks):
     setup = TrainingSetup(
@@ -167,7 +168,7 @@ def test_all_ranks_together_hold_the_model(profile, pipeline, ranks):
     assert ranks * sum(one.total for one in held) == pytest.approx(16 * (profile.parameters + again))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(models, setups(sequence_length=st.sampled_from([4096, 32768])))
 def test_nothing_is_negative_and_batches_add_up(profile, setup):
     found = peak_memory(profile, setup, NODE)

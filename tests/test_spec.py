@@ -116,7 +116,7 @@ def test_any_text_gives_at_worst_a_user_error(key, value):
 
 
 def test_no_example_has_a_deadline_that_load_could_break():
-    assert settings.get_current_profile_name() == "any-load"
+    assert settings.get_current_profile_name() in ("some", "all")
     assert settings().deadline is None
 
 

@@ -23,6 +23,7 @@ from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.training.callbacks.metrics import training_flops
 from deepspeed_recipes.training.model.lora import add
 from tests.profiles import llama, mixture
+from tests.tiers import examples
 
 
 def test_four_stages_and_sixteen_micro_batches_have_a_bubble_of_three_nineteenths():
@@ -198,7 +199,7 @@ SETUPS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(SETUPS, st.sampled_from(["A100 40GB", "H100", "RTX 4090", "T4"]), st.sampled_from([1, 4, 8]))
 def test_better_hardware_is_never_slower(setup, name, per_node):
     gpu = find(name)
@@ -218,7 +219,7 @@ def test_better_hardware_is_never_slower(setup, name, per_node):
         assert step_time(llama(), setup, other).seconds <= time.seconds * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SETUPS)
 def test_more_work_is_never_faster(setup):
     here = Cluster(find("H100"), 8, -(-setup.world_size // 8))

@@ -17,6 +17,7 @@ from deepspeed_recipes.config.resolve import Numbers, resolve
 from deepspeed_recipes.config.rule import Edit, Facts
 from tests.test_zero_config_fuzz import configs, mutated
 from tests.test_zero_config_read import check, values
+from tests.tiers import examples
 from tests.versions import needs
 
 pytestmark = needs("deepspeed==0.19.8")  # what its schema and its engine say; another version says other things
@@ -86,7 +87,7 @@ def test_one_edit(text: str, edit: Edit, after: str):
     assert edits.edit_text(text, edit) == after
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.text(), values, max_size=4), st.data())
 def test_an_edit_of_the_text_is_that_edit_of_the_value(config: dict, data):
     text = json.dumps(config, indent=data.draw(st.sampled_from([None, 1, 4, "\t"])))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.config.lint import lint
 from deepspeed_recipes.config.read import Unreadable, parse, read
+from tests.tiers import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -97,7 +98,7 @@ def test_it_reads_what_python_writes(config: dict):
         assert document.problems == ()
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(st.binary(max_size=200) | st.text(alphabet='{}[]",:1truefalsnu/#*-. \n\\').map(str.encode))
 def test_any_bytes_are_a_document_or_unreadable(data: bytes):
     try:
@@ -109,7 +110,7 @@ def test_any_bytes_are_a_document_or_unreadable(data: bytes):
         assert isinstance(document.value, dict)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.dictionaries(st.text(), values))
 def test_the_linter_accepts_any_object(config: dict):
     for trainer in ("hf", "plain"):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def tiered(cases: Iterable[Any], core: Collection[Any] | Callable[[Any], bool]) -> list[Any]:
@@ -13,3 +14,8 @@ def tiered(cases: Iterable[Any], core: Collection[Any] | Callable[[Any], bool]) 
         pytest.param(*(case if type(case) is tuple else (case,)), marks=() if chosen(case) else pytest.mark.every)
         for case in cases
     ]
+
+
+def examples(count: int) -> int:
+    """Return how many random examples a property is tried with: `count` in `make test-all`, else a quarter."""
+    return count if settings.get_current_profile_name() == "all" else count // 4
