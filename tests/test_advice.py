@@ -73,7 +73,7 @@ UNANSWERED = re.compile(
     r"leave out distill\.teacher|^[^ ]+:\d+:\d+: error: "
 )
 """Refusals whose fix is the user's choice of a file, a variant or a model, not a value; and what the linter says of a
-file, whose fixes `tests/test_zero_config_advice.py` follows."""
+file, whose fixes `tests/test_config_advice.py` follows."""
 WAY = re.compile(r"--gpus \d+(?: --nodes \d+)?|\b[a-z_0-9]+(?:\.[a-z_]+)?=[\w./-]*\w")
 KEYS = set(overrides.override_keys())
 

@@ -1,5 +1,6 @@
 """Rules about tensor, sequence, pipeline and expert parallelism, DeepCompile and universal checkpoints."""
 
+import math
 from collections.abc import Iterator
 from importlib import metadata
 
@@ -69,9 +70,8 @@ def _tensor_nodes(config: Config, facts: Facts) -> Iterator[Hit]:
     size, each = _tensor(config), facts.gpus_per_node
     if each and size > 1 and (facts.world_size or each + 1) > each and each % size:
         what = f"groups of {size} ranks span nodes of {each}, so several all-reduces per layer cross the network"
-        divisors = [str(number) for number in range(2, each + 1) if each % number == 0]
-        fix = f"use {' or '.join(divisors)}" if divisors else "remove `tensor_parallel`"
-        yield Hit(_TENSOR, size, what, f"{fix}, and shard the rest with ZeRO or pipeline stages")
+        within = math.gcd(size, each) if math.gcd(size, each) > 1 else each
+        yield Hit(_TENSOR, size, what, f"set it to {within}" if within > 1 else "remove `tensor_parallel`")
 
 
 @rule("unknown-tensor-preset", "warning", WRONG)

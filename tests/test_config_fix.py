@@ -15,8 +15,8 @@ from deepspeed_recipes.config.lint import judge
 from deepspeed_recipes.config.read import parse
 from deepspeed_recipes.config.resolve import Numbers, resolve
 from deepspeed_recipes.config.rule import Edit, Facts
-from tests.test_zero_config_fuzz import configs, mutated
-from tests.test_zero_config_read import check, values
+from tests.test_config_fuzz import configs, mutated
+from tests.test_config_read import check, values
 from tests.tiers import examples
 from tests.versions import needs
 

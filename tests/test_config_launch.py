@@ -9,7 +9,7 @@ import yaml
 
 from deepspeed_recipes.config.accelerate import lint as accelerate_lint
 from deepspeed_recipes.recipe.project import CONFIGS
-from tests.test_zero_config_accelerate import parallel
+from tests.test_config_accelerate import parallel
 from tests.tiers import tiered
 from tests.versions import needs
 

@@ -12,8 +12,8 @@ import yaml
 from deepspeed_recipes.config.accelerate import lint as accelerate_lint
 from deepspeed_recipes.config.lint import judge
 from deepspeed_recipes.config.read import parse
-from tests import test_zero_config_accelerate, test_zero_config_rules
-from tests.test_zero_config_rules import CASES
+from tests import test_config_accelerate, test_config_rules
+from tests.test_config_rules import CASES
 
 AT_THE_TOP = (
     *("distributed_type", "compute_environment", "num_processes", "machine_rank", "num_machines", "mixed_precision"),
@@ -170,7 +170,7 @@ def follow(config: dict, finding, lint) -> list[str]:
 
 
 IN_TEXT = {"duplicate-key", "comment", "missing-comma", "trailing-comma", "not-a-number", "python-word"}
-"""Rules about the text, which --fix corrects; `test_zero_config_fix.py` tests them."""
+"""Rules about the text, which --fix corrects; `test_config_fix.py` tests them."""
 NO_VALUE = {
     "unknown-parameter": "the fix lists what the optimizer has",
     "removed-feature": "the message names the replacement",
@@ -187,9 +187,9 @@ def test_a_fix_of_the_json_works(rule):
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("number", range(len(test_zero_config_accelerate.MISTAKES)))
+@pytest.mark.parametrize("number", range(len(test_config_accelerate.MISTAKES)))
 def test_a_fix_of_the_yaml_works(number, tmp_path):
-    config, key, what, _ = test_zero_config_accelerate.MISTAKES[number]
+    config, key, what, _ = test_config_accelerate.MISTAKES[number]
     file = tmp_path / "accelerate.yaml"
 
     def lint(content):
@@ -202,10 +202,10 @@ def test_a_fix_of_the_yaml_works(number, tmp_path):
 
 def test_advice_that_does_not_work_is_noticed():
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 4}}
-    (found,) = [one for one in judge(config, test_zero_config_rules.HF) if one.rule == "wrong-type"]
+    (found,) = [one for one in judge(config, test_config_rules.HF) if one.rule == "wrong-type"]
 
     def lint(content):
-        return judge(content, test_zero_config_rules.HF)
+        return judge(content, test_config_rules.HF)
 
     assert not follow(config, found, lint)
     for wrong in ("write 5", "remove it, and write zero_optimisation: 3", 'write "three"'):

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from deepspeed_recipes.config.rules import RULES
-from tests.test_zero_config_read import ROOT, check
+from tests.test_config_read import ROOT, check
 
 BAD = '{"train_batch_size": 8,\n  "gradient_cliping": 1.0, "steps_per_print": 0}'
 
