@@ -100,6 +100,18 @@ PAIR = {"prompt": [user("Hi?")], "chosen": [assistant("Yes.")], "rejected": [ass
 PAIRS = {
     "turns": PAIR,
     "strings": {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    "an answer as a turn beside conversations": {
+        "conversations": [{"from": "human", "value": "Hi?"}],
+        "chosen": {"from": "gpt", "value": "Yes."},
+        "rejected": {"role": "assistant", "content": "No."},
+    },
+    "turns as text in a table": {
+        "conversations": '[{"from": "human", "value": "Hi?"}]',
+        "chosen": '{"from": "gpt", "value": "Yes."}',
+        "rejected": '[{"role": "assistant", "content": "No."}]',
+    },
+    "an instruction": {"instruction": "Hi?", "input": "", "chosen": "Yes.", "rejected": "No."},
+    "a question": {"question": "Hi?", "chosen": "Yes.", "rejected": "No."},
     "whole conversations": {"chosen": SHORT, "rejected": [user("Hi?"), assistant("No.")]},
     "whole conversations beside a prompt": {
         "prompt": "Hi?",

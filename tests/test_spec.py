@@ -66,6 +66,14 @@ def test_foreign_names_lead_to_keys_that_exist(full):
             overrides.apply(full, [f"{foreign}=1"])
 
 
+def test_foreign_names_without_a_key_are_answered(full):
+    for foreign, said in overrides.FOREIGN_WORDS.items():
+        with pytest.raises(UserError, match=said[:20]):
+            overrides.apply(full, [f"{foreign}=1"])
+    with pytest.raises(UserError, match=r"Did you mean 'data\.sample_answers'"):
+        overrides.apply(full, ["answers=3"])
+
+
 def test_foreign_names_lead_to_options_that_exist(full):
     for foreign, ours in overrides.FOREIGN_OPTIONS.items():
         assert f'"{ours}"' in (PACKAGE / "commands" / "launch" / "options.py").read_text(encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from deepspeed_recipes.commands.sweep import space, table, trials
 from deepspeed_recipes.commands.sweep.trials import Result
 from deepspeed_recipes.recipe import overrides
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.project import SAMPLES
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl
 from tests import ROOT
 
@@ -47,6 +49,17 @@ def test_random_trials_differ_and_repeat_with_their_seed():
 def test_keys_whose_values_have_commas_are_known():
     said = {name for name, key in keys.keys().items() if "commas" in key.meaning}
     assert said | {"data.validation"} == overrides.comma_keys()
+
+
+def test_a_dry_run_prints_the_trials_of_a_model_without_a_page(tmp_path, monkeypatch, capsys):
+    model = tmp_path / "mine"
+    shutil.copytree(SAMPLES / "tiny_model", model)
+    monkeypatch.chdir(tmp_path)
+    assert main.run("sweep", ["auto", "mine", "learning_rate=1e-4,3e-4", "max_steps=5", "--draft", "--dry-run"]) == 0
+    first, *commands = capsys.readouterr().out.splitlines()
+    assert first.startswith("2 trials") and "mine-lora" in first and len(commands) == 2
+    assert commands[0].endswith("launch.py auto mine lora --draft max_steps=5 learning_rate=1e-4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"], "nothing is written"
 
 
 MISTAKES = {

@@ -41,6 +41,8 @@ _THEIRS = {
     "neftune_alpha": "neftune_noise_alpha",
     "optimizer": "optim optimizer_name",
     "layer_decay": "layerwise_lr_decay llrd",
+    "grpo.group_size": "num_generations",
+    "grpo.max_new_tokens": "max_completion_length max_response_length",
     "dpo.precompute": "precompute_ref_log_probs",
     "lora.target_parameters": "lora_target_parameters target_parameters",
     "model.attention": "attn_implementation flash_attn use_flash_attention_2",
@@ -55,7 +57,7 @@ _THEIRS = {
     "layout.expert": "expert_parallel_size",
     "router_aux_loss_coef": "moe_aux_loss_coef",
     "tracking": "report_to",
-    "wandb.project": "wandb_project run_name",
+    "wandb.project": "wandb_project",
     "wandb.entity": "wandb_entity",
     "wandb.group": "wandb_group wandb_run_group",
     "wandb.tags": "wandb_tags",
@@ -79,6 +81,13 @@ FOREIGN_OPTIONS = {
     "nnodes": "--nodes",
 }
 """Names from other tools -> the option of ds-recipes launch that does the same."""
+
+_ADAPTERS = "adapters come with the variant: lora, qlora or dora (full has none); lora.rank sets their size"
+FOREIGN_WORDS = {
+    **dict.fromkeys(("peft", "use_peft", "peft_type", "adapter", "finetuning_type"), _ADAPTERS),
+    "run_name": "a run is named after its recipe and its folder, --output-dir; wandb.group and wandb.tags can be set",
+}
+"""Names from other tools that no key and no option corresponds to -> what to do."""
 
 # These fields follow from the recipe's name; an override cannot change them.
 _IDENTITY = {
@@ -281,9 +290,12 @@ def unknown(key: str, known: list[str]) -> str:
         return f"unknown key {key!r}; use {ours!r}{meaning}."
     if key in FOREIGN_OPTIONS:
         return f"unknown key {key!r}; use ds-recipes launch's option {FOREIGN_OPTIONS[key]}."
+    if key in FOREIGN_WORDS:
+        return f"unknown key {key!r}; {FOREIGN_WORDS[key]}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."
     short = {name.rpartition(".")[2]: name for name in known}
-    near = difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
+    holding = [name for name in known if key in name.replace(".", "_").split("_")]
+    near = holding if len(holding) == 1 else difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
     hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
     return f"unknown key {key!r}.{hint} ds-recipes launch --help lists all keys."

@@ -17,6 +17,7 @@ Exit status: 0; 1 if a trial failed; 2 for a mistake on the command line; 130 af
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -32,6 +33,8 @@ from ...recipe.errors import UserError
 from ...recipe.methods import metrics
 from ...recipe.project import command, display, runs
 from ...recipe.run_folder import write_json
+from ..launch import borrowed
+from ..launch.options import AUTO, auto_words
 from ..main import Parser
 from . import space, table, trials
 from .trials import Result, Sweep
@@ -49,8 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: a mistake on the command line; no trial has started.
     """
     options = parse(arguments)
+    words = words_of(options)
+    if options.recipe == AUTO:
+        options.variant, variant, options.overrides = auto_words([options.variant, *options.overrides])
+        page, words = borrowed.borrow(options.variant, variant), (variant, *words)
+    else:
+        page = pages.find(options.recipe, options.variant)
     found = space.read(options.overrides)
-    page = pages.find(options.recipe, options.variant)
     overrides.apply(page, found.fixed)
     if options.most < 2:
         raise UserError(f"--most {options.most}: must be at least 2.")
@@ -72,7 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]
     set_there = overrides.keys_of(options.overrides)
     fixed = (*found.fixed, *(word for word in group if word.partition("=")[0] not in set_there))
-    sweep = Sweep(options.recipe, options.variant, words_of(options), fixed, tuple(map(tuple, chosen)))
+    sweep = Sweep(options.recipe, options.variant, words, fixed, tuple(map(tuple, chosen)))
+    if options.dry_run:
+        print(f"{len(chosen)} trials, which would be in {display(folder)}:")
+        for trial in sweep.trials:
+            print(command("launch"), shlex.join([sweep.recipe, sweep.variant, *sweep.options, *found.fixed, *trial]))
+        return 0
     trials.opened(folder, sweep)
     return run(sweep, folder, found.keys, options.json)
 
@@ -80,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line; options and key=value may come in any order."""
     parser = Parser("sweep", __doc__)
-    parser.add_argument("recipe", metavar="RECIPE[-SIZE]", help="as in ds-recipes launch")
+    parser.add_argument("recipe", metavar="RECIPE[-SIZE]", help="as in ds-recipes launch; `auto MODEL` too")
     parser.add_argument("variant", metavar="VARIANT", help="as in ds-recipes launch")
     parser.add_argument("overrides", nargs="*", metavar="key=value[,value]", help="keys to set and to vary")
     parser.add_argument("--random", type=int, metavar="N", help="N random trials instead of every combination")
@@ -90,6 +103,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--output-dir", type=Path, metavar="D", help="the sweep's folder (default: in runs/sweeps/)")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--dry-run", action="store_true", help="print the trials; write and start nothing")
     parser.add_argument("--draft", action="store_true", help="as in ds-recipes launch: a shrunken, random model")
     parser.add_argument("--gpus", type=int, metavar="N", help="as in ds-recipes launch: ranks per trial")
     parser.add_argument("--no-plan", action="store_true", help="as in ds-recipes launch")

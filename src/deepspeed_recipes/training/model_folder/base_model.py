@@ -75,7 +75,9 @@ def find(adapter: Path) -> Path:
                 "model yourself (ds-recipes generate BASE_MODEL --adapter DIR)."
             )
         return place
-    return Path(name)
+    # Other tools write the path from the folder in which they ran, which holds the adapter or is next to it.
+    above = (folder / name for folder in adapter.resolve().parents)
+    return next((found for found in above if (found / "config.json").is_file()), Path(name))
 
 
 def located(name: str) -> Path:

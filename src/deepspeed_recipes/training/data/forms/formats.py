@@ -75,8 +75,9 @@ PASSAGES = ("input", "context")
 """Fields with a passage that a question refers to, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
 """The fields with a question, to which passages and an earlier `history` belong."""
-PROMPTS = ("prompt", "conversations", "messages", "instruction")
-"""The fields with a pair's prompt, including LLaMA-Factory's; the first that an example has is read."""
+PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
+"""The fields with a pair's prompt, including LLaMA-Factory's and those of public pairs; the first that an example has
+is read."""
 
 TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The fields that may hold turns."""

@@ -81,6 +81,9 @@ def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
 def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
     """Return the turns of a field that holds a list of turns, one turn, or a string by `role`."""
     value = example.get(field)
+    if isinstance(value, str) and (turns := _turns_as_text(value)):
+        value = turns
+        example = {**example, field: turns}
     if isinstance(value, dict):
         return [_turn(f"{where}: {field!r}", value)]
     if not isinstance(value, str):
@@ -88,6 +91,19 @@ def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]
     if role == "user":
         keys.refuse_placeholder(f"{where}: {field!r}", value)
     return [said(role, read_string(where, example, field))]
+
+
+def _turns_as_text(text: str) -> Any:
+    """Return the turn or the turns that a table's cell holds as JSON, or None if the text is a text."""
+    if not text.lstrip().startswith(("[{", "{")) or not any(f'"{name}"' in text for name in ("role", "from")):
+        return None
+    try:
+        found = parsed("", text)
+    except UserError:
+        return None
+    turns = found if isinstance(found, list) else [found]
+    named = ({"role", "content"}, {"from", "value"})
+    return found if all(isinstance(turn, dict) and any(one <= {*turn} for one in named) for turn in turns) else None
 
 
 def read_turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
