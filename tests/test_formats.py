@@ -538,6 +538,8 @@ def test_text_files_keep_what_tables_and_loaders_change(tmp_path):
         csv.writer(file).writerows([["prompt", "completion"], ["a\nb", "042"], ["c", "2024-01-01"], ["d", "NA"]])
     assert [row["completion"] for _, row in text_files.read(path)] == ["042", "2024-01-01", "NA"]
     assert [where for where, _ in text_files.read(path)] == [f"{path}:2", f"{path}:4", f"{path}:5"]
+    path.write_text("prompt;completion\na,b;c\n", encoding="utf-8")
+    assert list(text_files.read(path)) == [(f"{path}:2", {"prompt": "a,b", "completion": "c"})]
     path = tmp_path / "array.json"
     path.write_text('\ufeff [{"text": "2024-01-01"}]', encoding="utf-8")
     assert list(text_files.read(path)) == [(f"{path}: row 1", {"text": "2024-01-01"})]

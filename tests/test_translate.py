@@ -85,6 +85,21 @@ def command_of(values, place, gpus=1):
     return found, recipe_of(translate.command_of(found))
 
 
+def test_other_names_of_roles_become_data_roles(place):
+    entry = {
+        "file_name": "ours.jsonl",
+        "formatting": "sharegpt",
+        "tags": {"user_tag": "customer", "assistant_tag": "gpt"},
+    }
+    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    theirs = {"stage": "sft", "finetuning_type": "lora", "model_name_or_path": "Qwen/Qwen3-0.6B", "dataset": "ours"}
+    _, recipe = command_of(theirs | {"template": "qwen3"}, place)
+    assert recipe.data.roles == "customer:user"
+    sets = [{"path": "data/ours.jsonl", "type": "chat_template", "roles": {"user": ["human", "customer"]}}]
+    axolotl = {"base_model": "Qwen/Qwen3-0.6B", "adapter": "lora", "datasets": sets}
+    assert command_of(axolotl, place)[1].data.roles == "customer:user"
+
+
 def test_a_file_of_llama_factory_becomes_its_recipe(place):
     found, recipe = command_of(FACTORY, place, gpus=3)
     assert not found.missing

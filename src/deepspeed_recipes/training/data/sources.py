@@ -345,7 +345,11 @@ def files_left(source: Source, split: str) -> str | None:
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split))
-    left = [str(file.relative_to(folder)) for file in files if file in others and not NOTES.match(file.name)]
+    left = [
+        str(file.relative_to(folder))
+        for file in files
+        if file in others and (source.form == "text" or not NOTES.match(file.name))
+    ]
     if not left:
         return None
     named = ", ".join(left[:NAMED_FILES]) + (f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else "")

@@ -9,6 +9,7 @@ import csv
 import json
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -240,9 +241,14 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, d
             places.append(where)
             yield line
 
-    rows, names = csv.reader(lines(), delimiter=separator, strict=True), list[str]()
+    source = lines()
+    head = next(source, "")
+    if separator == "," and "," not in head and ";" in head:  # as spreadsheets write where the comma is decimal
+        separator = ";"
+    rows, names = csv.reader(chain([head], source), delimiter=separator, strict=True), list[str]()
     while True:
-        places.clear()
+        if names:
+            places.clear()
         try:
             row = next(rows)
         except StopIteration:

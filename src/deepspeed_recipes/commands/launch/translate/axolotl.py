@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....recipe.conversation import ROLES
 from . import trainer
 from .translation import Translation, as_text, choose
 
@@ -229,7 +230,7 @@ def _data(found: Translation) -> None:
     found.remarks.append("sequence_len: longer examples are left out and counted, as in Axolotl")
     sets = found.take("datasets")
     sets = sets if isinstance(sets, list) else [sets] if sets else []
-    paths, splits, renamed = [], set(), {}
+    paths, splits, renamed, roles = [], set(), {}, dict[str, str]()
     for number, entry in enumerate(sets):
         if not isinstance(entry, dict) or not entry.get("path"):
             found.lack("datasets", f"{as_text(entry)}: no path; give data.path=FILE")
@@ -246,6 +247,8 @@ def _data(found: Translation) -> None:
         ):
             if entry.get(theirs) and entry[theirs] not in (field, "messages", "conversations"):
                 renamed[entry[theirs]] = field
+        for role, words in (entry.get("roles") or {}).items():
+            roles |= {str(word): role for word in words if ROLES.get(str(word).lower()) != role}
         if entry.get("type") in ("completion", "pretrain") and entry.get("field") not in (None, "text"):
             renamed[entry["field"]] = "text"
         if entry.get("field_thinking"):
@@ -263,6 +266,8 @@ def _data(found: Translation) -> None:
             found.remarks.append(f"datasets: {split}: as many examples, drawn with the seed instead of the first")
         else:
             found.lack("datasets: split", f"{', '.join(sorted(splits))}: give data.max_examples=N")
+    if roles:
+        found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), "datasets")
     if renamed:
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), "datasets")
     share = trainer.number(found.take("val_set_size"), "val_set_size")

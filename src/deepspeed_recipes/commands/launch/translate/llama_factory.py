@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
 from ....recipe.run_folder import read_json
 from . import trainer
@@ -195,7 +196,7 @@ def _data(found: Translation, place: Path) -> None:
 def _sources(found: Translation, name: str, key: str, folder: Path, words: list[str]) -> None:
     """Find the files and columns of the data sets named in dataset_info.json."""
     listed = read_json(folder / "dataset_info.json")
-    paths, renamed = [], {}
+    paths, renamed, roles = [], {}, dict[str, str]()
     for word in words:
         if word not in listed:
             found.lack(f"{name}: {word}", f"not in {folder / 'dataset_info.json'}; give {key}=FILE")
@@ -208,6 +209,10 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
         if entry.get("formatting") == "sharegpt" and entry.get("tags", {}).get("role_tag") == "role":
             usual["messages"] = "messages"
+        for role in ("user", "assistant", "system"):
+            word = str(entry.get("tags", {}).get(f"{role}_tag") or role)
+            if ROLES.get(word.lower()) != role:
+                roles[word] = role
         for theirs, column in columns.items():
             field = usual.get(theirs, {"kto_tag": "label"}.get(theirs, theirs))
             if column != field and field in (
@@ -225,6 +230,8 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.note("dataset_dir", key)
     if paths:
         found.set(key, ",".join(paths), name)
+    if roles and key == "data.path":
+        found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), name)
     if renamed and key == "data.path":
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
         if len(words) > 1:
@@ -240,7 +247,3 @@ def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
     for kind in ("videos", "audios"):
         if entry.get("columns", {}).get(kind):
             yield f"{kind} are not read"
-    tags = {"user_tag": ("human", "user"), "assistant_tag": ("gpt", "assistant"), "system_tag": ("system",)}
-    for tag, usual in tags.items():
-        if (word := entry.get("tags", {}).get(tag)) and word not in usual:
-            yield f"{tag}: {word}: turns are named {' or '.join(usual)}"
