@@ -42,7 +42,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page):
     found = shown(page, browser.PHONE)
     assert found["width"] == browser.PHONE and found["smallest"] >= 12
     seen = [width for width in found["charts"] if width]
-    assert len(seen) == 7, "of the loss one axis is shown"
+    assert len(seen) == 6, "of the loss one axis is shown"
     assert all(0.85 * browser.PHONE < width < browser.PHONE for width in seen)
 
 

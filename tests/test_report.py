@@ -187,7 +187,8 @@ def test_the_page_is_well_formed_and_needs_nothing_else(page):
     assert not {"script", "iframe", "link", "img"} & {tag for tag, _ in found.tags}
     assert len(page.encode()) < 5 * 2**20
     assert page.startswith("<!DOCTYPE html>") and 'name="viewport"' in page
-    assert [tag for tag, _ in found.tags].count("svg") == 8, "loss twice, rate, norm, speed, MFU, waiting, restarts"
+    assert [tag for tag, _ in found.tags].count("svg") == 7, "loss twice, rate, norm, speed, MFU, restarts"
+    assert "waiting for data: 0.02 at all 30 measurements." in page, "a sentence, not a flat line"
 
 
 def test_the_sections_are_in_order_and_the_verdict_is_first(page):
@@ -391,3 +392,73 @@ def test_a_chart_says_its_numbers_in_the_pages_colours():
     assert re.findall("<title>(.*?)</title>", drawn) == ["a&lt;b, 1: 0.5", "a&lt;b, 2: 0.25"]
     assert not re.findall("#0a0[bc]", drawn) and "var(--curve-0)" in drawn and "var(--mark)" in drawn
     assert drawn == charts.svg(Chart("Loss", "step", (Curve("a<b", ((1, 0.5), (2, 0.25))),), marks=(1.5,)), "c1")
+
+
+def test_the_verdict_judges_the_result(tmp_path):
+    run = a_run(tmp_path / "run", changes=["data.metric=loss"], steps=30)
+
+    def judged(before, after, **more):
+        write_json(run.summary, read_json(run.summary) | {"metric": "loss", "before": before, "after": after} | more)
+        return results.judgement(run_data.read(run.path))
+
+    assert judged(8.5, 5.865) == "It fell by 31%."
+    assert judged(8.5, 8.5) == "It did not change."
+    append_jsonl(run.evaluations, {"step": 40, "loss": 0.5})
+    assert judged(8.5, 0.5) == (
+        "It fell by 94%; the held-out loss was lowest at step 30 and has risen since: train for less, or more slowly."
+    )
+    write_json(run.data, {"held_out": {"examples": 16}})
+    chance = judged(0.5, 0.6, metric="exact_match")
+    assert chance == "It rose by 10.0 points; on 16 examples such a difference can be chance."
+    few = a_run(tmp_path / "few", steps=1)
+    assert results.judgement(run_data.read(few.path)) == "It rose by 97.5 points; 1 update is too few to judge."
+
+
+def test_the_verdict_says_what_was_trained_where_and_how(tmp_path):
+    run = a_run(tmp_path / "run", changes=["lora.rank=4"])
+    gpus = {"gpus": ["H100", "H100"], "world_size": 4, "started": "2026-01-02T03:04:05+00:00"}
+    write_json(run.environment, read_json(run.environment) | gpus)
+    (run.ranks / "rank-0.log").write_text("step 1/30\nwarning: 3 are dropped\nwarning: 3 are dropped\n")
+    facts = dict(results.overview(run_data.read(run.path)))
+    assert facts["Method"].startswith("Supervised fine-tuning, LoRA of rank 4, fp32")
+    assert facts["Hardware"] == "4 ranks; 2 x H100 on the first node" and facts["Started"] == "2026-01-02 03:04 UTC"
+    page = write.render(write.document(run_data.read(run.path)))
+    assert page.partition("<h2>Curves")[0].count("warning: 3 are dropped") == 1
+
+
+def test_fewer_than_three_points_and_constants_are_sentences():
+    def block(*values):
+        return Chart("rate", "step", (Curve("training", tuple(enumerate(values, 1))),)).block()
+
+    assert block(1.0, 2.0).text == "Rate: 1 at step 1, 2 at step 2."
+    assert block(1.0, 1.0, 1.0).text == "Rate: 1 at all 3 measurements." and isinstance(block(1.0, 2.0, 1.0), Chart)
+    nearly = charts.svg(block(1.0, 1.001, 1.0), "c1")
+    assert ">0.0<" in nearly and ">0.96<" not in nearly, "the axis begins at 0"
+    assert ">0.0<" not in charts.svg(block(1.0, 1.1, 1.0), "c1")
+
+
+def test_special_tokens_are_shown_as_such_and_other_text_is_not(tmp_path):
+    run = a_run(tmp_path / "run")
+    shown = [[["<|user|>Is <b> bold?", False], ["Yes<|end|>", True]]]
+    write_json(run.data, read_json(run.data) | {"shown": shown, "special_tokens": ["<|user|>", "<|end|>"]})
+    found = Page(write.render(write.document(run_data.read(run.path))))
+    assert [tag for tag, _ in found.tags].count("code") == 2 and "Is <b> bold?" in found.text
+
+
+def test_a_comparison_says_where_the_held_out_examples_differ(run, tmp_path):
+    def note(*changes, **counts):
+        other = a_run(tmp_path / "".join(changes) / str(counts), changes=changes)
+        write_json(other.data, read_json(run.data) | counts)
+        results_section = compare.document([run_data.read(run.path), run_data.read(other.path)]).sections[0]
+        return [block.text for block in results_section.blocks if hasattr(block, "text")]
+
+    assert not note("learning_rate=5e-4")
+    [said] = note("data.validation=other.jsonl", held_out={"examples": 20})
+    assert "so the held-out scores do not compare" in said and "20 of other.jsonl" in said
+
+
+def test_the_two_accuracies_of_pairs_have_two_names(tmp_path):
+    pairs, reward = (run_data.read(a_run(tmp_path / one, variant=one).path).recipe for one in ("dpo_lora", "reward"))
+    assert curves.named(pairs, "preference_accuracy").startswith("Likelihood accuracy")
+    assert curves.named(pairs, "rewards/accuracies").startswith("Implicit reward accuracy")
+    assert curves.named(reward, "preference_accuracy") == "Preference accuracy"

@@ -120,9 +120,10 @@ class Data:
     accept images of any size, this bounds the tokens per image."""
     max_new_tokens: Annotated[int, Bounds(least=1)] = 96
     """Longest answer that the exact-match metric generates, in tokens. An answer that is cut off counts as wrong."""
-    sample_answers: Annotated[int, Bounds(least=0, most=100)] = 0
+    sample_answers: Annotated[int | None, Bounds(least=0, most=100)] = None
     """Number of held-out questions that the model answers before and after training, for the report, where the metric
-    generates no answers. Only methods that train on conversations do it."""
+    generates no answers. None is three answers of at most 64 tokens, where the method trains on conversations and the
+    layout can generate."""
     workers: Annotated[int | None, Bounds(least=0, most=1024)] = None
     """Data loader processes per rank; 0 loads in the training process. None: 2 on a GPU, so that the GPU does not wait
     for the next batch; 0 for streams and without a GPU, where the workers would take cores from the computation."""

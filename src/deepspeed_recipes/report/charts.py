@@ -3,10 +3,11 @@
 import io
 import re
 from collections.abc import Sequence
+from typing import Any
 from xml.etree import ElementTree
 
 from ..recipe.errors import printable
-from .page import Chart, Curve
+from .page import LEAST_POINTS, Chart, Curve
 
 SVG = "http://www.w3.org/2000/svg"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -19,6 +20,8 @@ PAGE_COLOURS = {INK: "currentColor", GRID: "var(--grid)", MARK: "var(--mark)"} |
 }
 MOST_DRAWN = 2000
 """Maximum number of points per curve; more than a chart has pixels horizontally."""
+NARROW = 0.005
+"""Share of the values by which a curve has to change for its axis to begin above 0."""
 MOST_POINTS = 150
 """Maximum number of points per curve with a tooltip."""
 
@@ -38,10 +41,15 @@ def svg(chart: Chart, name: str, log: bool = False) -> str:
     with matplotlib.rc_context(options):
         figure = Figure(figsize=(7, 3), layout="constrained")
         axes = figure.add_subplot()
+        values = [value for curve in chart.curves for _, value in curve.points]
         for index, curve in enumerate(chart.curves):
             _draw(axes, curve, index, log)
         for at in chart.marks:
             axes.axvline(at, color=MARK, linestyle="--", linewidth=1)
+        low, high = min(values, default=0), max(values, default=0)
+        if not log and 0 < high - low < NARROW * low:
+            axes.set_ylim(0, 1.2 * high)  # otherwise noise would look like a curve
+        axes.ticklabel_format(useOffset=False)
         if log:
             axes.set_yscale("log", nonpositive="mask")
         axes.set_xlabel(chart.x_label)
@@ -65,8 +73,10 @@ def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
     if not kept:
         return
     colour, x, y = SERIES[index % len(SERIES)], [at for at, _ in kept], [value for _, value in kept]
-    style = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
-    axes.plot(x, y, color=colour, marker="o" if curve.dotted or len(kept) == 1 else None, markersize=4, **style)  # type: ignore[attr-defined]
+    style: dict[str, Any] = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
+    few = len(kept) < LEAST_POINTS
+    style |= {"marker": "o" if curve.dotted or few else None, "markersize": 4, "linestyle": "none" if few else "-"}
+    axes.plot(x, y, color=colour, **style)  # type: ignore[attr-defined]
     some = spoken(curve, log)
     dots = {"linestyle": "none", "marker": "o", "markersize": 9, "alpha": 0, "markeredgewidth": 0}
     axes.plot([at for at, _ in some], [value for _, value in some], color=colour, gid=f"dots-{index}", **dots)  # type: ignore[attr-defined]

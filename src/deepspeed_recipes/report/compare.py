@@ -19,7 +19,7 @@ def document(found: Sequence[RunData]) -> Document:
     labels = names(found)
     folders = ((label, str(run.folder.path)) for label, run in zip(labels, found, strict=True))
     sections = (
-        Section("Results", (Table(("", *labels), tuple(_results(found))),)),
+        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(_results(found))))),
         Section("Differences of the recipes", (_differences(found, labels),)),
         Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
         Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
@@ -73,6 +73,22 @@ def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
         )
 
 
+def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]:
+    """Yield a warning if the runs were measured on different held-out examples."""
+    sets: list[tuple[tuple[str, object], tuple[object, ...]]] = []
+    keys = ("examples", "dropped", "tokens", "loss_tokens")
+    for run in found:
+        counts, data = run.data.get("held_out") or {}, run.recipe.data
+        drawn = None if data.validation else (data.validation_share, run.recipe.seed)
+        sets.append(((data.validation or data.path, drawn), tuple(counts.get(key) for key in keys)))
+    if len(set(sets)) > 1:
+        each = (
+            f"{label} {counts[0] or 'unknown'} of {redact(source)}"
+            for label, ((source, _), counts) in zip(labels, sets, strict=True)
+        )
+        yield Note(f"The held-out examples differ, so the held-out scores do not compare: {'; '.join(each)}.")
+
+
 def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:
     held = [settings.values(run.recipe) | {"recipe": run.recipe.name} for run in found]
     rows = [
@@ -87,7 +103,7 @@ def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:
     return Table(("key", *labels), tuple(rows)) if rows else Note("Recipe, commit and number of ranks are the same.")
 
 
-def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Chart]:
+def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: str) -> Iterator[Block]:
     """Yield the charts over one horizontal axis. Evaluations only record steps, so they have no chart over tokens."""
     packs = found[0].recipe.method.packs
     titles = {"loss": "Training loss", "grad_norm": "Gradient norm, before clipping"}
@@ -99,8 +115,8 @@ def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: st
             for line in lines
         )
         if any(lines):
-            yield Chart(title, x_label, tuple(map(Curve, labels, smooth)), log=key == "loss" and packs)
+            yield Chart(title, x_label, tuple(map(Curve, labels, smooth)), log=key == "loss" and packs).block()
     held_out = [curves.points(run.evaluations, "loss", x) for run in found]
     if any(held_out):
         drawn = tuple(Curve(label, line, dotted=True) for label, line in zip(labels, held_out, strict=True))
-        yield Chart("Held-out loss", x_label, drawn, log=packs)
+        yield Chart("Held-out loss", x_label, drawn, log=packs).block()

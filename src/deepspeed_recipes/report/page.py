@@ -1,10 +1,13 @@
 """A report: sections of blocks, in which every number has its source; `page.html.jinja` and `text.py` show them."""
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+LEAST_POINTS = 3
+"""Fewer points are no curve."""
 LIGHTEST = 0.08
 """Opacity of the smallest number of a heat map; the largest has 1."""
 
@@ -63,6 +66,23 @@ class Chart:
     marks: tuple[float, ...] = ()
     """Positions of vertical lines."""
 
+    def block(self) -> "Chart | Note":
+        """Return the chart, or a sentence if no curve has `LEAST_POINTS` or none changes."""
+        title = self.title[:1].upper() + self.title[1:]
+        values = {value for curve in self.curves for _, value in curve.points}
+        longest = max(self.curves, key=lambda curve: len(curve.points))
+        if len(longest.points) >= LEAST_POINTS and len(values) > 1:
+            return self
+        if len(longest.points) >= LEAST_POINTS:
+            return Note(f"{title}: {values.pop():.4g} at all {len(longest.points)} measurements.")
+        said = (
+            f"{curve.label + ' ' if len(self.curves) > 1 else ''}"
+            + ", ".join(f"{value:.4g} at {self.x_label} {at:,.4g}" for at, value in curve.points)
+            for curve in self.curves
+            if curve.points
+        )
+        return Note(f"{title}: {'; '.join(said)}.")
+
 
 @dataclass(frozen=True)
 class Bars:
@@ -86,11 +106,18 @@ class HeatMap:
     columns: tuple[float, ...]
     rows: tuple[tuple[str, tuple[float | None, ...]], ...]
     """Each line's label and its numbers, one per column; a number that is not positive is an empty cell."""
+    note: str = ""
+    """Added to the scale."""
+
+    @property
+    def extent(self) -> tuple[float, float]:
+        """The lowest and the highest number, which have the lightest and the darkest colour."""
+        known = [value for _, values in self.rows for value in values if value and value > 0]
+        return min(known, default=0.0), max(known, default=0.0)
 
     def shades(self) -> Iterator[tuple[str, list[tuple[int, str, str]]]]:
         """Yield each line's label and its cells: (number of the column, opacity, tooltip)."""
-        known = [math.log(value) for _, values in self.rows for value in values if value and value > 0]
-        low, high = min(known, default=0.0), max(known, default=0.0)
+        low, high = (math.log(one or 1) for one in self.extent)
         for label, values in self.rows:
             cells = []
             for at, (column, value) in enumerate(zip(self.columns, values, strict=True)):
@@ -103,10 +130,21 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class Marked:
-    """Text in pieces, each with its mark: `""`, `loss`, `removed` or `added`."""
+    """Text in pieces, each with its mark: `""`, `loss`, `removed` or `added`.
+
+    The `special` tokens among it are shown as such.
+    """
 
     label: str
     pieces: tuple[tuple[str, str], ...]
+    special: tuple[str, ...] = ()
+
+    def parts(self) -> Iterator[tuple[list[tuple[str, bool]], str]]:
+        """Yield each piece, divided into text and special tokens, and its mark."""
+        tokens = "|".join(map(re.escape, sorted(self.special, key=len, reverse=True)))
+        for text, mark in self.pieces:
+            found = re.split(f"({tokens})", text) if tokens else [text]
+            yield [(part, bool(at % 2)) for at, part in enumerate(found) if part], mark
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..recipe.errors import UserError
+from ..recipe.errors import UserError, redact
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe
 from .page import Number, number
 
 Row = Mapping[str, Any]
+MOST_WARNINGS = 10
 PROFILE = "profile/verdict.json"
 
 
@@ -44,6 +45,8 @@ class RunData:
     """The verdict on the steps that `--profile` recorded."""
     system: tuple[Row, ...] = ()
     """Utilisation of GPUs and nodes, in chronological order; each sample has a `time`, a `node` and a `rank`."""
+    warnings: tuple[str, ...] = ()
+    """The warnings that the run has printed, each once."""
 
     def number(self, source: str, form: str, unit: str = "") -> Number | None:
         """Return the number at a place in a JSON file, such as `summary.json:predicted.gpu_peak_gib`, as a cell."""
@@ -94,7 +97,16 @@ def read(path: Path) -> RunData:
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
         profile=_object(run.path / PROFILE),
         system=samples(run),
+        warnings=_warnings(run, _object(run.summary)),
     )
+
+
+def _warnings(run: RunFolder, summary: Row) -> tuple[str, ...]:
+    """Return the lines of rank 0's log that begin with `warning:`, and the summary's own."""
+    log = run.ranks / "rank-0.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    found = [line.strip() for line in (*lines, *str(summary.get("warning") or "").splitlines())]
+    return tuple(redact(line) for line in dict.fromkeys(found) if line.startswith("warning:"))[:MOST_WARNINGS]
 
 
 def rows(path: Path) -> tuple[Row, ...]:

@@ -28,6 +28,7 @@ def document(run: RunData, texts: bool = True) -> Document:
     """
     sections = (
         results.verdict(run),
+        *((examples.answers(run),) if texts else ()),
         curves.section(run),
         *((profile.section(run),) if run.profile else ()),
         *layers.sections(run),
@@ -35,7 +36,7 @@ def document(run: RunData, texts: bool = True) -> Document:
         hardware.tensors(run),
         *hardware.in_use(run),
         *results.evaluation(run),
-        *((*examples.rollouts(run), examples.answers(run), examples.data(run)) if texts else ()),
+        *((*examples.rollouts(run), examples.data(run)) if texts else ()),
         settings.recipe(run),
         settings.deepspeed(run),
         settings.versions(run),

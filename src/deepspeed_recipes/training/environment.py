@@ -5,6 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -21,6 +22,7 @@ def describe() -> dict[str, Any]:
     """Return the facts that must accompany a measurement."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "packages": versions(PACKAGES),
         "cuda": torch.version.cuda,

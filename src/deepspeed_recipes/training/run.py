@@ -110,7 +110,8 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
     if distributed.is_first():
-        write_json(run.data, {**datasets.description, **({"skipped": load_data.SKIPPED} if load_data.SKIPPED else {})})
+        skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
+        write_json(run.data, {**datasets.described(tokenizer), **skipped})
     checkpoint = newest_checkpoint(run)
     mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)
@@ -213,7 +214,11 @@ def prepare(
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
     if datasets.held_out is not None:
-        evaluation = Evaluation(recipe, run, datasets, parallel, method(recipe.method.name).metric, trackers.record)
+        own = method(recipe.method.name)
+        # The stages of a pipeline cannot generate, and exact_match stores its own.
+        asks = recipe.metric == "loss" and recipe.layout.pipeline == 1 and recipe.data.sample_answers != 0
+        answer = getattr(own, "answer", None) if asks else None
+        evaluation = Evaluation(recipe, run, datasets, parallel, own.metric, trackers.record, answer)
     system = SystemLog(run, distributed.gpu_uuid())
     counts = distributed.place(recipe.layout).is_first_reader
     metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)

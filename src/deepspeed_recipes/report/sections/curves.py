@@ -5,6 +5,7 @@ from math import isfinite
 from typing import Any, TypeGuard
 
 from ...recipe.methods import metrics
+from ...recipe.recipe import Recipe
 from ..page import Chart, Curve, Note, Section, Table, number
 from ..run_data import Row, RunData
 
@@ -29,14 +30,23 @@ MORE = (
 )
 """Prefixes of the keys that some methods and models add."""
 
+PAIRS = {
+    "preference_accuracy": "likelihood accuracy (pairs whose better answer is likelier)",
+    "preference_margin": "likelihood margin",
+    "rewards/accuracies": "implicit reward accuracy (training pairs whose better answer has the higher reward)",
+    "rewards/margins": "implicit reward margin, training pairs",
+}
+"""Names of numbers on pairs where no reward model ranks them: two accuracies that can differ much."""
+
 Points = tuple[tuple[float, float], ...]
 
 
 def section(run: RunData) -> Section:
     """Return the charts and, folded, the numbers behind them."""
-    charts = tuple(chart for chart in _charts(run) if any(curve.points for curve in chart.curves))
-    note = () if charts else (Note("No logged values to draw."),)
-    return Section("Curves", (*note, *charts, *_tables(run)))
+    blocks = [chart.block() for chart in _charts(run) if any(curve.points for curve in chart.curves)]
+    charts = [block for block in blocks if isinstance(block, Chart)]
+    notes = [block for block in blocks if isinstance(block, Note)] or ([] if charts else [Note("No logged values.")])
+    return Section("Curves", (*charts, *notes, *_tables(run)))
 
 
 def _charts(run: RunData) -> Iterator[Chart]:
@@ -46,15 +56,22 @@ def _charts(run: RunData) -> Iterator[Chart]:
     yield Chart(run.recipe.method.curve, "step", loss, log=run.recipe.method.packs, marks=restarts)
     for key in (*metrics.SHARES, "reward"):
         measured = {key: points(run.evaluations, key), "of a sample": points(run.evaluations, f"sampled_{key}")}
-        if sum(map(len, measured.values())) > 2:
+        if sum(map(len, measured.values())) > 2:  # the verdict has the first and the last
             drawn = tuple(Curve(name, line, dotted=True) for name, line in measured.items() if line)
-            yield Chart(f"{metrics.title(key).capitalize()}, held out", "step", drawn)
+            yield Chart(f"{named(run.recipe, key)}, held out", "step", drawn)
     for key, title in TITLES.items():
         yield Chart(title, "step", with_smoothed(points(run.metrics, key)), marks=restarts)
     waiting = Curve("waiting for data", tuple(waits(run.metrics)))
     yield Chart("Share of the time spent waiting for data", "step", (waiting,), marks=restarts)
     for key in sorted({key for row in run.metrics for key in row if key.startswith(MORE)})[:8]:
-        yield Chart(key, "step", with_smoothed(points(run.metrics, key)), marks=restarts)
+        yield Chart(named(run.recipe, key), "step", with_smoothed(points(run.metrics, key)), marks=restarts)
+
+
+def named(recipe: Recipe, key: str) -> str:
+    """Return the title of a number: on pairs, likelihoods and the rewards that they imply have names of their own."""
+    title = PAIRS.get(key) if recipe.method.examples == "pairs" and not recipe.method.scores else None
+    title = title or metrics.title(key)
+    return title[:1].upper() + title[1:]
 
 
 def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:

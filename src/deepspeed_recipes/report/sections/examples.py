@@ -3,12 +3,15 @@
 import re
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from itertools import islice
 from typing import Any
 
 from ...recipe.errors import redact
 from ..page import Bars, Block, Marked, Note, Section, Table, number
 from ..run_data import Row, RunData
 
+MOST_ANSWERS = 3
+"""Number of questions shown."""
 WORDS = re.compile(r"\w+|\s+|[^\w\s]")
 """The units in which answers are compared."""
 
@@ -20,16 +23,32 @@ def answers(run: RunData) -> Section:
     by_question: dict[Any, dict[int, Row]] = {}
     for row in run.answers:
         by_question.setdefault(row.get("prompt"), {})[row["step"]] = row
+    special = tuple(map(str, run.data.get("special_tokens") or ()))
     blocks: list[Block] = []
-    for at, (question, by_step) in enumerate(by_question.items(), 1):
+    for at, (question, by_step) in enumerate(islice(by_question.items(), MOST_ANSWERS), 1):
         expected = str(by_step[min(by_step)].get("expected"))
-        blocks += [Marked(f"{at}. Question", ((str(question), ""),)), Marked("expected", ((expected, ""),))]
+        blocks.append(Marked(f"{at}. Question", ((str(question), ""),), special))
+        blocks.append(Marked("expected", ((expected, ""),), special))
         for step in dict.fromkeys((min(by_step), max(by_step))):
             answer = str(by_step[step].get("answer"))
             right = ", right" if answer == expected else ""
-            blocks.append(Marked(f"step {step}{right}", differences(expected, answer)))
-    why = Note("This run stored none: answers are generated with data.metric=exact_match.")
-    return Section("Sample answers", tuple(blocks) or (why,))
+            when = "before training" if step == 0 else f"after step {step}"
+            blocks.append(Marked(f"{when}{right}", differences(expected, answer), special))
+    return Section("Answers before and after", tuple(blocks) or (Note(_why_none(run)),))
+
+
+def _why_none(run: RunData) -> str:
+    """Return why a run has no answers."""
+    recipe = run.recipe
+    if recipe.method.name not in ("sft", "distill", "grpo"):
+        return f"None: {recipe.method.title} does not measure the answers that the model writes."
+    if recipe.layout.pipeline > 1:
+        return "None: the stages of a pipeline cannot generate; ds-recipes generate asks the exported model."
+    if not recipe.data.validation and not recipe.data.validation_share:
+        return "None: the run has no held-out examples; data.validation=FILE names some."
+    if recipe.data.sample_answers == 0:
+        return "None: data.sample_answers=0."
+    return "This run stored none: no held-out example was short enough, the model cannot generate, or it is older."
 
 
 def differences(expected: str, answer: str) -> Pieces:
@@ -44,7 +63,7 @@ def differences(expected: str, answer: str) -> Pieces:
 
 COUNTS = {
     "examples": "examples read",
-    "dropped": "dropped, longer than the sequence length",
+    "dropped": "dropped, longer than the sequence length or unusable",
     "unlearnable": "dropped, without a token in the loss",
     "extra_pieces": "pieces beyond one per text",
     "sequences": "sequences",
@@ -52,7 +71,7 @@ COUNTS = {
     "loss_tokens": "tokens in the loss",
 }
 """Keys of data.json with their descriptions."""
-ALWAYS = ("examples", "sequences", "tokens", "loss_tokens")
+ALWAYS = ("examples", "dropped", "sequences", "tokens", "loss_tokens")
 """Counts that are shown even if they are 0."""
 
 
@@ -61,20 +80,26 @@ def data(run: RunData) -> Section:
     training, settings = run.data.get("training") or {}, run.recipe.data
     sources = {"training data": settings.path, "held-out data": settings.validation}
     rows: list[tuple[Any, ...]] = [(what, redact(path)) for what, path in sources.items() if path]
+    blocks: list[Block] = [Table(("", ""), tuple(rows))] if rows else []
+    sets = [name for name in ("training", "held_out") if run.data.get(name)]
+    counts: list[tuple[Any, ...]] = []
     for key, label in COUNTS.items():
-        if training.get(key) or (key in training and key in ALWAYS):
-            rows.append((label, run.number(f"data.json:training.{key}", ",d")))
+        found = [run.data[name].get(key) for name in sets]
+        if any(found) or (key in ALWAYS and any(one is not None for one in found)):
+            counts.append((label, *(run.number(f"data.json:{name}.{key}", ",d") for name in sets)))
     if room := training.get("sequences", 0) * run.recipe.sequence_length:
         filled = number(training.get("tokens", 0) / room, ".1%", "data.json:filled")
-        rows.append((f"of {run.recipe.sequence_length:,} tokens per sequence filled", filled))
-    blocks: list[Block] = [Table(("", ""), tuple(rows))]
+        empty = (None for _ in sets[1:])
+        counts.append((f"of {run.recipe.sequence_length:,} tokens per sequence filled", filled, *empty))
+    if counts:
+        blocks.append(Table(("", *(name.replace("_", " ") for name in sets)), tuple(counts)))
     for name, skipped in (run.data.get("skipped") or {}).items():
         blocks.append(
             Note(f"{skipped['count']:,} examples of {redact(name)} were left out (data.bad=skip); the first:")
         )
         blocks.append(Marked("Errors", ((redact("\n".join(skipped["first"])), ""),)))
     if not training:
-        blocks.append(Note("Counts and lengths were not recorded: a stream, preferences, or an older run."))
+        blocks.append(Note("Counts and lengths were not recorded: a stream, or an older run."))
     lengths = (
         (f"{low}-{high}", run.number(f"data.json:training.lengths.{at}.2", ",d"))
         for at, (low, high, _) in enumerate(training.get("lengths") or ())
@@ -83,7 +108,8 @@ def data(run: RunData) -> Section:
         blocks.append(Bars("Documents by their length in tokens", bars))
     for at, pieces in enumerate(run.data.get("shown") or ()):
         marked = tuple((str(text), "loss" if learned else "") for text, learned in pieces)
-        blocks.append(Marked("Example; marked text is in the loss" if not at else "Another example", marked))
+        what = "Example; marked text is in the loss, framed text is a special token" if not at else "Another example"
+        blocks.append(Marked(what, marked, tuple(map(str, run.data.get("special_tokens") or ()))))
     return Section("Data", tuple(blocks))
 
 

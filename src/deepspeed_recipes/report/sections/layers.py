@@ -20,15 +20,23 @@ MEANING = (
     "because a token does not occur. An update is usually about a thousandth of the weights."
 )
 
+AT_FIRST = (
+    "Step 1 of an adapter differs from all others: LoRA's B matrices begin at zero, so its A matrices have no gradient "
+    "yet and count as dead, and B's first update is large compared with weights of which half are zero. That is as it "
+    "should be."
+)
+
 
 def sections(run: RunData) -> tuple[Section, ...]:
     """Return the section, or nothing if the run did not measure its layers."""
     logged = [(at, row) for at, row in enumerate(run.metrics, 1) if _layers(row)]
-    return (Section("Layers", tuple(_blocks(logged))),) if logged else ()
+    return (Section("Layers", tuple(_blocks(logged, run.recipe.lora is not None))),) if logged else ()
 
 
-def _blocks(logged: list[tuple[int, Row]]) -> Iterator[Block]:
+def _blocks(logged: list[tuple[int, Row]], adapters: bool) -> Iterator[Block]:
     yield Note(" ".join(_verdicts(logged)) or "No layer's gradient has vanished or exploded.")
+    if adapters and logged[0][1]["step"] == 1:
+        yield Note(AT_FIRST)
     names = tuple(dict.fromkeys(name for _, row in logged for name in _layers(row)))
     every = -(-len(logged) * len(names) // MOST_CELLS)
     kept = [row for at, (_, row) in enumerate(logged) if at % every == 0 or at == len(logged) - 1]

@@ -1,13 +1,21 @@
 """The sections with a run's results beside the predictions, and with the newest result of `ds-recipes evaluate`."""
 
+import math
 from collections.abc import Iterator
+from pathlib import PurePath
 from statistics import median
 from typing import Any
 
+from ...recipe.errors import redact
 from ...recipe.methods import metrics
+from ...recipe.recipe import names
 from ..page import Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
+from . import curves
+from .settings import moment
 
+FEWEST = 20
+"""Fewer updates than these show little."""
 UNITS = {"loss": " nats"}
 """Units of metrics, by name."""
 
@@ -17,8 +25,60 @@ def verdict(run: RunData) -> Section:
     found = tuple(rows(run))
     shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # there are no predictions for CPUs
     table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
-    warning = run.summary.get("warning")
-    return Section("Verdict", (Note(sentence(run)), *((Note(str(warning)),) if warning else ()), table))
+    said = Note(" ".join(filter(None, (sentence(run), judgement(run)))))
+    warned = Table(("Warnings of the run",), tuple((one,) for one in run.warnings))
+    facts = Table(("", ""), tuple((name, value) for name, value in overview(run) if value))
+    return Section("Verdict", (said, *((warned,) if run.warnings else ()), facts, table))
+
+
+def overview(run: RunData) -> Iterator[tuple[str, Cell]]:
+    """Yield what was trained, on what, how, where and when."""
+    recipe, hardware = run.recipe, run.environment
+    yield "Model", redact(recipe.model.path) + (", shrunken and randomly initialised" if recipe.draft.enabled else "")
+    sources = (redact(PurePath(name).name if name.startswith("/") else name) for name in names(recipe.data.path))
+    yield "Data", ", ".join(sources)
+    lora = recipe.lora
+    trained = f"LoRA of rank {lora.rank}" if lora else "all weights"
+    title = recipe.method.title
+    yield "Method", f"{title[:1].upper()}{title[1:]}, {trained}, {recipe.precision}, {PurePath(recipe.deepspeed).name}"
+    if ranks := hardware.get("world_size"):
+        gpus = hardware.get("gpus") or ()
+        kinds = ", ".join(f"{gpus.count(kind)} x {kind}" for kind in dict.fromkeys(gpus))
+        where = kinds or f"CPU, {hardware.get('cpu_count')} cores"
+        more = " on the first node" if ranks > len(gpus) > 0 else ""
+        yield "Hardware", f"{ranks} rank{'' if ranks == 1 else 's'}; {where}{more}"
+    started = hardware.get("started") or (moment(run.system[0]["time"]) if run.system else None)
+    if started:
+        yield "Started", f"{str(started)[:16].replace('T', ' ')} UTC"
+
+
+def judgement(run: RunData) -> str:
+    """Return whether the run has improved the model, and whether it was long enough to tell, or nothing."""
+    if not run.summary or run.summary.get("stopped"):
+        return ""
+    steps = run.metrics[-1]["step"]
+    few = f"{steps} update{' is' if steps == 1 else 's are'} too few to judge." if steps < FEWEST else ""
+    metric, (_, before, after) = run.summary.get("metric"), score(run)
+    if before is None or after is None:
+        return few or "Nothing was measured on held-out examples, so this does not show that the model is better."
+    start, end = before.value, after.value
+    if metric in metrics.SHARES:
+        points, held_out = 100 * (end - start), (run.data.get("held_out") or {}).get("examples")
+        said = f"It {'rose' if points > 0 else 'fell'} by {abs(points):.1f} points" if points else "It did not change"
+        if not few and points and held_out and abs(end - start) < 1 / math.sqrt(held_out):
+            few = f"on {held_out:,} examples such a difference can be chance."
+    elif start > 0 and math.isfinite(end):
+        share = end / start - 1
+        said = (
+            f"It {'rose' if share > 0 else 'fell'} by {abs(share):.0%}" if abs(share) >= 0.005 else "It did not change"
+        )
+    else:
+        return few
+    losses = curves.points(run.evaluations, "loss")
+    at, lowest = min(losses, key=lambda point: point[1], default=(0, math.inf))
+    if not few and losses and losses[-1][1] > 1.02 * lowest:
+        few = f"the held-out loss was lowest at step {at} and has risen since: train for less, or more slowly."
+    return f"{said}; {few}" if few else f"{said}."
 
 
 def sentence(run: RunData) -> str:
@@ -48,7 +108,7 @@ def score(run: RunData) -> tuple[str, Number | None, Number | None]:
     metric = str(run.summary.get("metric") or run.recipe.data.metric)
     form, unit = metrics.form(metric), UNITS.get(metric, "")
     before, after = (run.number(f"summary.json:{key}", form, unit) for key in ("before", "after"))
-    return metrics.title(metric).capitalize(), before, after
+    return curves.named(run.recipe, metric), before, after
 
 
 def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:

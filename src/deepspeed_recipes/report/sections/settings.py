@@ -111,7 +111,7 @@ def restarts(run: RunData) -> Section:
     resumed = (row.get("from_step") for row in run.restarts)
     marks = tuple(max((at for at, step in steps if step <= one), default=0.0) for one in resumed if finite(one))
     chart = Chart("Steps over training time", "second", (Curve("steps", steps),), marks=marks)
-    return Section("Restarts and failures", (table, chart))
+    return Section("Restarts and failures", (table, chart.block()))
 
 
 def moment(seconds: Any) -> str | None:

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from ...recipe.layout import data_parallel_size
+from ...recipe.errors import first_line
 from ...recipe.methods.metrics import shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
@@ -29,14 +28,26 @@ class Evaluation(TrainerCallback):
         parallel: Holding,
         metric: Callable[[Any, Any], dict[str, float]],
         on_record: Callable[[dict[str, Any]], None],
+        answer: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """`parallel` measures the loss, and `metric` is the method's own (`methods.TrainingMethod`)."""
+        """Measure with a method's and a layout's own functions.
+
+        Args:
+            recipe: as it runs.
+            run: its folder.
+            datasets: with held-out examples.
+            parallel: measures the loss.
+            metric: the method's own (`methods.TrainingMethod`).
+            on_record: called with the numbers of each evaluation.
+            answer: stores a few answers, at the start and the end, where the metric does not need answers.
+        """
         self.recipe = recipe
         self.run = run
         self.datasets = datasets
         self.parallel = parallel
         self.measure_metric = metric
         self.on_record = on_record
+        self.answer = answer
 
     @property
     def metric(self) -> str:
@@ -114,13 +125,6 @@ class Evaluation(TrainerCallback):
             self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
         return record
 
-    def _store_answers(self, trainer: Trainer) -> None:
-        """Let the model answer the first questions; the metric stores rank 0's answers, its score is unused."""
-        layout = self.recipe.layout
-        shares = data_parallel_size(layout, dist.get_world_size()) * layout.sequence
-        asked = min(self.recipe.data.sample_answers * shares, len(self.judged))
-        self.measure_metric(trainer, self.judged.select(range(asked)))
-
     def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
         training = trainer.model.training
         trainer.model.eval()
@@ -132,7 +136,10 @@ class Evaluation(TrainerCallback):
         elif self.metric not in measured and self.recipe.eval_examples:
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
             measured[f"sampled_{self.metric}"] = self.measure_metric(trainer, sample)[self.metric]
-        if with_metric and self.metric == "loss" and self.recipe.data.sample_answers:
-            self._store_answers(trainer)
+        if with_metric and self.answer is not None:
+            try:
+                self.answer(trainer, self.judged)
+            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # some models cannot generate
+                say(f"the report will lack answers: {type(error).__name__}: {first_line(error)}")
         trainer.model.train(training)
         return measured

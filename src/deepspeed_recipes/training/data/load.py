@@ -39,6 +39,18 @@ class Datasets:
     shown: Mapping[str, Any] | None = None
     """The sequence of `sample`, if it has images."""
 
+    def described(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+        """Return `description` with the special tokens in its examples, and with counts where no `Report` has them."""
+        text = "".join(text for pieces in self.description.get("shown") or () for text, _ in pieces)
+        special = sorted(token for token in tokenizer.get_added_vocab() if token.strip() and token in text)
+        counts: dict[str, Any] = {}
+        if self.size is not None and "training" not in self.description:
+            left_out = self.size.examples - self.size.documents
+            counts["training"] = {"examples": self.size.examples, "dropped": left_out}
+        if self.held_out is not None and "held_out" not in self.description:
+            counts["held_out"] = {"examples": len(self.held_out)}
+        return {**self.description, **counts, "special_tokens": special}
+
 
 def read_examples(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None = None

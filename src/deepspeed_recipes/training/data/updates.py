@@ -20,8 +20,6 @@ SMALLEST = 8
 """Examples of a batch below which gradients are so noisy that more epochs are better than more batches."""
 POINTS, MEASURED = 20, 10
 """Logged steps and evaluations of a run by `suited`, at least."""
-ANSWERS = 3
-"""Sample answers of a run by `suited`."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +139,6 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     if best.data.validation or best.data.validation_share:
         if "eval_steps" not in given:
             changes["eval_steps"] = max(1, steps // MEASURED)
-        answers = changed(best, data=replace(best.data, sample_answers=ANSWERS))
-        if answers and "data.sample_answers" not in given and best.metric == "loss":
-            best = answers
     return replace(best, **changes)
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and import
 
 
 class TrainingMethod(Protocol):
-    """What the module of a method has."""
+    """What the module of a method has; `sft` also has `answer`, which stores a few answers of each run."""
 
     def arguments(self, common: dict[str, Any], recipe: Recipe, /) -> Any:
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""

@@ -39,6 +39,7 @@ from .distillation.teacher import Teacher
 
 arguments = sft.arguments
 metric = sft.metric
+answer = sft.answer
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:

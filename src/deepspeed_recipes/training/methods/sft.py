@@ -5,9 +5,13 @@ and accuracy and gathers them over all ranks at every step, which costs more tha
 """
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
+import torch.distributed as dist
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
@@ -29,6 +33,12 @@ SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""
 LONGEST = 4000
 """Maximum number of stored characters of a prompt, whose end is kept, and of an answer."""
+SHOWN, LONGEST_SHOWN = 3, 64
+"""Answers that a run stores by default if its metric needs none, and their greatest length in tokens."""
+SECONDS = 30.0
+"""The time for the answers that are written together."""
+TRIED = 100
+"""More held-out examples than there are to be answers, among which some may be too long."""
 GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
@@ -71,22 +81,15 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
         trainer: the run's.
         examples: the held-out sequences, one document each.
     """
-    recipe, model = trainer.context.recipe, trainer.model
-    samples: list[dict[str, Any]] = []
-    asking: dict[str, Any] = {}
-    if recipe.model.vision:
-        ask = partial(answers.generate, trainer.data_collator.seen, recipe.data.max_pixels)
-        asking = {"ask": ask, "batch_size": answers.AT_ONCE}
+    recipe = trainer.context.recipe
+    samples: list[scores.Answer] = []
 
     def keep(answer: scores.Answer) -> None:
         if len(samples) < SAMPLES:
-            row = sample(answer.prompt, answer.expected, answer.text)
-            samples.append({"step": trainer.state.global_step, **row})
+            samples.append(answer)
 
-    weights = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in model.parameters())
-    gather = weights <= GATHER_LIMIT
-    engine, accelerator = trainer.deepspeed, trainer.accelerator
-    with unwrap_model_for_generation(engine, accelerator, gather_deepspeed3_params=gather) as whole:
+    gather = _gathers(trainer)
+    with _generating(trainer, gather) as whole:
         measured = scores.exact_match(
             whole,
             trainer.processing_class,
@@ -95,11 +98,68 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
             synced_gpus=not gather and trainer.context.file.stage == 3,
             layout=recipe.layout,
             on_answer=keep,
-            **asking,
+            **({"ask": _ask(trainer), "batch_size": answers.AT_ONCE} if recipe.model.vision else {}),
         )
-    for row in samples if distributed.is_first() else ():
-        append_jsonl(trainer.context.run.answers, row)
+    _store(trainer, samples)
     return measured
+
+
+def answer(trainer: RunTrainer, examples: Dataset) -> None:
+    """Store the answers to the first held-out examples in the run folder, where `exact_match` has not; a collective.
+
+    Every rank answers all of them. The time is limited, and ranks that have spent it wait for the others. The memory is
+    less than that of a training step, since the prompts and answers of a batch fit into a micro-batch.
+
+    Args:
+        trainer: the run's.
+        examples: the held-out sequences, one document each.
+    """
+    recipe, tokenizer = trainer.context.recipe, trainer.processing_class
+    opening, room = answers.generation_prompt(tokenizer), recipe.micro_batch_size * recipe.sequence_length
+    count, longest = recipe.data.sample_answers, recipe.data.max_new_tokens
+    if count is None:
+        count, longest = SHOWN, min(longest, LONGEST_SHOWN)
+    batches: list[list[answers.Question]] = [[]]
+    left = room
+    for example in islice(examples, count + TRIED):
+        one = answers.question(example, opening)
+        tokens = len(one.prompt) + longest
+        if not one.answer or tokens > room or sum(map(len, batches)) == count:
+            continue
+        if tokens > left:
+            batches.append([])
+            left = room
+        batches[-1].append(one)
+        left -= tokens
+    ask, synced = _ask(trainer) if recipe.model.vision else None, dist.get_world_size() > 1
+    for asked in filter(None, batches):
+        with _generating(trainer, _gathers(trainer), {"max_time": SECONDS}) as whole:
+            found = scores.answers(whole, tokenizer, asked, longest, synced, ask)
+        _store(trainer, [replace(one, text=f"{one.text} ...") if one.cut_off else one for one in found])
+
+
+def _gathers(trainer: RunTrainer) -> bool:
+    """Return whether ZeRO-3's shards are gathered once for all tokens."""
+    sizes = (getattr(p, "ds_numel", p.numel()) * p.element_size() for p in trainer.model.parameters())
+    return sum(sizes) <= GATHER_LIMIT
+
+
+def _generating(trainer: RunTrainer, gather: bool, options: dict[str, Any] | None = None) -> Any:
+    """Return the context in which the model generates, with its settings of generation changed by `options`."""
+    return unwrap_model_for_generation(
+        trainer.deepspeed, trainer.accelerator, gather_deepspeed3_params=gather, generation_kwargs=options
+    )
+
+
+def _ask(trainer: RunTrainer) -> Callable[..., list[list[int]]]:
+    """Return the function that answers questions with images."""
+    return partial(answers.generate, trainer.data_collator.seen, trainer.context.recipe.data.max_pixels)
+
+
+def _store(trainer: RunTrainer, found: list[scores.Answer]) -> None:
+    for one in found if distributed.is_first() else ():
+        row = sample(one.prompt, one.expected, one.text)
+        append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **row})
 
 
 def sample(prompt: str, expected: str, answer: str) -> dict[str, str]:

@@ -105,20 +105,32 @@ def exact_match(
     right = cut_off = 0.0
     for batch, count in rank_batches(sequences, batch_size, layout):
         questions = [question(sequence, opening) for sequence in batch]
-        stop = {*ends(model, tokenizer), *closing(questions, tokenizer)}
-        if ask is None:
-            prompts = [one.prompt for one in questions]
-            written = continued(model, tokenizer, prompts, max_new_tokens, synced_gpus, stop)
-        else:
-            written = ask(model, tokenizer, questions, max_new_tokens, synced_gpus, stop)
-        for one, tokens in zip(questions[:count], written[:count], strict=True):
-            answer = compared(one, tokens, stop, tokenizer)
+        for answer in answers(model, tokenizer, questions, max_new_tokens, synced_gpus, ask)[:count]:
             right += answer.right
             cut_off += answer.cut_off
             on_answer(answer)
     right, cut_off = distributed.total(right, cut_off)
     found = {"exact_match": right / len(sequences)}
     return found | {"cut_off": cut_off / len(sequences)} if cut_off else found
+
+
+@torch.no_grad()
+def answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    max_new_tokens: int,
+    synced_gpus: bool,
+    ask: Callable[..., list[list[int]]] | None = None,
+) -> list[Answer]:
+    """Return the model's greedy answers to questions; see `exact_match`."""
+    stop = {*ends(model, tokenizer), *closing(questions, tokenizer)}
+    if ask is None:
+        prompts = [one.prompt for one in questions]
+        written = continued(model, tokenizer, prompts, max_new_tokens, synced_gpus, stop)
+    else:
+        written = ask(model, tokenizer, questions, max_new_tokens, synced_gpus, stop)
+    return [compared(one, tokens, stop, tokenizer) for one, tokens in zip(questions, written, strict=True)]
 
 
 def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> set[int]:
