@@ -126,7 +126,7 @@ def test_a_model_that_a_page_has_takes_its_recipe_as_it_is(capsys):
     assert borrowed.borrow("Qwen/Qwen3-8B", "lora") == pages.find("qwen3-8b", "lora")
     assert launch.main(["auto", "Qwen/Qwen3-8B", "learning_rate=1e-5", "--draft", "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "is trained as qwen3-8b lora" in said and "its own" not in said and '"learning_rate": 1e-05' in said
+    assert "is trained as qwen3-8b lora" in said and "its own" not in said and "learning_rate: 0.0002 -> 1e-05" in said
 
 
 def test_a_run_has_the_name_of_the_users_model(tmp_path):

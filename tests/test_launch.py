@@ -155,12 +155,15 @@ def test_a_closed_pipe_gets_no_traceback():
 
 
 def test_dry_run_writes_nothing(tmp_path):
-    done = launch("tiny", "lora", "--dry-run", "--output-dir", tmp_path / "run", "lora.rank=8", "learning_rate=2e-3")
+    changes = ("lora.rank=8", "learning_rate=2e-3")
+    done = launch("tiny", "lora", "--dry-run", "full", "--output-dir", tmp_path / "run", *changes)
     assert done.returncode == 0, done.stderr
     text, _, command = done.stdout.rpartition("}\n")
     recipe = json.loads(text + "}")
     assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
     assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
+    brief = launch("tiny", "lora", *changes, "--dry-run").stdout.splitlines()
+    assert brief[:2] == ["learning_rate: 0.004 -> 0.002", "lora.rank: 32 -> 8"] and "deepspeed" in brief[2]
     assert not (tmp_path / "run").exists()
     assert done.stderr.startswith("not checked by --dry-run: the examples in tokens,") and done.stderr.count("\n") == 1
 
@@ -269,7 +272,7 @@ def test_the_projects_own_config_is_not_warned_of_for_a_vision_model(tmp_path):
 def test_another_recipes_folder_is_left_alone(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    held = json.loads(launch("tiny", "lora", "--dry-run").stdout.rpartition("}\n")[0] + "}")
+    held = json.loads(launch("tiny", "lora", "--dry-run", "full").stdout.rpartition("}\n")[0] + "}")
     (folder / "recipe.json").write_text(json.dumps(held))
     for extra, hint in (([], "tiny-3m-lora"), (["--resume"], "tiny-3m-lora")):
         done = launch("tiny", "full", "--output-dir", folder, *extra)

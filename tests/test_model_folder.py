@@ -146,7 +146,7 @@ def test_the_reproduce_command_gives_the_same_recipe_in_a_clone(exports, tmp_pat
     example = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (clone / "mine.jsonl").write_text((json.dumps(example) + "\n") * 40)
     (line,) = re.findall(r"^    (python scripts/launch\.py .+)$", (exports["whole"] / "README.md").read_text(), re.M)
-    command = [sys.executable, *shlex.split(line)[1:], "--dry-run", "--output-dir", str(tmp_path / "run")]
+    command = [sys.executable, *shlex.split(line)[1:], "--dry-run", "full", "--output-dir", str(tmp_path / "run")]
     done = subprocess.run(command, cwd=clone, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr
     printed = re.search(r"^\{\n.*^\}\n", done.stdout, re.DOTALL | re.MULTILINE)[0]

@@ -241,7 +241,7 @@ def test_a_wrong_statement_on_a_page_is_noticed(tmp_path, capsys, before, after,
 
 def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(tmp_path, capsys):
     path = written(tmp_path, one=('deepspeed="zero2.json"', 'deepspeed="zero3.json"'))
-    assert launch.main([f"{path}-1b", "lora", "--draft", "--dry-run", "max_steps=3"]) == 0
+    assert launch.main([f"{path}-1b", "lora", "--draft", "--dry-run", "full", "max_steps=3"]) == 0
     shown = json.loads(capsys.readouterr().out.partition("\n}")[0] + "}")
     assert (shown["family"], shown["size"], shown["variant"]) == ("mine", "1b", "lora")
     assert shown["page"] == str(path) and shown["max_steps"] == 3 and shown["deepspeed"].endswith("zero3.json")

@@ -127,7 +127,7 @@ def test_what_is_written_loads_lints_and_launches(tmp_path, capsys, words, layou
     assert '"auto"' not in file.read_text()
     command = started(tmp_path)
     assert ("--hostfile" in command) == ("--nodes" in words)
-    assert launch.main([*command, "--dry-run"]) == 0, capsys.readouterr().err
+    assert launch.main([*command, "--dry-run", "full"]) == 0, capsys.readouterr().err
     # Every rank reads the template, and the same batch comes of it.
     recipe, _ = json.JSONDecoder().raw_decode(shown := capsys.readouterr().out, shown.index("\n{\n") + 1)
     assert recipe["micro_batch_size"] == config["train_micro_batch_size_per_gpu"]
@@ -548,7 +548,7 @@ def test_a_batch_that_another_variant_refuses_is_no_error(capsys):
 
 
 def test_auto_lets_the_planner_choose(one_a100, capsys):
-    assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run"]) == 0
+    assert launch.main(["llama3-8b", "lora", "deepspeed=auto", "lora.rank=8", "--dry-run", "full"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("deepspeed=auto: ") and '"rank": 8' in shown and "configs/zero" in shown
     assert run_command("launch", ["llama3-70b", "full", "deepspeed=auto", "--dry-run"]) == 2

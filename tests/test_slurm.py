@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.launching import slurm
-from deepspeed_recipes.launching.options import Allocation
+from deepspeed_recipes.launching import node, slurm
+from deepspeed_recipes.launching.options import Allocation, LaunchOptions
+from deepspeed_recipes.launching.supervise import Outcome
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
@@ -142,6 +144,57 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path):
     assert shown.returncode == 0 and "#SBATCH --nodes=1\n" in shown.stdout, shown.stderr
     done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment)
     assert done.returncode == 2 and "sbatch is not installed here" in done.stderr and not (tmp_path / "run").exists()
+    more = ["--shared", "--account", "me", "--mem", "64G", "--sbatch", "--qos=high -C 'a100|h100'", "--write-only"]
+    done = subprocess.run([*LAUNCH, *words, *more], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and f"sbatch {tmp_path}/run/slurm.sbatch\n" in done.stdout, done.stderr
+    text = (tmp_path / "run" / "slurm.sbatch").read_text()
+    wanted = ("--gpus-per-node=2", "--cpus-per-task=8", "--account=me", "--mem=64G", "--qos=high", "-C 'a100|h100'")
+    assert all(f"#SBATCH {line}\n" in text for line in wanted) and "--exclusive" not in text
+    assert (tmp_path / "run" / "recipe.json").exists()
+
+
+def test_options_that_the_job_sets_itself_are_refused():
+    def asked(**words):
+        return slurm.with_options(Allocation("x", 1, 2, True), LaunchOptions("tiny", "full", slurm=True, **words))
+
+    for words, said in (
+        ({"sbatch": "--nodes=3"}, "--sbatch --nodes=3: write --nodes."),
+        ({"sbatch": "-N 3"}, "--sbatch -N 3: write --nodes."),
+        ({"sbatch": "--qos=a --output x"}, "--sbatch --output x: the launcher follows slurm.log"),
+        ({"sbatch": "high"}, "--sbatch high: not an option"),
+        ({"sbatch": "--comment='"}, "no closing quotation"),
+        ({"sbatch": '--comment="a\n#SBATCH --nodes=9"'}, "an option may not contain"),
+        ({"mem": "lots"}, "--mem lots: write"),
+        ({"account": "a b"}, "--account 'a b': not an account's name"),
+        ({"shared": True}, "--shared: also name --gpus N"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            asked(**words)
+    with pytest.raises(UserError, match="--mem needs --slurm"):
+        LaunchOptions("tiny", "full", mem="1G").check()
+
+
+def test_a_part_of_a_node_uses_the_gpus_that_it_was_given(tmp_path, monkeypatch):
+    from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
+
+    def used(devices):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        run, asked = RunFolder(tmp_path), node.Node(tmp_path, None, 2, 1, 2, "a", 29500)
+        monkeypatch.setattr(node, "prepare", lambda *_: None)
+        monkeypatch.setattr(node, "supervise", started)
+        monkeypatch.setattr(node.run_folder, "is_finished", lambda _: True)
+        node.start(run, asked)
+        return found.pop()
+
+    def started(command, *_):
+        given = dict(pairwise(command))
+        hosts = fetch_hostfile(given["--hostfile"])
+        found.append(parse_inclusion_exclusion(hosts, given["--include"], ""))
+        return Outcome(0, None, False)
+
+    found = []
+    assert used("4,5") == {"node-0": [0, 1], "node-1": [4, 5]}
+    assert used("0,1") == used("") == used("GPU-a,GPU-b") == {"node-0": [0, 1], "node-1": [0, 1]}
 
 
 class Cluster:
@@ -245,6 +298,8 @@ def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
         (["--partition", "big"], "--partition big: no such partition; this cluster has small"),
         (["--nodes", "3"], "--nodes 3: partition small has only 2"),
         (["--time", "9-0"], "sbatch: error:"),
+        (["--mem", "64T"], "sbatch: error: Memory specification can not be satisfied"),
+        (["--shared"], "sbatch: error: CPU count per node can not be satisfied"),
     ):
         command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(tmp_path / "run"), *words]
         done = subprocess.run(

@@ -226,7 +226,7 @@ def test_the_command_that_is_printed_runs(place):
     words = shlex.split(printed.partition("\n\n")[2].partition("\n\n")[0].replace("\\\n", " "))
     assert words[-2:] == ["--gpus", "2"]
     assert "max_steps=3" in words
-    status, shown = launch(*words[words.index("tiny-3m") :], "--dry-run")
+    status, shown = launch(*words[words.index("tiny-3m") :], "--dry-run", "full")
     assert status == 0 and '"rank": 8' in shown, shown
 
 
@@ -234,7 +234,7 @@ def test_a_translation_is_kept_as_a_page(place):
     file = written(place, FACTORY)
     status, shown = launch("--from", str(file), "--write", "ours.py", "max_steps=3")
     assert status == 0 and "written: ours.py" in shown, shown
-    status, shown = launch("./ours.py", "lora", "--dry-run")
+    status, shown = launch("./ours.py", "lora", "--dry-run", "full")
     assert status == 0 and '"rank": 8' in shown and '"max_steps": 3' in shown, shown
     found = translate.translate(file, 1)
     wanted = recipe_of([*translate.command_of(found), "max_steps=3"])

@@ -71,7 +71,8 @@ def start(run: RunFolder, node: Node) -> int:
         prepare(run, node.recipe, node.nodes * node.gpus)
     with children.scratch() as folder:
         hostfile = folder / "hosts"
-        hostfile.write_text("".join(f"node-{number} slots={node.gpus}\n" for number in range(node.nodes)))
+        slots = max(node.gpus, 1 + max(map(int, own_devices(node.gpus)), default=0))
+        hostfile.write_text("".join(f"node-{number} slots={slots}\n" for number in range(node.nodes)))
         environment = os.environ | {"OMP_NUM_THREADS": threads(node.gpus)}
         outcome = supervise(command(run, node, hostfile), environment, run, node.gpus)
     if outcome.cause:
@@ -83,6 +84,16 @@ def start(run: RunFolder, node: Node) -> int:
         write.at_end(run)
         afterwards.upload(run)
     return UNFINISHED if outcome.status == 0 and not run_folder.is_finished(run) else outcome.status
+
+
+def own_devices(ranks: int) -> list[str]:
+    """Return the GPUs that the scheduler has given this job, where they are not the first ones of a node.
+
+    DeepSpeed's launcher ignores CUDA_VISIBLE_DEVICES if there is a hostfile, and would use GPUs of another job.
+    """
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")[:ranks]
+    numbered = all(device.isdecimal() for device in chosen) and len(chosen) == ranks
+    return chosen if numbered and chosen != list(map(str, range(ranks))) else []
 
 
 def node_rank() -> int:
@@ -99,10 +110,14 @@ def prepare(run: RunFolder, recipe: Path | None, world_size: int) -> None:
 
 def command(run: RunFolder, node: Node, hostfile: Path) -> list[str]:
     """Return DeepSpeed's launcher for one of several nodes, without ssh."""
+    devices = {number: ",".join(map(str, range(node.gpus))) for number in range(node.nodes)}
+    if own := own_devices(node.gpus):
+        devices[node.node_rank] = ",".join(own)
+    chosen = "@".join(f"node-{number}:{found}" for number, found in devices.items())
     position = ("--node_rank", str(node.node_rank), "--master_addr", node.master_addr)
     return [
         *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--no_ssh"),
-        *("--hostfile", str(hostfile), *position, "--master_port", str(node.master_port)),
+        *("--hostfile", str(hostfile), "--include", chosen, *position, "--master_port", str(node.master_port)),
         *("--module", RANK_MODULE, str(run.path)),
     ]
 

@@ -11,7 +11,7 @@ NEEDS = {
     "nodes": ENGINES,
     **dict.fromkeys(("address", "submit"), ("ray",)),
     **dict.fromkeys(("include", "exclude", "master_addr"), ("hostfile",)),
-    **dict.fromkeys(("partition", "time"), ("slurm",)),
+    **dict.fromkeys(("partition", "time", "account", "mem", "shared", "sbatch", "write_only"), ("slurm",)),
     "image": ("kubernetes", "sagemaker", "skypilot"),
     "volume": ("kubernetes", "skypilot"),
 }
@@ -43,6 +43,8 @@ class LaunchOptions:
     draft: bool = False
     no_plan: bool = False
     dry_run: bool = False
+    whole_recipe: bool = False
+    """A dry run prints the whole recipe, not only what differs from the page."""
     hostfile: Path | None = None
     include: str = ""
     exclude: str = ""
@@ -51,6 +53,11 @@ class LaunchOptions:
     slurm: bool = False
     partition: str | None = None
     time: str | None = None
+    account: str | None = None
+    mem: str | None = None
+    shared: bool = False
+    sbatch: str | None = None
+    write_only: bool = False
     kubernetes: bool = False
     ray: bool = False
     address: str | None = None
@@ -98,6 +105,13 @@ class Allocation:
     time: str | None = None
     restarts: int = 0
     """Maximum number of restarts after a crash or a hang, or 0 for the cluster's default."""
+    account: str | None = None
+    mem: str | None = None
+    """Host memory per node in SLURM's form."""
+    shared: bool = False
+    """Take a part of each node, which other jobs may share."""
+    more: tuple[tuple[str, ...], ...] = ()
+    """Further options for sbatch, each in words."""
 
     @property
     def ranks(self) -> int:

@@ -1,12 +1,11 @@
 """Submits a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
-import json
 import os
+import shlex
 import shutil
 from dataclasses import replace
 
-from ..recipe import run_folder
-from ..recipe.conversions import to_dict
+from ..recipe import files, run_folder
 from ..recipe.errors import UserError
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
@@ -28,7 +27,8 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     """
     if options.engine == "slurm":
         wanted = (options.nodes, options.gpus, options.partition, options.time)
-        asked = slurm.allocation(name, *wanted, dry_run=options.dry_run)
+        asked = slurm.allocation(name, *wanted, dry_run=options.dry_run or options.write_only)
+        asked = slurm.with_options(asked, options)
     elif options.engine in ("kubernetes", *cloud.ENGINES):
         if options.resume and options.kubernetes:
             raise UserError("--kubernetes --resume: apply the run's manifests again; pods resume by themselves.")
@@ -40,42 +40,52 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     return replace(asked, restarts=options.max_restarts)
 
 
-def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
-    """Submit a SLURM job and follow it, or write the files of another kind of job; return the exit status.
+def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
+    """Return the files of a job by name: SLURM's script, manifests, or those of a cloud.
 
     Raises:
-        UserError: a file that pods cannot read, or SLURM rejects the job.
+        UserError: a file that pods cannot read, or a path that SLURM reads differently.
     """
+    image, volume = options.image or IMAGE, options.volume or VOLUME
+    if options.slurm:
+        return {str(slurm.path(folder)): slurm.script(asked, folder, _environment(asked))}
+    if options.kubernetes:
+        given = {"image": image, "volume": volume, "environment": _environment(asked)}
+        return kubernetes.manifests(asked, recipe, folder, given)
+    return cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
+
+
+def _environment(asked: Allocation) -> dict[str, str]:
     environment = rank_environment(asked.ranks_per_node, int(asked.gpus))
     if "OMP_NUM_THREADS" not in os.environ:
         del environment["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
-    image, volume = options.image or IMAGE, options.volume or VOLUME
-    if options.slurm:
-        script = slurm.script(asked, folder, environment)
-        texts = {str(slurm.path(folder)): script}
-    elif options.kubernetes:
-        given = {"image": image, "volume": volume, "environment": environment}
-        texts = kubernetes.manifests(asked, recipe, folder, given)
-    else:
-        texts = cloud.texts(str(options.engine), image, volume, asked, recipe, folder)
-    if options.dry_run:
-        print(json.dumps(to_dict(recipe), indent=2))
-        for name, text in texts.items():
-            print(f"# {name}\n{text}", end="")
-        return 0
+    return environment
+
+
+def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
+    """Submit a SLURM job and follow it, or only write the files of a job; return the exit status.
+
+    Raises:
+        UserError: as `texts`, or SLURM rejects the job.
+    """
+    found = texts(options, asked, recipe, folder)
     new = not folder.recipe.exists()
     if options.resume:
         restarts.prepare(recipe, folder, asked.ranks, restarts.intact_checkpoint(recipe, folder))
     run_folder.write_recipe(folder, recipe)
     record(folder)
     if options.slurm:
+        files.write_text(slurm.path(folder), found[str(slurm.path(folder))])
+        if options.write_only:
+            print(f"written; submit it with: {shlex.join(['sbatch', str(slurm.path(folder))])}")
+            return 0
         try:
-            number = slurm.submit(folder, script, environment)
+            number = slurm.submit(folder, _environment(asked))
         except UserError:
             if new:
                 shutil.rmtree(folder.path)
             raise
         return slurm.follow(number, folder)
-    written = write(folder.path / str(options.engine), texts)
+    written = write(folder.path / str(options.engine), found)
     print(kubernetes.how_to(written) if options.kubernetes else cloud.how_to(str(options.engine), written))
     return 0

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument("--draft", action="store_true", help="train a shrunken, randomly initialised model instead")
     parser.add_argument("--no-plan", action="store_true", help="start even if the plan does not fit")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the recipe and the command; write and start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print what differs from the page, and the command; --dry-run full: the whole recipe; starts nothing",
     )
     several = parser.add_argument_group("several machines (scripts/README.md)")
     several.add_argument("--hostfile", type=Path, metavar="F", help="hosts over ssh, one `name slots=N` per line")
@@ -111,10 +114,17 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         "--master-addr", metavar="A", help="address for the rendezvous of the ranks (default: the first host's)"
     )
     several.add_argument("--slurm", action="store_true", help="write a batch script, submit it, and follow its log")
-    several.add_argument(
-        "--partition", metavar="P", help="with --slurm; variables such as SBATCH_ACCOUNT set the account and the rest"
-    )
+    several.add_argument("--partition", metavar="P", help="with --slurm")
     several.add_argument("--time", metavar="T", help="with --slurm: time limit; the job saves and requeues before it")
+    several.add_argument("--account", metavar="A", help="with --slurm")
+    several.add_argument("--mem", metavar="M", help="with --slurm: host memory per node, for example 200G; 0: all")
+    several.add_argument(
+        "--shared", action="store_true", help="with --slurm: only --gpus of each node, not the whole node"
+    )
+    several.add_argument("--sbatch", metavar="O", help="with --slurm: further options, '--qos=high --constraint=h100'")
+    several.add_argument(
+        "--write-only", action="store_true", help="with --slurm: write the job and print its command; needs no SLURM"
+    )
     several.add_argument(
         "--kubernetes", action="store_true", help="write manifests: Job, JobSet and Kubeflow's TrainJob"
     )
@@ -137,8 +147,18 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         "--volume", metavar="V", help=f"with --kubernetes, --skypilot: shared volume (default: {VOLUME})"
     )
     words = window.words(sys.argv[1:] if arguments is None else arguments)
+    for at in range(len(words) - 1, 0, -1):  # argparse takes a value that begins with a dash for an option
+        if words[at - 1] == "--sbatch":
+            words[at - 1 : at + 1] = [f"--sbatch={words[at]}"]
     options, unknown = parser.parse_known_intermixed_args(words)
     options.words = words
+    # A word after the variant, which with `auto` may be left out.
+    after = [word for word in options.overrides if "=" not in word][1 if options.recipe == AUTO else 0 :]
+    options.whole_recipe = after == ["full"] and ("--dry-run", "full") in pairwise(words)
+    if options.whole_recipe:
+        options.overrides.reverse()
+        options.overrides.remove("full")
+        options.overrides.reverse()
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         key = name.lstrip("-")

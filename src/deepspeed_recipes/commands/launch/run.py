@@ -19,8 +19,10 @@ from ...planning.search import forecast
 from ...recipe import run_folder
 from ...recipe.conversions import to_dict
 from ...recipe.project import require
+from ...recipe.recipe import Recipe
 from ...report import write
 from ...report.profiler import conclude, nsys
+from ...report.sections import settings
 from ...training.tracking import afterwards
 from .plan import LaunchPlan, plan_launch, requested
 
@@ -32,19 +34,27 @@ def run(options: LaunchOptions) -> int:
     if submit.is_dashboard(options.address):  # the launcher on the cluster makes the plan
         return submit.run(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)
+    if options.dry_run:
+        return show(plan, request.page)
     if plan.machines.allocation:
         return scheduler.submit(options, plan.machines.allocation, plan.recipe, plan.folder)
-    if options.dry_run:
-        return show(plan)
     if options.prepare:
         return prepare(plan)
     return start(plan)
 
 
-def show(plan: LaunchPlan) -> int:
-    """Print the recipe and the command that would start it, and return 0."""
+def show(plan: LaunchPlan, page: Recipe) -> int:
+    """Print the recipe, or what differs from its page, and the command or job that would start it; return 0."""
+    if plan.options.whole_recipe:
+        print(json.dumps(to_dict(plan.recipe), indent=2))
+    else:
+        changed = list(settings.differences(page, plan.recipe))
+        print("\n".join(f"{key}: {before} -> {after}" for key, before, after in changed) or "as on its page")
+    if plan.machines.allocation:
+        texts = scheduler.texts(plan.options, plan.machines.allocation, plan.recipe, plan.folder)
+        print("\n".join(f"# {name}\n{text.rstrip()}" for name, text in texts.items()))
+        return 0
     print(preflight.unchecked(plan.recipe), file=sys.stderr)
-    print(json.dumps(to_dict(plan.recipe), indent=2))
     watcher = nsys.command(plan.folder) if plan.recipe.profile.nsys else []
     machines = plan.machines
     if machines.cluster:

@@ -1,20 +1,20 @@
 """Runs a recipe as a SLURM batch job: asks for nodes, fills `job.sbatch.jinja`, submits it, and follows its log."""
 
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...recipe import files
 from ...recipe.errors import UserError
 from ...recipe.project import IMPORT_ROOT
 from ...recipe.run_folder import REWIND, RunFolder
 from .. import variables
-from ..options import Allocation
+from ..options import Allocation, LaunchOptions
 from ..templates import fill
 
 TEMPLATE = Path(__file__).with_name("job.sbatch.jinja")
@@ -24,13 +24,30 @@ WARNING = 300
 """Seconds before the time limit at which the ranks receive the signal to write a checkpoint."""
 POLL = 2.0
 """Seconds between two reads of the queue while the log is followed."""
+CORES = 4
+"""Cores per rank of a part of a node, where SLURM would give a job a single one."""
+OURS = {
+    **dict.fromkeys(("--nodes", "-N"), "write --nodes"),
+    **dict.fromkeys(("--partition", "-p"), "write --partition"),
+    **dict.fromkeys(("--time", "-t"), "write --time"),
+    **dict.fromkeys(("--account", "-A"), "write --account"),
+    **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task", "--gres"), "write --gpus"),
+    **dict.fromkeys(("--mem", "--mem-per-gpu", "--mem-per-cpu"), "write --mem, the memory per node"),
+    **dict.fromkeys(("--exclusive", "--oversubscribe", "-s"), "jobs take whole nodes, or a part with --shared"),
+    **dict.fromkeys(("--output", "-o", "--error", "-e"), "the launcher follows slurm.log in the run folder"),
+    **dict.fromkeys(("--ntasks", "-n", "--ntasks-per-node"), "a task per node starts its ranks"),
+    **dict.fromkeys(
+        ("--array", "-a", "--wrap", "--signal", "--requeue", "--no-requeue", "--open-mode"), "not this one"
+    ),
+}
+"""Options of sbatch that the job file sets by itself, with the reason or the option to write instead."""
 UNFINISHED = (*("PENDING", "CONFIGURING", "RUNNING", "COMPLETING"), *("SUSPENDED", "REQUEUED", "PREEMPTED", "RESIZING"))
 """States of a job that may still run; all other states are final.
 https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
 
 
 def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str]) -> str:
-    """Return the batch script. The user sets other options with SBATCH_ACCOUNT, SBATCH_QOS and similar variables.
+    """Return the batch script.
 
     Raises:
         UserError: a run folder whose name SLURM would read differently.
@@ -54,7 +71,42 @@ def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str])
         python=sys.executable,
         bin=Path(sys.executable).parent,
         run=folder.path,
+        cores=CORES * asked.ranks_per_node,
     )
+
+
+def with_options(asked: Allocation, options: LaunchOptions) -> Allocation:
+    """Return the allocation with the command line's other options for sbatch.
+
+    Raises:
+        UserError: an option that SLURM or this launcher would not accept.
+    """
+    if options.account is not None and not re.fullmatch(r"[\w.,@+-]+", options.account):
+        raise UserError(f"--account {options.account!r}: not an account's name.")
+    if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem):
+        raise UserError(f"--mem {options.mem}: write the host memory per node as 200G or 512000M, or 0 for all of it.")
+    if options.shared and options.gpus is None:
+        raise UserError("--shared: also name --gpus N, the part of each node that the job takes.")
+    more: list[list[str]] = []
+    try:
+        words = shlex.split(options.sbatch or "")
+    except ValueError as error:
+        raise UserError(f"--sbatch {options.sbatch!r}: {str(error).lower()}.") from None
+    for word in words:
+        if word.startswith("-"):
+            more.append([word])
+        elif more:
+            more[-1].append(word)
+        else:
+            raise UserError(f"--sbatch {word}: not an option; write, for example, --sbatch '--qos=high'.")
+    for option in map(" ".join, more):
+        name = re.split("[= ]", option)[0]
+        name = name if name.startswith("--") else name[:2]
+        if name in OURS:
+            raise UserError(f"--sbatch {option}: {OURS[name]}.")
+        if wrong := re.search(r"['\"\\]|[^\x20-\x7e]", option):  # sbatch has its own rules for quotes
+            raise UserError(f"--sbatch {option!r}: an option may not contain {wrong[0]!r}.")
+    return replace(asked, account=options.account, mem=options.mem, shared=options.shared, more=tuple(map(tuple, more)))
 
 
 def log(folder: RunFolder) -> Path:
@@ -67,13 +119,12 @@ def path(folder: RunFolder) -> Path:
     return folder.path / "slurm.sbatch"
 
 
-def submit(folder: RunFolder, text: str, environment: Mapping[str, str]) -> str:
-    """Write the script to the run folder, submit it, and return the job's number.
+def submit(folder: RunFolder, environment: Mapping[str, str]) -> str:
+    """Submit the script in the run folder, and return the job's number.
 
     Raises:
         UserError: SLURM rejects the job.
     """
-    files.write_text(path(folder), text)
     done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or ["sbatch: failed"])[-1])
@@ -176,7 +227,9 @@ def _partitions_here(dry_run: bool) -> list[Partition] | None:
     if not shutil.which("sinfo") or not shutil.which("sbatch"):
         if dry_run:
             return None
-        raise UserError("--slurm: sbatch is not installed here; use a login node, or --dry-run to print the script.")
+        raise UserError(
+            "--slurm: sbatch is not installed here; use a login node, or --write-only to write the job for one."
+        )
     try:
         return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
     except UserError:
