@@ -38,6 +38,7 @@ COLUMNS = (
     NVME,
     "tokens/s/GPU",
     "range",
+    "s/step",
 )
 COST_COLUMNS = ("hours", "dollars")
 SHORT = 1.0
@@ -325,6 +326,7 @@ def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | Non
             *([_size(plan.nvme_gib)] if drives else ()),
             "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
             "" if plan.shortfalls else _range(*plan.speed_range),
+            "" if plan.shortfalls else f"{plan.time.seconds / plan.correction.factor:.3g}",
             *(cost(plan, workload) if workload and not plan.shortfalls else ()),
             style=None if plan.fits else "yellow" if plan.tight else "red",
         )
