@@ -420,7 +420,9 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
     assert [end.exit_code for end in recorded(run, "exit")] == [137]
     afterwards.upload(run)
     assert not recorded(run, "artifact"), "it has not finished"
-    write_json(run.summary, {"stopped": False})
+    both = {"predicted": {"tokens_per_second": 1200.0}, "measured": {"tokens_per_second": 1000.0}}
+    write_json(run.summary, {"stopped": False} | both)
+
     write_json(run.export / "config.json", {"model_type": "tiny"})
     for step, answer in ((0, "no idea"), (3, "four")):
         append_jsonl(run.answers, {"step": step, "prompt": "2 + 2?", "expected": "four", "answer": answer})
@@ -431,6 +433,8 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
     assert sorted(one.type for one in recorded(run, "artifact")) == ["model", "report"]
     entries = [entry for one in recorded(run, "artifact") for entry in one.manifest.contents]
     assert {entry.path for entry in entries} == {"config.json", "report.html"}
+    sent = " ".join(str(one) for one in recorded(run, "summary"))
+    assert all(word in sent for word in ("1200.0", "1000.0"))
     (sent,) = [Path(entry.local_path).read_text() for entry in entries if entry.path == "report.html"]
     assert "loss" in sent and "2 + 2?" not in sent, "wandb.examples is not set"
 

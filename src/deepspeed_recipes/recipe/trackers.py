@@ -30,10 +30,10 @@ class Wandb:
     tags: Annotated[str | None, Several()] = None
     """More tags, separated by commas, in addition to the family, the method and the DeepSpeed file."""
     artifacts: bool = False
-    """After the run, add its export and report.html to the W&B run as artifacts."""
+    """After the run, add its export to the W&B run as an artifact, and report.html, which online runs always add."""
     examples: bool = False
-    """Show held-out examples with their answers in every tracker, and examples of the data in the report that is an
-    artifact. `false` keeps all text of the data in the run folder."""
+    """Show held-out examples with their answers in every tracker, and examples of the data in the report that W&B gets.
+    `false` keeps all text of the data in the run folder."""
 
 
 def check(chosen: Sequence[str]) -> None:

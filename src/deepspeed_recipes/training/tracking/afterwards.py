@@ -26,7 +26,7 @@ def failed(run: RunFolder, reason: str | None, status: int) -> None:
 
 
 def upload(run: RunFolder) -> None:
-    """Add the export and the report of a finished run to its W&B run, if the recipe uploads them."""
+    """Add what only exists after the ranks to the W&B run of a finished run, if it is online or uploads artifacts."""
     if not run.summary.exists() or read_json(run.summary).get("stopped"):
         return
     recipe = read_recipe(run)
@@ -35,7 +35,8 @@ def upload(run: RunFolder) -> None:
         writer.upload(run)
         writer.finish({}, 0)
 
-    _each(run, ["wandb"] if recipe.wandb.artifacts and "wandb" in recipe.trackers else [], add)
+    online = run.tracking.exists() and read_json(run.tracking).get("online")
+    _each(run, ["wandb"] if (recipe.wandb.artifacts or online) and "wandb" in recipe.trackers else [], add)
 
 
 def _each(run: RunFolder, names: Sequence[str], action: Callable[[Any], None]) -> None:

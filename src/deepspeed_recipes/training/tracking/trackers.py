@@ -88,7 +88,8 @@ class Trackers:
             line = self._attempt(name, partial(writer.finish, summary, status))
             lines += [redact(line)] if line else []  # MLflow's address may have a password
         if self.writers:
-            write_json(self.run.tracking, read_json(self.run.tracking) | {"ended": status})
+            online = getattr(self.writers.get("wandb"), "online", False)
+            write_json(self.run.tracking, read_json(self.run.tracking) | {"ended": status, "online": online})
         self.writers.clear()
         return lines
 

@@ -11,7 +11,7 @@ import wandb
 from ...machine import children
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import RunFolder
+from ...recipe.run_folder import RunFolder, read_json
 from ...report import run_data, write
 from . import offline_records
 from .writer import ANSWERS, over_tokens, run_id, settings, tags
@@ -78,13 +78,24 @@ class Run:
         self.live.summary["alert"] = f"{title}: {text}"
 
     def upload(self, run: RunFolder) -> None:
-        """Add the export and the report as artifacts."""
+        """Add the report and, if the recipe uploads artifacts, the export; and what the launcher knows of the run.
+
+        That is the prediction beside the measurement, and where the time of the recorded steps went.
+        """
+        summary = read_json(run.summary)
+        found = {key: summary[key] for key in ("predicted", "measured") if any((summary.get(key) or {}).values())}
+        if (verdict := run.profile / "verdict.json").exists():
+            profile = read_json(verdict)
+            shares = profile["ranks"][0]["shares"]
+            found["profile"] = {key: profile[key] for key in ("step_seconds", "words", "change")} | {"shares": shares}
+        self.live.summary.update(found)
+        models = [("model", run.export)] if self.artifacts else []
         with children.scratch() as place:
             page = run.report_page
             if page.exists() and not self.examples:
                 page = place / page.name
                 write.html(page, write.document(run_data.read(run.path), texts=False))
-            for kind, path in (("model", run.export), (REPORT, page)):
+            for kind, path in (*models, (REPORT, page)):
                 if path.exists():
                     artifact = wandb.Artifact(f"run-{self.id}-{kind}", type=kind)
                     artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))

@@ -57,8 +57,14 @@ def run_id(run: RunFolder) -> str:
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a record that a tracker can draw: everything numeric except the step."""
-    return {key: value for key, value in row.items() if key != "step" and isinstance(value, int | float)}
+    """Return the numbers in a record that a tracker can draw: everything numeric except the step.
+
+    Those of a layer get names of their own, such as `layers/model.layers.0/grad_norm`.
+    """
+    layers = row.get("layers") or {}
+    by_layer = {f"layers/{name}/{key}": value for name, one in layers.items() for key, value in one.items()}
+    found = {**row, **by_layer}
+    return {key: value for key, value in found.items() if key != "step" and isinstance(value, int | float)}
 
 
 def over_tokens(numbers: Mapping[str, float]) -> dict[str, float]:
