@@ -9,6 +9,23 @@ from matplotlib.figure import Figure
 from ..search.plans import Plan
 from .table import layout_in_words
 
+COLOURS = {
+    "parameters": "#2563c9",
+    "gradients": "#d2691e",
+    "optimizer": "#2a8c4a",
+    "adapters": "#8fbf6a",
+    "activations": "#8a4fc7",
+    "logits": "#b8325f",
+    "key_value_cache": "#e08fb0",
+    "live_parameters": "#8ab4f0",
+    "teacher": "#163a73",
+    "vision_tower": "#4a7fb0",
+    "buckets": "#e0b04a",
+    "runtime": "#5f7a86",
+    "fragmentation": "#c3cbd1",
+}
+"""The colour of each component, the same in every figure."""
+
 
 def png(plans: Mapping[str, Plan]) -> bytes:
     """Return the figure as PNG. The keys label the bars; all plans are for the same kind of GPU."""
@@ -22,11 +39,11 @@ def draw(plans: Mapping[str, Plan]) -> Figure:
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     labels = list(plans)[::-1]
-    components = list(dict.fromkeys(name for plan in plans.values() for name in plan.components))
+    components = [name for name in COLOURS if any(name in plan.components for plan in plans.values())]
     left = [0.0] * len(labels)
     for name in components:
         sizes = [plans[label].components.get(name, 0) for label in labels]
-        axes.barh(labels, sizes, left=left, label=name.replace("_", " "))
+        axes.barh(labels, sizes, left=left, color=COLOURS[name], label=name.replace("_", " "))
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     memory_gib = next(iter(plans.values())).cluster.gpu.memory_gib
     axes.axvline(memory_gib, color="black", linewidth=1)

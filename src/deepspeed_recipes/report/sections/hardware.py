@@ -115,7 +115,8 @@ def _in_use(samples: tuple[Row, ...]) -> Iterator[Block]:
                     minutes = (row["time"] - samples[0]["time"]) / 60
                     found.setdefault(f"{owner} {row.get(owner)}", []).append((minutes, row[key] / unit))
             if found and key in CHARTS:
-                yield Chart(title, "minutes", tuple(_curves(found))).block()
+                drawn = Chart(title, "minutes", tuple(_curves(found))).block()
+                yield from [drawn] if isinstance(drawn, Chart) else []  # the table has the rest
             for who, line in found.items():
                 values = [value for _, value in line]
                 extent = {"mean": fmean(values), "highest": max(values)}
