@@ -44,7 +44,7 @@ def _why_none(run: RunData) -> str:
         return f"None: {recipe.method.title} does not measure the answers that the model writes."
     if recipe.layout.pipeline > 1:
         return "None: the stages of a pipeline cannot generate; ds-recipes generate asks the exported model."
-    if not recipe.data.validation and not recipe.data.validation_share:
+    if not run.evaluations:
         return "None: the run has no held-out examples; data.validation=FILE names some."
     if recipe.data.sample_answers == 0:
         return "None: data.sample_answers=0."
