@@ -14,7 +14,7 @@ from deepspeed_recipes.recipe.errors import printable
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.report import charts, compare, run_data, text, write
-from deepspeed_recipes.report.page import Chart, Curve, duration
+from deepspeed_recipes.report.page import Chart, Curve, Document, duration
 from deepspeed_recipes.report.sections import curves, examples, hardware, results, settings
 
 HOSTILE = '</pre><script>alert("1")</script>\'" onload=x&amp;<img src=http://e.example/x>\x1b[31m\x00\ud800'
@@ -422,8 +422,8 @@ def test_the_verdict_says_what_was_trained_where_and_how(tmp_path):
     facts = dict(results.overview(run_data.read(run.path)))
     assert facts["Method"].startswith("Supervised fine-tuning, LoRA of rank 4, fp32")
     assert facts["Hardware"] == "4 ranks; 2 x H100 on the first node" and facts["Started"] == "2026-01-02 03:04 UTC"
-    page = write.render(write.document(run_data.read(run.path)))
-    assert page.partition("<h2>Curves")[0].count("warning: 3 are dropped") == 1
+    page = write.render(Document("", "", (results.verdict(run_data.read(run.path)),)))
+    assert page.count("warning: 3 are dropped") == 1
 
 
 def test_fewer_than_three_points_and_constants_are_sentences():
@@ -441,7 +441,7 @@ def test_special_tokens_are_shown_as_such_and_other_text_is_not(tmp_path):
     run = a_run(tmp_path / "run")
     shown = [[["<|user|>Is <b> bold?", False], ["Yes<|end|>", True]]]
     write_json(run.data, read_json(run.data) | {"shown": shown, "special_tokens": ["<|user|>", "<|end|>"]})
-    found = Page(write.render(write.document(run_data.read(run.path))))
+    found = Page(write.render(Document("", "", (examples.data(run_data.read(run.path)),))))
     assert [tag for tag, _ in found.tags].count("code") == 2 and "Is <b> bold?" in found.text
 
 

@@ -1,7 +1,7 @@
 """Compares several runs: their results, the differences between their recipes, and their curves."""
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ..recipe.errors import UserError, redact
 from .page import Block, Cell, Chart, Curve, Document, Note, Number, Section, Table
@@ -81,7 +81,7 @@ def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]
         counts, data = run.data.get("held_out") or {}, run.recipe.data
         drawn = None if data.validation else (data.validation_share, run.recipe.seed)
         sets.append(((data.validation or data.path, drawn), tuple(counts.get(key) for key in keys)))
-    if len(set(sets)) > 1:
+    if len({((PurePath(path).name, drawn), counts) for (path, drawn), counts in sets}) > 1:  # of any checkout
         each = (
             f"{label} {counts[0] or 'unknown'} of {redact(source)}"
             for label, ((source, _), counts) in zip(labels, sets, strict=True)

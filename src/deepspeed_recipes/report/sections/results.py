@@ -114,6 +114,7 @@ def score(run: RunData) -> tuple[str, Number | None, Number | None]:
 def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
     """Yield label, measured and predicted value of the rows that have a value."""
     name, before, after = score(run)
+    name = "Held-out loss" if run.summary.get("metric") == "loss" else name
     found: list[tuple[str, Cell, Cell]] = [(f"{name}, before", before, None), (f"{name}, after", after, None)]
     if run.summary.get("metric") != "loss":
         measured = [(index, row) for index, row in enumerate(run.evaluations, 1) if "loss" in row]
