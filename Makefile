@@ -1,4 +1,4 @@
-# make install | demo | quick | test | test-all | serving | ray | fp8 | gguf | durations | gpu-check | check | docs | notebooks | lock | stack | wheel.   VENV=DIR: another environment.
+# make install | demo | quick | test | test-all | serving | ray | fp8 | gguf | durations | gpu-check | check | docs | notebook | notebooks | lock | stack | wheel.   VENV=DIR: another environment.
 .DEFAULT_GOAL := help
 ROOT := $(dir $(abspath $(lastword $(MAKEFILE_LIST))))
 ifeq ($(origin VENV), undefined)
@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE =
 # For environments in which the package is not installed: VENV=DIR.
 export PYTHONPATH := $(ROOT)src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: help install demo quick test test-all serving ray fp8 gguf durations gpu-check check docs notebooks lock wheel ops stack
+.PHONY: help install demo quick test test-all serving ray fp8 gguf durations gpu-check check docs notebook notebooks lock wheel ops stack
 help:
 	@echo "make install   make .venv with the pinned stack"
 	@echo "make demo      fine-tune the tiny recipe with ZeRO-3 and print the score before and after"
@@ -31,6 +31,7 @@ help:
 	@echo "make gpu-check techniques and kernels beside plain PyTorch on this machine's GPUs, then the launcher on them"
 	@echo "make check     lint, format and types: ruff and mypy"
 	@echo "make docs      update the generated parts of the documents"
+	@echo "make notebook  add JupyterLab to .venv and open notebooks/ in it"
 	@echo "make notebooks execute the notebooks on an idle machine and keep their outputs"
 	@echo "make lock      write requirements.lock, the image's pins with hashes, after a change of constraints.txt"
 	@echo "make stack     make .stacks/NAME of tests/stacks: STACK=oldest WITH=python3.11; then make quick VENV=.stacks/oldest"
@@ -106,6 +107,10 @@ gpu-check: install
 	@$(PYTHON) scripts/launch.py tiny full
 	@$(PYTHON) scripts/launch.py tiny lora max_steps=40 precision=bf16
 	@$(PYTHON) scripts/launch.py llama3-8b qlora --draft max_steps=10 sequence_length=1024 global_batch_size=16
+
+notebook: $(PREPARE)
+	$(PIP) -c constraints.txt -r constraints-notebook.txt
+	$(PYTHON) -m jupyterlab notebooks $(ARGS)
 
 notebooks: install
 	$(PYTHON) -m tests.notebooks

@@ -236,9 +236,10 @@ def test_every_requirement_is_pinned_and_installed_at_its_pin():
     assert len(pins) > 80
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    assert set(extras) == {"train", "serve", "ray", "fp8", "test", "dev"}
+    assert set(extras) == {"train", "serve", "ray", "fp8", "notebook", "test", "dev"}
     assert extras.pop("ray") == ["ray[train]"]  # `make ray` adds it
     assert extras.pop("fp8") == ["torchao"]  # `make fp8` adds it
+    assert extras.pop("notebook") == ["jupyterlab"]  # `make notebook` adds it
     beside = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints-ray.txt").read_text(), re.MULTILINE))
     assert beside["ray"] == cluster.VERSION and not set(beside) & set(pins)
     wanted = [re.match(r"[\w.-]+", line)[0] for part in (project["dependencies"], *extras.values()) for line in part]
