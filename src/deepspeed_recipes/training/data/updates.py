@@ -136,9 +136,8 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     changes: dict[str, Any] = {}
     if "logging_steps" not in given:
         changes["logging_steps"] = max(1, min(best.logging_steps, steps // POINTS))
-    if best.data.validation or best.data.validation_share:
-        if "eval_steps" not in given:
-            changes["eval_steps"] = max(1, steps // MEASURED)
+    if (best.data.validation or best.data.validation_share) and "eval_steps" not in given:
+        changes["eval_steps"] = max(1, steps // MEASURED)
     return replace(best, **changes)
 
 
