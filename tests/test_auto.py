@@ -176,7 +176,7 @@ def test_adapters_on_a_recipe_of_all_weights_learn_at_the_rate_of_adapters(capsy
 
 
 def test_a_draft_without_gpus_is_small(capsys):
-    assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", "--gpus", "2"]) == 0
+    assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", "full", "--gpus", "2"]) == 0
     said = capsys.readouterr().out
     assert "draft without GPUs: global_batch_size=4 sequence_length=512" in said and '"global_batch_size": 4' in said
     words = ["global_batch_size=16", "sequence_length=1024"]
