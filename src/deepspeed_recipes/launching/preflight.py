@@ -194,7 +194,7 @@ def with_dimensions(recipe: Recipe) -> Recipe:
 def check_data(recipe: Recipe) -> int | None:
     """Read every local text file once, or the beginning of a streamed one, and refuse data that training cannot use.
 
-    Parquet, Arrow, folders and Hub datasets are checked by the same rules when the ranks read them.
+    Parquet, Arrow, folders with splits and Hub datasets are checked by the same rules when the ranks read them.
 
     Returns:
         The number of training examples, or None if only the ranks can count them.
@@ -210,16 +210,16 @@ def check_data(recipe: Recipe) -> int | None:
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[Any] = Counter()
         for name in names(path):
-            files, known = _text_of(Path(name), recipe.data.split)
+            files, whole = _text_of(Path(name), recipe.data.split)
             most = STREAMED if recipe.data.streaming and trained else None
             found: Counter[Any] = sum((check_file(file, *method, most, bad) for file in files), Counter())
-            count = found.total() if known else None
-            labels += found if known else Counter([UNKNOWN])
+            count = found.total() if whole else None
+            labels += found if whole else Counter([UNKNOWN])
             if trained:
                 counts.append(count)
         kinds_of["data.path" if trained else "data.validation"] = labels
     usable = sum(labels.total() for labels in kinds_of.values())
-    if bad.count and (recipe.data.bad == "stop" or not usable):
+    if bad.count and (recipe.data.bad == "stop" or not kinds_of["data.path"]):
         raise bad.error(usable)
     _check_together(recipe, kinds_of)
     known = [count for count in counts if count is not None]

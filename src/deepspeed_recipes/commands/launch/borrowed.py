@@ -183,7 +183,7 @@ def said(recipe: Recipe) -> str:
     return "\n      ".join(lines)
 
 
-def _with_vision(name: str, config: Mapping[str, Any], variant: str) -> Recipe | None:
+def _with_vision(name: str, config: dict[str, Any], variant: str) -> Recipe | None:
     """Return the recipe of the nearest vision-language model of the same architecture, or None if no page has one."""
     kind = config.get("model_type")
     if not config.get("vision_config"):

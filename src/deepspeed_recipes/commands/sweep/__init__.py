@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         UserError: a mistake on the command line; no trial has started.
     """
     options = parse(arguments)
-    words = words_of(options)
+    launched: tuple[str, ...] = words_of(options)
     if options.recipe == AUTO:
         options.variant, variant, options.overrides = auto_words([options.variant, *options.overrides])
-        page, words = borrowed.borrow(options.variant, variant), (variant, *words)
+        page, launched = borrowed.borrow(options.variant, variant), (variant, *launched)
     else:
         page = pages.find(options.recipe, options.variant)
     found = space.read(options.overrides)
@@ -80,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]
     set_there = overrides.keys_of(options.overrides)
     fixed = (*found.fixed, *(word for word in group if word.partition("=")[0] not in set_there))
-    sweep = Sweep(options.recipe, options.variant, words, fixed, tuple(map(tuple, chosen)))
+    sweep = Sweep(options.recipe, options.variant, launched, fixed, tuple(map(tuple, chosen)))
     if options.dry_run:
         print(f"{len(chosen)} trials, which would be in {display(folder)}:")
-        for trial in sweep.trials:
-            print(command("launch"), shlex.join([sweep.recipe, sweep.variant, *sweep.options, *found.fixed, *trial]))
+        for one in sweep.trials:
+            print(command("launch"), shlex.join([sweep.recipe, sweep.variant, *sweep.options, *found.fixed, *one]))
         return 0
     trials.opened(folder, sweep)
     return run(sweep, folder, found.keys, options.json)

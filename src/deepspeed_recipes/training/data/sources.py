@@ -135,7 +135,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     bad = text_files.BadExamples()
     located = formats.prepared(_located(name, recipe.data.split, True, None if streaming else bad), reading, bad)
     try:
-        *first, form = formats.first_form(located, recipe.method.name, recipe.data.form)
+        where, example, form = formats.first_form(located, recipe.method.name, recipe.data.form)
     except UserError as error:
         if str(error) == formats.NO_EXAMPLES:
             error = bad.error(0) if bad.count else UserError(f"{name}: {error}")
@@ -155,7 +155,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     if streaming:
         stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found)
         stream = stream.remove_columns([UNREAD, BAD])
-        unread = dict.fromkeys(formats.unread(*first, form, recipe.method.name), 1)
+        unread = dict.fromkeys(formats.unread(where, example, form, recipe.method.name), 1)
         return Source(name, form, stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
     found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))

@@ -158,9 +158,11 @@ def _with_role(turn: Any, roles: Mapping[str, str]) -> Any:
 
 def _joined(before: Any, turn: Any) -> Turn | None:
     """Return two turns as one, or None if their roles, or anything but their texts, differ."""
+    if not (isinstance(before, dict) and isinstance(turn, dict)):
+        return None
     for role, content in (("role", "content"), ("from", "value")):
-        texts = [one.get(content) if isinstance(one, dict) else None for one in (before, turn)]
-        if all(isinstance(text, str) for text in texts):
+        texts = [text for text in (before.get(content), turn.get(content)) if isinstance(text, str)]
+        if len(texts) == 2:
             own, other = ({**one, role: ROLES.get(str(one.get(role)).lower()), content: ""} for one in (before, turn))
             if own == other and own[role] in ("system", "user", "assistant"):
                 return {**before, content: "\n".join(text for text in texts if text.strip())}
