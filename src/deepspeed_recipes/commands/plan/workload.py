@@ -152,13 +152,16 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     try:
         if sum(file.stat().st_size for file in _files(recipe)) > QUICK:
             return None
-        examples = sum(1 for file in _files(recipe) for _ in _examples(file, recipe))
-        examples = min(examples, recipe.data.max_examples or examples)
-        counted = tokens_of(recipe)[0] * CHARACTERS / _characters_per_token(recipe)
+        lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
+        per_token = _characters_per_token(recipe)
     except UserError:
         return None
+    if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
+        lengths = [length for length in lengths if length <= recipe.sequence_length * per_token]
+    examples = min(len(lengths), recipe.data.max_examples or len(lengths))
     left = 1 - (FEW_HELD_OUT if recipe.data.validation_share == "auto" else recipe.data.validation_share)
-    documents, counted = max(1, math.ceil(examples * left)), math.ceil(counted * left)
+    documents = max(1, math.ceil(examples * left))
+    counted = math.ceil(left * sum(lengths) / per_token * examples / max(1, len(lengths)))
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
         documents *= recipe.method.group_size * recipe.method.iterations
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
