@@ -266,6 +266,7 @@ TRAINING_LAYERS = (
     ("callbacks", "environment", "optimizer", "tracking"),
     ("checkpoint",),
     ("parallel",),
+    ("own_code",),
     ("data",),
     ("model",),
     ("activation_checkpointing", "model_folder"),

@@ -4,8 +4,9 @@ import difflib
 from dataclasses import replace
 from pathlib import Path
 
+from ..recipe import own_code
 from ..recipe.errors import UserError
-from ..recipe.methods import Distill, rewards
+from ..recipe.methods import Distill
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe, names
 from ..training.model_folder.portable import own_path
@@ -25,6 +26,8 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
         recipe.data,
         path=_each_absolute("data.path", recipe.data.path, mount),
         validation=recipe.data.validation and _each_absolute("data.validation", recipe.data.validation, mount),
+        metric=",".join(_code("data.metric", name, mount) for name in names(recipe.data.metric)),
+        transform=recipe.data.transform and _code("data.transform", recipe.data.transform, mount),
     )
     model = replace(recipe.model, path=_absolute("model.path", recipe.model.path, mount))
     if Path(model.path).exists() and not Path(model.path, "config.json").is_file():
@@ -36,8 +39,17 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
     method = _teacher(recipe.method, mount) if isinstance(recipe.method, Distill) else recipe.method
-    reward = _functions(recipe.reward, mount)
-    return replace(recipe, data=data, model=model, deepspeed=deepspeed, reward=reward, method=method)
+    located = replace(
+        recipe,
+        data=data,
+        model=model,
+        deepspeed=deepspeed,
+        method=method,
+        reward=recipe.reward and _code("reward", recipe.reward, mount),
+        callbacks=recipe.callbacks and _code("callbacks", recipe.callbacks, mount),
+        loss=recipe.loss and _code("loss", recipe.loss, mount),
+    )
+    return replace(located, code=own_code.digests(located))
 
 
 def _teacher(distill: Distill, mount: str | None) -> Distill:
@@ -52,12 +64,10 @@ def _teacher(distill: Distill, mount: str | None) -> Distill:
     return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
 
 
-def _functions(reward: str | None, mount: str | None) -> str | None:
-    """Return the reward functions with their files' absolute paths."""
-    if reward is None:
-        return None
-    found = rewards.functions(reward)
-    return ",".join(f"{_absolute('reward', function.path, mount)}:{function.name}" for function in found)
+def _code(key: str, text: str, mount: str | None) -> str:
+    """Return the user's own code with its files' absolute paths; a built-in metric is unchanged."""
+    found = own_code.functions(key, text)
+    return ",".join(f"{_absolute(key, one.path, mount)}:{one.name}" for one in found) or text
 
 
 def _each_absolute(key: str, paths: str, mount: str | None) -> str:

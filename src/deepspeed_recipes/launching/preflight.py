@@ -4,7 +4,11 @@ Apart from the linter this needs only the standard library, and takes millisecon
 """
 
 import importlib.util
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits, trackers
+from ..recipe import compatibility, deepspeed_file, limits, own_code, trackers
 from ..recipe import files as spec_files
+from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import bubble, gradient_accumulation_steps
-from ..recipe.methods import Distill, Grpo, rewards
+from ..recipe.methods import Distill, Grpo
+from ..recipe.project import python_path
 from ..recipe.recipe import Data, Recipe, names
 from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
@@ -38,6 +44,10 @@ SPLITS = re.compile(r"(?i)(^|[^a-z])(train|training|valid|validation|val|dev|tes
 """Parts of names that show the Hub's splits."""
 STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
+
+
+REFERENCES = 4
+"""Number of references on which the user's own metrics are tried."""
 
 
 def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
@@ -204,6 +214,75 @@ def check_data(recipe: Recipe) -> int | None:
             or an example that lacks what the method needs.
     """
     _check_options(recipe)
+    code = [one for key, found in own_code.of_recipe(recipe).items() if key != "reward" for one in found]
+    if not code:
+        return _checked_data(recipe)
+    if importlib.util.find_spec("torch") is None or not all(map(_is_here, code)):  # only the cluster has them
+        return None if recipe.data.transform else _checked_data(recipe)
+    return _in_a_process(recipe)
+
+
+def _is_here(function: own_code.Function) -> bool:
+    """Return True unless only other machines have the file; `paths.locate` refuses files that are nowhere."""
+    return Path(function.path).is_file()
+
+
+def _in_a_process(recipe: Recipe) -> int | None:
+    """Try the recipe's own code and check the data in another process, and return the number of training examples.
+
+    The code may import torch, which would keep hundreds of MB in the launcher until the run ends.
+
+    Raises:
+        UserError: the code cannot be used, or the data cannot.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", __name__],
+        input=json.dumps(to_dict(recipe)),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | python_path(os.environ) | {"CUDA_VISIBLE_DEVICES": ""},  # the GPU's memory is for the ranks
+    )
+    try:
+        found: int | str | None = json.loads(done.stdout)
+    except ValueError:
+        shown = ", ".join(f"{key}={one}" for key, ones in own_code.of_recipe(recipe).items() for one in ones)
+        raise UserError(f"{shown}: the process that tried this code ended with status {done.returncode}.") from None
+    if isinstance(found, str):
+        raise UserError(found)
+    return found
+
+
+def _answer() -> None:
+    """Check the recipe on standard input, and write the number of examples, or an error message, to standard output."""
+    from ..training import own_code as rank_code  # not at the top: imports torch
+
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what the code prints is no reply
+    recipe = from_dict(json.load(sys.stdin))
+    try:
+        rank_code.try_all(with_dimensions(recipe), _references(recipe))
+        json.dump(_checked_data(recipe), reply)
+    except UserError as error:
+        json.dump(str(error), reply)
+    reply.close()
+
+
+def _references(recipe: Recipe) -> list[str]:
+    """Return the last answers of the first examples that the launcher can read, held-out ones if there are any."""
+    data, method = recipe.data, recipe.method
+    if not own_code.functions("data.metric", data.metric) or recipe.model.vision:
+        return []
+    for path in map(Path, names(data.validation) + names(data.path)):
+        if path.is_file() and path.suffix not in text_files.COLUMNAR:
+            located = formats.prepared(text_files.read(path), formats.reading_of(data))
+            found = formats.converted(located, method.name, data.form)
+            turns = (example["messages"][-1] for example in islice(found, REFERENCES))
+            return [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    return []
+
+
+def _checked_data(recipe: Recipe) -> int | None:
+    """Return the number of training examples of local text files, or None if only the ranks can count them."""
     counts: list[int | None] = []
     bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
     kinds_of: dict[str, Counter[Any]] = {}
@@ -308,8 +387,8 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
 
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
-    if recipe.method.rollouts:
-        rewards.check_files(recipe.reward)
+    for key, found in own_code.of_recipe(recipe).items():
+        own_code.check_files(key, [one for one in found if _is_here(one)])
     text_files.weights(data)
     formats.reading_of(data)
 
@@ -344,9 +423,14 @@ def check_file(
         converted = formats.converted(examples, method, data.form, note)
     found = Counter(map(_kind, islice(converted, most)))
     if not found and not errors.count:
-        raise UserError(f"{path} is empty; add examples, or name another file.")
+        why = f"data.transform={data.transform} drops all its examples" if data.transform else "is empty"
+        raise UserError(f"{path} {why}; add examples, or name another file.")
     return found
 
 
 def _kind(example: formats.Example) -> Any:
     return example["negative"] is not None if "negative" in example else example.get("label")
+
+
+if __name__ == "__main__":
+    _answer()

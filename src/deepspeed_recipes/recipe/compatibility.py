@@ -17,6 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from . import own_code
 from .errors import UserError
 
 Moment = Literal["recipe", "model", "run"]
@@ -187,6 +188,17 @@ def _adapters_at_the_ends(case: Case, _: str) -> Values | None:
     return {"outside": ", ".join(outside)} if outside else None
 
 
+def _own_metric_in_pipeline(case: Case, _: str) -> Values | None:
+    return (
+        {} if case.recipe.layout.pipeline > 1 and own_code.functions("data.metric", case.recipe.data.metric) else None
+    )
+
+
+def _own_metric_without_answers(case: Case, _: str) -> Values | None:
+    answers = case.recipe.method.examples in ("conversations", "prompts")
+    return None if answers or not own_code.functions("data.metric", case.recipe.data.metric) else {}
+
+
 def _without_experts(case: Case, _: str) -> Values | None:
     kind = case.dimension("model_type")
     return {"kind": kind} if kind and not case.dimension(*EXPERT_COUNTS) else None
@@ -207,6 +219,8 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "too_few_layers()": _too_few_layers,
     "adapters_at_the_ends()": _adapters_at_the_ends,
     "without_experts()": _without_experts,
+    "own_metric_in_pipeline()": _own_metric_in_pipeline,
+    "own_metric_without_answers()": _own_metric_without_answers,
 }
 """Conditions of the table that are functions of a case and of the layout's field that a row is about. They return the
 values that the reason names, or None if there is no conflict."""

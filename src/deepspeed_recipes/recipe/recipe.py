@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from . import bounds, compatibility, trackers
+from . import bounds, compatibility, own_code, trackers
 from .bounds import Bounds, Several
 from .errors import UserError
 from .lora import Lora as Lora
@@ -18,6 +18,8 @@ from .optimizers import Optimizer
 from .trackers import Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
+BUILT_IN = ("loss", "exact_match", "preference_accuracy", "judgement_accuracy")
+"""The metrics of `data.metric` that are not the user's own."""
 Checkpointing = bool | Literal["selective", "feed_forward"]
 
 
@@ -109,12 +111,21 @@ class Data:
     `validation_share=auto`."""
     validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1, usual=0.05)] = 0.0
     """Share of the examples that is held out if `validation` is None. `auto` is 5 %, and at most 500 examples."""
-    metric: Literal["loss", "exact_match", "preference_accuracy", "judgement_accuracy"] = "loss"
-    """Metric on the held-out examples that the last line reports before and after training: loss, answers reproduced
-    exactly, or pairs ranked correctly.
+    metric: Annotated[str, Several()] = "loss"
+    """Metric on the held-out examples that the last line reports before and after training: `loss`, `exact_match`
+    (answers reproduced exactly), `preference_accuracy` or `judgement_accuracy` (pairs ranked correctly), or your own
+    function, `FILE.py:FUNCTION`. Several are separated by commas; the first one judges the run.
 
     `exact_match` compares the last answer of each held-out conversation with everything that training would have the
-    model write there, including think blocks and tool calls, and ignores white space at both ends."""
+    model write there, including think blocks and tool calls, and ignores white space at both ends.
+
+    Your own function is called as `function(answers, references)` with the model's greedy answers and the expected
+    ones, lists of texts in the order of the held-out examples. It returns a number, reported under the function's name,
+    or a dict of numbers, the first of which is reported under the function's name and each as `FUNCTION_KEY`. Higher
+    values count as better. Every rank calls it with all answers, and their results must be equal."""
+    transform: str | None = None
+    """Your own function, `FILE.py:FUNCTION`, called with each training and held-out example as a dict, as it is in its
+    file, before its form is detected. It returns an example, or None to drop it, which the run counts."""
     max_pixels: Annotated[int, Bounds(least=784)] = 1_000_000
     """Larger images are scaled down to this many pixels before the model's own processor reads them. For models that
     accept images of any size, this bounds the tokens per image."""
@@ -129,6 +140,11 @@ class Data:
     for the next batch; 0 for streams and without a GPU, where the workers would take cores from the computation."""
     changed: bool = False
     """With `--resume`: accept data, an order or a tokenizer that differs from the checkpoint's."""
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names under which the metrics are reported; the first one judges the run."""
+        return [name.rpartition(":")[2] for name in names(self.metric)]
 
 
 @dataclass(frozen=True)
@@ -209,6 +225,18 @@ class Recipe:
     reward: Annotated[str | None, Several()] = None
     """Functions that score the answers of `grpo`: `FILE.py:FUNCTION`, separated by commas. Each is called with an
     answer and the fields of its example, and returns a number. This is your own code, run without a sandbox."""
+    callbacks: Annotated[str | None, Several()] = None
+    """Your own subclasses of transformers' TrainerCallback: `FILE.py:CLASS`, separated by commas. Each is created
+    without arguments on every rank, before the run's own callbacks, so that what it adds to `logs` in `on_log` is in
+    metrics.jsonl too."""
+    loss: str | None = None
+    """Your own loss of `sft` and `pretrain`, `FILE.py:FUNCTION`, with the signature of transformers' compute_loss_func:
+    `function(outputs, labels, num_items_in_batch)` returns the sum over a micro-batch divided by `num_items_in_batch`,
+    the number of labelled tokens of the step on all ranks. `outputs.logits` are [sequences, length, vocabulary], and a
+    first parameter named `logits` gets these; `labels`, [sequences, length], are not shifted, and -100 is not in the
+    loss. The held-out `loss` remains the cross-entropy."""
+    code: Mapping[str, str] = field(default_factory=dict)
+    """The SHA-256 of the files with your own code, by key, when the run was launched: the launcher fills it in."""
     optimizer: Optimizer = "adamw"
     """The optimizer. `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight
     (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for embeddings, head and norms, and
@@ -315,6 +343,8 @@ class Recipe:
             object.__setattr__(self, "method", METHODS[self.method]())
         bounds.check(self)
         trackers.check(names(self.tracking))
+        _check_metrics(self.data)
+        own_code.of_recipe(self)
         compatibility.check(compatibility.Case(self), "recipe")
         self.method.check(self)
         if rest := self.global_batch_size % self.micro_batch_size:
@@ -334,7 +364,7 @@ class Recipe:
     @property
     def metric(self) -> str:
         """The metric that judges the run: the method's own, or `data.metric` if the method has none."""
-        return self.method.judged_by(self.data.metric)
+        return self.method.judged_by(self.data.metrics[0])
 
     @property
     def trackers(self) -> list[str]:
@@ -345,6 +375,18 @@ class Recipe:
     def packs(self) -> bool:
         """True if documents share sequences: `packing` is set and the method supports it."""
         return self.packing and self.method.packs
+
+
+def _check_metrics(data: Data) -> None:
+    """Refuse an unknown metric."""
+    found = names(data.metric)
+    for name in found or [data.metric]:
+        if name not in BUILT_IN and not own_code.is_own(name):
+            raise UserError(
+                f"data.metric={bounds.shown(name)}: must be one of {', '.join(BUILT_IN)}, or FILE.py:FUNCTION."
+            )
+    if len(set(data.metrics)) < len(found):
+        raise UserError(f"data.metric={data.metric}: two metrics have the same name; rename the function.")
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe | None:

@@ -55,7 +55,7 @@ from .methods import method
 from .methods.distillation import teacher
 from .model import draft, heads, load, output_head, packing_check, transforms
 from .callbacks.metrics import training_flops
-from . import optimizer
+from . import optimizer, own_code
 from .parallel import implementation
 from .parallel import sequence
 from ..machine.capacity import gathered_bytes
@@ -100,6 +100,8 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     file = deepspeed_file.read(recipe.deepspeed)
     if recipe.numa_binding and (cores := distributed.keep_near_gpu()):
         say(f"NUMA: each rank keeps to the cores near its GPU, rank 0 to {len(cores)} of {os.cpu_count()}")
+    for line in own_code.check(recipe):
+        say(line)
     recipe = with_draft(recipe, run)
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)
@@ -282,7 +284,11 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
         return
     check_moved(trainer)
     keep_holdings(trainer)
-    after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
+    after = failed = None
+    try:
+        after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
+    except own_code.Failed as error:
+        failed = error  # the export loses nothing by it
     export.save(trainer, run.unverified)
     dtype = load.DTYPES[recipe.precision]
     beside = beside_tokens(trainer.data_collator.alone(datasets.shown), dtype) if datasets.shown else {}
@@ -298,6 +304,8 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     results = {"after": after, "logit_difference": difference}
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
+    if failed:
+        raise failed
     image = None
     if datasets.shown and (images := datasets.shown["images"]):
         image = "FILE.png" if images[0]["bytes"] else display(Path(images[0]["path"]))

@@ -22,7 +22,7 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_json
-from . import distributed, optimizer, upstream
+from . import distributed, optimizer, own_code, upstream
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard
@@ -109,6 +109,12 @@ class RunHooks(Hooked):
         """The recipe's update settings of each parameter group."""
         self.filler = False
         """Whether the micro-batch has no effect (`example_numbers.EvenBatches`)."""
+        if context.recipe.callbacks:  # before the run's own, which read what they add to a log
+            options["callbacks"] = own_code.callbacks(context.recipe, context.run, context.metrics.also)
+        if context.recipe.loss:
+            options["compute_loss_func"] = own_code.Loss(
+                context.recipe, context.run, lambda: self.state.global_step + 1
+            )
         super().__init__(**options)
         self.noise: Noise | None = None
         if context.recipe.neftune_alpha:

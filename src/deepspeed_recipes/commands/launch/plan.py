@@ -15,7 +15,7 @@ from ...machine import capacity, run_lock
 from ...planning.hardware.cluster import Cluster
 from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
-from ...recipe import deepspeed_file, overrides, pages, run_folder
+from ...recipe import deepspeed_file, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
@@ -155,11 +155,12 @@ def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:
     held = run_folder.read_recipe(folder)
     if options.model is not None and held.model.path != paths.locate(page).model.path:
         raise UserError(f"{folder.path} has a run of {held.model.path}, not of {options.model}; add --output-dir.")
-    if held.method.rollouts and held.reward != page.reward and "reward" not in overrides.keys_of(options.overrides):
-        raise UserError(
-            f"reward={held.reward}: refusing to run code named only in a run folder; if you trust it, add "
-            "reward=FILE.py:FUNCTION to --resume."
-        )
+    for key in own_code.of_recipe(held).keys() - overrides.keys_of(options.overrides):
+        if (value := overrides.value_of(held, key)) != overrides.value_of(page, key):
+            raise UserError(
+                f"{key}={value}: refusing to run code named only in a run folder; if you trust it, add {key}=... to "
+                "--resume."
+            )
     model = replace(held.model, trust_remote_code=page.model.trust_remote_code)
     return replace(held, model=model, data=replace(held.data, changed=False), profile=page.profile)
 
@@ -254,6 +255,8 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         universal.check(recipe, request.folder, file, machines.ranks)
         if changed := overrides.differences(request.page, recipe):
             print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
+        for line in own_code.changed(recipe, request.page.code, recipe.code):
+            print(f"resuming with a changed file: {line}", flush=True)
     restarts.check(recipe, options.max_restarts)
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)

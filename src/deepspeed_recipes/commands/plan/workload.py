@@ -194,6 +194,8 @@ def document_length(recipe: Recipe) -> float | None:
 
 
 def _files(recipe: Recipe) -> Iterator[Path]:
+    if recipe.data.transform:  # it may import torch
+        raise UserError(f"data.transform={recipe.data.transform}: plans do not run it; give --tokens.")
     for name in names(recipe.data.path):
         path = Path(name) if Path(name).exists() else None
         files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]

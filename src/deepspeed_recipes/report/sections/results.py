@@ -105,7 +105,7 @@ def _loss(run: RunData, row: int) -> Number | None:
 
 def score(run: RunData) -> tuple[str, Number | None, Number | None]:
     """Return the name of the run's main metric, and its values before and after training."""
-    metric = str(run.summary.get("metric") or run.recipe.data.metric)
+    metric = str(run.summary.get("metric") or run.recipe.metric)
     form, unit = metrics.form(metric), UNITS.get(metric, "")
     before, after = (run.number(f"summary.json:{key}", form, unit) for key in ("before", "after"))
     return curves.named(run.recipe, metric), before, after

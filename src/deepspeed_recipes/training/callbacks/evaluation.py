@@ -130,12 +130,15 @@ class Evaluation(TrainerCallback):
         trainer.model.eval()
         sequences = self.datasets.held_out_sequences
         measured = self.parallel.measure(trainer, sequences) if sequences is not None else {}
-        measured = {name: value for name, value in measured.items() if name in ("loss", self.metric)}
-        if self.metric not in measured and (with_metric or sequences is None):
+        wanted = [self.metric, *self.recipe.data.metrics] if self.recipe.method.metric is None else [self.metric]
+        measured = {name: value for name, value in measured.items() if name in ("loss", *wanted)}
+        missing = [name for name in wanted if name not in measured and name != "loss"]
+        if missing and (with_metric or sequences is None):
             measured |= self.measure_metric(trainer, self.judged)
-        elif self.metric not in measured and self.recipe.eval_examples:
+        elif missing and self.recipe.eval_examples:
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
-            measured[f"sampled_{self.metric}"] = self.measure_metric(trainer, sample)[self.metric]
+            found = self.measure_metric(trainer, sample)
+            measured |= {f"sampled_{name}": found[name] for name in dict.fromkeys(missing) if name in found}
         if with_metric and self.answer is not None:
             try:
                 self.answer(trainer, self.judged)

@@ -167,6 +167,8 @@ class Metrics(TrainerCallback):
         self.window_start: float | None = None
         self.flops = flops
         self.utilization = utilization
+        self.also: set[str] = set()
+        """Names of numbers that the user's own callbacks have added to logs."""
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -220,7 +222,7 @@ class Metrics(TrainerCallback):
             **memory(),
             **self.utilization(),
             **self._utilisation(tokens, squares, elapsed, logs),
-            **{key: value for key, value in logs.items() if key.startswith(OTHERS)},
+            **{key: value for key, value in logs.items() if key.startswith(OTHERS) or key in self.also},
         }
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))

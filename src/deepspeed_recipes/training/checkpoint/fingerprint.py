@@ -15,6 +15,7 @@ import xxhash
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ...recipe import own_code
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
@@ -30,10 +31,11 @@ MEANT = {
     "model": "a model with other dimensions",
     "tokenizer": "another tokenizer or chat template",
     "data": "other data",
+    "transform": "another data.transform",
     "order": "another order of the data",
 }
 """The meaning of a difference, by the fingerprint's key."""
-ACCEPTABLE = ("tokenizer", "data", "order")
+ACCEPTABLE = ("tokenizer", "data", "transform", "order")
 """Differences that `data.changed=true` accepts."""
 
 
@@ -47,6 +49,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
                 "model": dimensions(load_config(recipe).to_dict()),
                 "tokenizer": of_tokenizer(tokenizer),
                 "data": of_data(datasets.training),
+                "transform": own_code.digests(recipe).get("data.transform"),
                 # A step's place in the data is its number times the global batch size.
                 "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
             }
@@ -69,7 +72,8 @@ def check(fingerprint: dict[str, Any], checkpoint: Path | None, changed: bool) -
     """
     saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint else {}
     for name, meaning in MEANT.items():
-        then, now = saved.get(name, fingerprint[name]), fingerprint[name]
+        now = fingerprint.get(name)
+        then = saved.get(name, now)
         if then == now or (changed and name in ACCEPTABLE):
             continue
         pairs = "" if isinstance(now, str) and name != "recipe" else f" ({_shown(then)}, now {_shown(now)})"

@@ -30,6 +30,7 @@ from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patte
 from datasets.exceptions import DatasetGenerationError
 from pyarrow.parquet import ParquetFile
 
+from ...recipe import own_code
 from ...recipe.errors import UserError, first_line
 from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe, names
@@ -62,6 +63,8 @@ UNREAD = "unread"
 """A column with the keys of an example that nothing reads; they are counted, and the column is removed."""
 BAD = "bad"
 """A column with the error of an example that is left out."""
+DROPPED = "\0dropped "
+"""Begins a row's entry in that column with the number of examples that `data.transform` has dropped."""
 NAMED = 8
 """Maximum number of keys in a line."""
 CONVERTED_BY = hashlib.blake2b(
@@ -96,11 +99,14 @@ class Source:
     first example only."""
     skipped: Sequence[str] = ()
     """The errors of the examples that `data.bad=skip` leaves out."""
+    dropped: int = 0
+    """Number of examples that `data.transform` has dropped; unknown for a stream."""
 
     def line(self) -> str:
         """Return a line for the screen that describes the source."""
         count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
-        return f"{self._short()}: {count} in the form {self.form}"
+        dropped = f"; {self.dropped} dropped by data.transform" if self.dropped else ""
+        return f"{self._short()}: {count} in the form {self.form}{dropped}"
 
     def unread_line(self, template: str) -> str | None:
         """Return a line with the keys that neither this project nor the chat template reads, or None."""
@@ -138,7 +144,8 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         where, example, form = formats.first_form(located, recipe.method.name, recipe.data.form)
     except UserError as error:
         if str(error) == formats.NO_EXAMPLES:
-            error = bad.error(0) if bad.count else UserError(f"{name}: {error}")
+            keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
+            error = bad.error(0) if bad.count else UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
         raise error from None
     found: dict[str, Any] = {
         "name": name,
@@ -158,21 +165,28 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         unread = dict.fromkeys(formats.unread(where, example, form, recipe.method.name), 1)
         return Source(name, form, stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
-    found["version"] = (CONVERTED_BY, *_version(name, recipe.data.split))
+    found["version"] = (
+        CONVERTED_BY,
+        own_code.digests(recipe).get("data.transform"),
+        *_version(name, recipe.data.split),
+    )
     try:
         examples = Dataset.from_generator(_converted, features, gen_kwargs=found)
     except DatasetGenerationError as error:
         raise (error.__cause__ if isinstance(error.__cause__, UserError) else error) from None
     skipped: list[str] = []
-    if found["skip"]:
+    dropped = 0
+    if found["skip"] or reading["transform"]:
         errors = examples.select_columns(BAD).with_format("arrow")[:][BAD]
-        skipped = pc.drop_null(errors).to_pylist()
+        noted = pc.drop_null(errors).to_pylist()
+        skipped = [one for one in noted if not one.startswith(DROPPED)]
+        dropped = sum(int(one.removeprefix(DROPPED)) for one in noted if one.startswith(DROPPED))
         examples = examples.select(np.flatnonzero(pc.is_null(errors).to_numpy(zero_copy_only=False)))
     examples = examples.remove_columns(BAD)
     counts: Counter[str] = Counter()
     for batch in examples.select_columns(UNREAD).with_format("arrow").iter(1000):
         counts.update(pc.list_flatten(batch[UNREAD]).to_pylist())
-    return Source(name, form, examples.remove_columns(UNREAD), counts, skipped)
+    return Source(name, form, examples.remove_columns(UNREAD), counts, skipped, dropped)
 
 
 def _converted(
@@ -185,17 +199,20 @@ def _converted(
     version: Any = None,
     vision: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the examples and, with `skip`, rows that hold only the error of an example that cannot be used."""
+    """Yield the examples, then rows without one: the errors of examples that are skipped, and the number dropped."""
     errors, messages, latest = text_files.BadExamples(), list[str](), list[str]()
 
     def note(error: UserError) -> None:
         errors(error)
         messages.append(str(error))
 
+    dropped = list[None]()
     bad = None if version is None else note  # a stream is not read to its end before training
 
     def located() -> Located:
-        for where, example in formats.prepared(_located(name, split, version is None, bad), reading, bad):
+        for where, example in formats.prepared(
+            _located(name, split, version is None, bad), reading, bad, lambda: dropped.append(None)
+        ):
             try:
                 keys = formats.unread(where, example, form, method)
             except UserError as error:
@@ -215,6 +232,8 @@ def _converted(
         yield {**dict.fromkeys(columns), **example, UNREAD: list(latest), BAD: None}
     if errors.count and not (skip and usable):
         raise errors.error(usable)
+    if version is not None and dropped:
+        messages.append(f"{DROPPED}{len(dropped)}")
     for message in messages:
         yield {**dict.fromkeys(columns), UNREAD: [], BAD: message}
 

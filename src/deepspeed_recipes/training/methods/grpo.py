@@ -148,8 +148,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if held_out is not None:
         for row in held_out:
             _as_prompt(row)
-        if recipe.metric == "exact_match":
-            _check_answered(held_out)
+        if recipe.data.metrics != ["loss"]:
+            _check_answered(held_out, recipe.data.metric)
     if dropped := len(found) - len(fitting):
         say(
             f"warning: training: {dropped} of {len(found)} prompts ({dropped / len(found):.0%}) are dropped: they "
@@ -182,11 +182,11 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int
     return conversation_tokens(tokenizer, row["prompt"], add_generation_prompt=True)
 
 
-def _check_answered(held_out: Dataset) -> None:
+def _check_answered(held_out: Dataset, metric: str) -> None:
     unanswered = sum(not _has_answer(row) for row in held_out)
     if unanswered:
         raise UserError(
-            f"data.metric=exact_match: {unanswered} of {len(held_out)} held-out prompts have no answer; add "
+            f"data.metric={metric}: {unanswered} of {len(held_out)} held-out prompts have no answer; add "
             "answers, or use data.metric=loss, which for GRPO is the mean reward."
         )
 
@@ -233,7 +233,9 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
             sample = sft.sample(prompt, wanted, answer)
             append_jsonl(trainer.context.run.answers, {"step": trainer.state.global_step, **sample})
     measured = {"reward": summed / counted if counted else math.nan}
-    return measured | ({"exact_match": matched / judged} if judged == len(examples) else {})
+    measured |= {"exact_match": matched / judged} if judged == len(examples) else {}
+    pairs = [(answer, wanted) for _, wanted, answer in compared]
+    return measured | scores.own_metrics(recipe, pairs, trainer.context.run, trainer.state.global_step)
 
 
 def _has_answer(row: dict[str, Any]) -> bool:

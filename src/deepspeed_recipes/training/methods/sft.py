@@ -75,7 +75,7 @@ def trainer(
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
     """Return `exact_match`, the share of last answers that greedy decoding reproduces, and the share `cut_off`.
 
-    Rank 0 stores its first answers in the run folder.
+    The recipe's own metrics are added. Rank 0 stores its first answers in the run folder.
 
     Args:
         trainer: the run's.
@@ -84,7 +84,10 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
     recipe = trainer.context.recipe
     samples: list[scores.Answer] = []
 
+    written: list[tuple[str, str]] = []
+
     def keep(answer: scores.Answer) -> None:
+        written.append((answer.text, answer.expected))
         if len(samples) < SAMPLES:
             samples.append(answer)
 
@@ -101,7 +104,7 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
             **({"ask": _ask(trainer), "batch_size": answers.AT_ONCE} if recipe.model.vision else {}),
         )
     _store(trainer, samples)
-    return measured
+    return measured | scores.own_metrics(recipe, written, trainer.context.run, trainer.state.global_step)
 
 
 def answer(trainer: RunTrainer, examples: Dataset) -> None:

@@ -69,6 +69,8 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
     method = recipe.method
     by_method = method.tiles or isinstance(method, Distill) or method.rollouts
     if not by_method and not tiles_loss(recipe, config.vocab_size):
+        if recipe.loss and tiles_loss(replace(recipe, loss=None), config.vocab_size):
+            say("tiled_loss=false: loss reads whole logits, which tiles would have avoided")
         return recipe
     why = difference(config, tokenizer, recipe.lora)
     if not why:

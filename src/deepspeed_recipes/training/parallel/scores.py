@@ -15,8 +15,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...recipe.layout import data_parallel_size
-from ...recipe.recipe import Layout
-from .. import distributed
+from ...recipe.own_code import functions
+from ...recipe.recipe import Layout, Recipe
+from ...recipe.run_folder import RunFolder
+from .. import distributed, own_code
 from ..data.answers import Question, generation_prompt, question
 from ..data.collate import IGNORED, rows
 from ..data.tokenize import answered
@@ -131,6 +133,25 @@ def answers(
     else:
         written = ask(model, tokenizer, questions, max_new_tokens, synced_gpus, stop)
     return [compared(one, tokens, stop, tokenizer) for one, tokens in zip(questions, written, strict=True)]
+
+
+def own_metrics(recipe: Recipe, mine: Sequence[tuple[str, str]], run: RunFolder | None, step: int) -> dict[str, float]:
+    """Return the numbers of the recipe's own metrics for the answers of all ranks; a collective.
+
+    Args:
+        recipe: names the functions.
+        mine: this rank's answers that count, each with its reference, in the order of `rank_batches`.
+        run: its newest checkpoint is named in errors.
+        step: for errors.
+    """
+    if not functions("data.metric", recipe.data.metric):
+        return {}
+    place, copies = distributed.place(recipe.layout), data_parallel_size(recipe.layout, dist.get_world_size())
+    first, ranks = place.data * recipe.layout.sequence + place.sequence, copies * recipe.layout.sequence
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [(first + at * ranks, *pair) for at, pair in enumerate(mine)])
+    every = sorted(one for part in gathered for one in part)  # as in the data, whatever the number of ranks
+    return own_code.measured(recipe, [one[1] for one in every], [one[2] for one in every], run, f"at step {step}")
 
 
 def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> set[int]:

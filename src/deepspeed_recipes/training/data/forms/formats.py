@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from ....recipe import own_code
 from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
 from ....recipe.methods import METHODS, Examples, reading
@@ -496,14 +497,20 @@ def role_names(text: str | None) -> dict[str, str]:
 
 
 def prepared(
-    located: Iterable[tuple[str, Example]], reading: Mapping[str, Any], bad: Bad | None = None
+    located: Iterable[tuple[str, Example]],
+    reading: Mapping[str, Any],
+    bad: Bad | None = None,
+    on_drop: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of one source with columns and roles renamed, and turns joined, as `reading_of` says.
+    """Yield the examples of one source transformed, with columns and roles renamed, and turns joined.
+
+    `reading` is from `reading_of`, and `on_drop` is called for each example that `data.transform` drops.
 
     Raises:
         UserError: the first example lacks a column, or turns are not JSON.
     """
     roles, join = reading["roles"], reading["join"]
+    located = own_code.transformed(located, reading["transform"], on_drop, bad)
     for where, example in renamed_columns(located, reading["columns"]):
         if roles or join:
             try:
@@ -526,4 +533,5 @@ def reading_of(data: Data) -> dict[str, Any]:
     Raises:
         UserError: `data.columns` or `data.roles` is not in its form.
     """
-    return {"columns": column_fields(data.columns), "roles": role_names(data.roles), "join": data.join_turns}
+    named = {"columns": column_fields(data.columns), "roles": role_names(data.roles)}
+    return {**named, "join": data.join_turns, "transform": data.transform}

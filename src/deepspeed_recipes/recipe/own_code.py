@@ -1,0 +1,239 @@
+"""The user's own code in a recipe, named as `FILE.py:NAME`: which keys take it, and checks that do not run it."""
+
+import ast
+import hashlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .errors import UserError
+
+WRITTEN = {
+    "reward": "def {}(answer, example)",
+    "loss": "def {}(outputs, labels, num_items_in_batch)",
+    "data.metric": "def {}(answers, references)",
+    "data.transform": "def {}(example)",
+    "callbacks": "class {}(TrainerCallback)",
+}
+"""How the code of each key is written; `{}` stands for its name."""
+MEANT = {
+    "reward": "two arguments, the answer's text and the fields of its example",
+    "loss": "three arguments, the model's output, the labels and the number of labelled tokens of the step",
+    "data.metric": "two arguments, the answers and the references",
+    "data.transform": "one argument, an example",
+}
+"""The arguments of the functions of each key."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function or class in one of the user's files."""
+
+    path: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+def is_own(text: str) -> bool:
+    """Return True if a value names a file, unlike a built-in metric."""
+    return ":" in text or text.endswith(".py")
+
+
+def functions(key: str, text: str | None) -> list[Function]:
+    """Return what a key names; of `data.metric`, leave out the built-in metrics.
+
+    Raises:
+        UserError: a part is not of the form FILE.py:NAME, or two have the same name.
+    """
+    named = []
+    for part in (part.strip() for part in (text or "").split(",")):
+        if not part or (key == "data.metric" and not is_own(part)):
+            continue
+        path, _, name = part.rpartition(":")
+        if not path.endswith(".py") or not name.isidentifier():
+            raise UserError(f"{key}={part}: write FILE.py:{'CLASS' if key == 'callbacks' else 'FUNCTION'}.")
+        named.append(Function(path, name))
+    if len({function.name for function in named}) < len(named):
+        raise UserError(f"{key}={text}: two have the same name, by which they are reported; rename one.")
+    if len(named) > 1 and key in ("loss", "data.transform"):
+        raise UserError(f"{key}={text}: must be one function; call the others from it.")
+    return named
+
+
+def of_recipe(recipe: Any) -> dict[str, list[Function]]:
+    """Return the code that a run executes, by key."""
+    texts = {
+        "reward": recipe.reward if recipe.method.rollouts else None,
+        "loss": recipe.loss,
+        "data.metric": recipe.data.metric,
+        "data.transform": recipe.data.transform,
+        "callbacks": recipe.callbacks,
+    }
+    return {key: found for key, text in texts.items() if (found := functions(key, text))}
+
+
+def digests(recipe: Any) -> dict[str, str]:
+    """Return the SHA-256 of the files of each key, in their order; of a file that only other machines have, `unknown`.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    return {key: ",".join(map(_digest, found)) for key, found in of_recipe(recipe).items()}
+
+
+def _digest(function: Function) -> str:
+    try:
+        return hashlib.sha256(Path(function.path).read_bytes()).hexdigest()
+    except FileNotFoundError:
+        return "unknown"
+    except OSError as error:
+        raise UserError(f"{function.path}: cannot be read ({error.strerror}); check its permissions.") from None
+
+
+def changed(recipe: Any, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+    """Yield the key and value of each piece of a recipe's code whose file had another content."""
+    for key, found in of_recipe(recipe).items():
+        before, after = (digests.get(key, "unknown").split(",") for digests in (then, now))
+        if len(before) == len(after) == len(found):
+            for function, old, new in zip(found, before, after, strict=True):
+                if old != new and "unknown" not in (old, new):
+                    yield f"{key}={function} (SHA-256 {old[:12]}, now {new[:12]})"
+
+
+def check_files(key: str, found: list[Function]) -> None:
+    """Check that each function or class is defined in its file, without running the file.
+
+    Raises:
+        UserError: the file is missing or not Python, or does not define the name.
+    """
+    for function in found:
+        shown = f"{key}={function}"
+        if not Path(function.path).is_file():
+            raise UserError(f"{shown}: no such file.")
+        try:
+            tree = ast.parse(Path(function.path).read_bytes())
+        except (SyntaxError, ValueError) as error:
+            line = getattr(error, "lineno", None)
+            where = f" at line {line}" if line else ""
+            raise UserError(f"{shown}: not Python{where} ({getattr(error, 'msg', error)}).") from None
+        _check_defined(key, function, tree)
+
+
+def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
+    wanted: Any = ast.ClassDef if key == "callbacks" else (ast.FunctionDef, ast.AsyncFunctionDef)
+    kind = "class" if key == "callbacks" else "function"
+    defined = {node.name: node for node in tree.body if isinstance(node, wanted)}
+    shown, written = f"{key}={function}", WRITTEN[key].format(function.name)
+    found = defined.get(function.name)
+    if found is None:
+        if not _may_be_assigned(function.name, tree):
+            plural = "classes" if key == "callbacks" else "functions"
+            has = f"it defines {', '.join(defined)}" if defined else f"it defines no {plural}"
+            raise UserError(f"{shown}: no {kind} of that name in the file; {has}.")
+        return
+    if isinstance(found, ast.ClassDef):
+        return
+    if isinstance(found, ast.AsyncFunctionDef):
+        raise UserError(f"{shown}: must not be async; write `{written}`.")
+    number = written.count(",") + 1
+    least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
+    most = len(found.args.posonlyargs + found.args.args + found.args.kwonlyargs)
+    if least > number or (most < number and not found.args.vararg and not found.args.kwarg):
+        raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
+
+
+def _may_be_assigned(name: str, tree: ast.Module) -> bool:
+    """Return True if the file may define the name by an import or an assignment."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias) and ((node.asname or node.name) == name or node.name == "*"):
+            return True
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
+            return True
+    return False
+
+
+def load(key: str, function: Function) -> Any:
+    """Return the function or class, after running its file, once per process; it may import modules of its folder.
+
+    Raises:
+        UserError: the file raises, or does not define the name.
+    """
+    try:
+        return getattr(_module(function.path), function.name)
+    except BaseException as error:  # a file may also call sys.exit
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        fix = "correct the file, or leave the setting out"
+        if isinstance(error, ModuleNotFoundError):
+            fix = f"install {error.name} in this environment, or leave the setting out"
+        raise UserError(f"{key}={function}: cannot be loaded: {described(error, function.path)};\n{fix}.") from error
+
+
+@cache
+def _module(path: str) -> ModuleType:
+    folder = str(Path(path).resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a file next to it must not hide an installed package
+    name = f"own_code_{Path(path).stem}_{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+    module = sys.modules[name] = ModuleType(name)  # dataclasses and pickles look their module up by its name
+    module.__file__ = path
+    # Not from __pycache__, which has an older version of a file that changed twice within a second.
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+    return module
+
+
+def transformed(
+    located: Iterable[tuple[str, dict[str, Any]]],
+    transform: str | None,
+    on_drop: Callable[[], object] = lambda: None,
+    on_error: Callable[[UserError], object] | None = None,
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the examples of one source, (place, example) each, as `data.transform` returns them.
+
+    Args:
+        located: the examples as they are in their file.
+        transform: the recipe's `data.transform`; None changes nothing.
+        on_drop: called for each example that the function drops.
+        on_error: called with the errors of examples, which are otherwise raised.
+
+    Raises:
+        UserError: the function raises, or returns something other than an example or None.
+    """
+    for function in functions("data.transform", transform):
+        change = load("data.transform", function)
+        break
+    else:
+        yield from located
+        return
+    for where, example in located:
+        try:
+            found = change(dict(example))
+        except Exception as error:
+            failure = UserError(f"{where}: data.transform={function}: {described(error, function.path)}.")
+            if on_error is None:
+                raise failure from error
+            on_error(failure)
+            continue
+        if found is None:
+            on_drop()
+        elif isinstance(found, Mapping):
+            yield where, dict(found)
+        else:
+            raise UserError(
+                f"{where}: data.transform={function}: returned a {type(found).__name__}; return the example as a dict, "
+                "or None to drop it."
+            )
+
+
+def described(error: BaseException, path: str) -> str:
+    """Return the last line of an error's traceback, and the line of the user's file."""
+    lines = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+    return f"{lines[-1][:300]} ({path}:{frames[-1].lineno})" if frames else lines[-1][:300]
