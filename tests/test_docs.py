@@ -73,6 +73,9 @@ READERS_FILES = {
     ),
     "reviews.csv": "review,stars\nVery good.,5\nQuite bad.,2\n" * 40,
     "questions.jsonl": "".join(f'{{"question": "Who is {one}?", "answer": "{one} is."}}\n' for one in range(80)),
+    "my_code.py": re.findall(
+        r"```python\n(# my_code.py\n.*?)```", (ROOT / "recipes/README.md").read_text("utf-8"), re.S
+    )[0],
     "my_rewards.py": "def right(answer, example):\n    return 1\n\n\ndef short(answer, example):\n    return 0\n",
 }
 """Files of a reader's own, which the documents name; the tests write them."""

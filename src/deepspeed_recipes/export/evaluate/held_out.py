@@ -14,6 +14,7 @@ from datasets import Dataset
 from ...machine import capacity
 from ...recipe import pages
 from ...recipe.errors import UserError
+from ...recipe.own_code import is_own
 from ...recipe.recipe import Recipe, names
 from ...training.data import load, sources
 from ...training.model_folder.portable import own_path
@@ -66,8 +67,14 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
         recipe = pages.find("tiny", "full")
     if file is not None:
         validation = str(_existing(str(file)))
-        recipe = replace(recipe, data=replace(recipe.data, path=validation, validation=validation, streaming=False))
-    found = metric or recipe.metric
+        data = replace(recipe.data, path=validation, validation=validation, streaming=False, transform=None)
+        recipe = replace(recipe, data=data)
+    elif recipe.data.transform:
+        raise UserError(
+            f"data.transform={recipe.data.transform}: code that only a run folder names is not run; save the held-out "
+            "examples as it returns them, and name them with --data FILE."
+        )
+    found = metric or ("exact_match" if is_own(names(recipe.data.metric)[0]) else recipe.metric)
     if found not in METRICS:
         raise UserError(f"metric {found}: not supported; choose --metric {' or '.join(METRICS)}.")
     data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
