@@ -6,9 +6,8 @@
 Rates: full 2e-5 (axolotl, examples/gpt-oss/gpt-oss-20b-fft-deepspeed-zero3.yaml), half of it at 120b; adapters 2e-4 at
 2,048 tokens (OpenAI cookbook, articles/gpt-oss/fine-tune-transfomers.ipynb; huggingface/gpt-oss-recipes,
 configs/sft_lora.yaml), half at 120b; DPO 5e-6 (alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml).
-Special: the published experts are in MXFP4, which cannot be trained. Without the package `kernels`, transformers
-converts them to bf16, whole on every rank (42 GB, 234 GB of host memory); a bf16 copy (model.path) is sharded while it
-loads.
+Special: the published experts are in MXFP4. They are dequantised to bf16 as they are loaded, one tensor at a time,
+and sharded by ZeRO-3 as a bf16 copy is; the export is in bf16.
 """
 
 from dataclasses import replace

@@ -1,13 +1,13 @@
 """minimax_m2: MiniMax-M2.5, an MoE model of 256 experts with 10B of 229B active, for code and agents.
 
     python scripts/launch.py minimax_m2-229b lora
-    python scripts/launch.py minimax_m2-229b lora model.path=BF16_FOLDER data.path=FILE.jsonl epochs=2
+    python scripts/launch.py minimax_m2-229b lora data.path=FILE.jsonl epochs=2
 
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/minimax_m2/minimax_m2.5_hellaswag_pp.yaml). Adapters: rank 16
 and alpha 32 from axolotl (minimax/m2-qlora.yaml), which takes 2e-4; here 1e-4, as QLoRA does at this size
 (arXiv:2305.14314); DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The weights are published in FP8, which cannot be trained: model.path must name a folder with a bf16 copy. The layers
-that predict further tokens are neither loaded, counted nor exported.
+The weights are published in FP8 and dequantised on loading. The layers that predict further tokens are neither trained
+nor counted, and unchanged in the export.
 """
 
 from dataclasses import replace

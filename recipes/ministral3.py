@@ -6,8 +6,9 @@
 All weights: 1e-5 at batch 64 from NVIDIA-NeMo/Automodel (llm_finetune/mistral/ministral3_3b_squad.yaml). Adapters: rank
 32, alpha 16 and 2e-4 from axolotl (ministral3/ministral3-3b-qlora.yaml), DoRA at half the rank (arXiv:2402.09353); DPO
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints include a vision tower of 0.4B parameters: it is neither loaded, counted nor exported. Instruct is
-published in FP8, which cannot be trained; this is Mistral's bf16 copy. Beyond 16,384 positions queries are scaled.
+The checkpoints include a vision tower of 0.4B parameters: not trained or counted, unchanged in the export. Instruct is
+published in FP8, which would be dequantised on loading; this is Mistral's bf16 copy. Beyond 16,384 positions queries
+are scaled.
 `pretrain` usually starts from base weights: model.path=mistralai/Ministral-3-8B-Base-2512.
 """
 

@@ -9,7 +9,8 @@ lora: 2e-4, rank 16 (alignment-handbook zephyr-7b-beta/sft/config_qlora.yaml); q
 (arXiv:2305.14314), and lora the same. dpo_lora: 5e-6 (alignment-handbook zephyr-7b-beta/dpo/config_qlora.yaml).
 pretrain: 2e-5 as Code Llama's long-context stage (arXiv:2308.12950), betas 0.9 and 0.95 as Llama 2 (arXiv:2307.09288).
 
-Small 3.1 and 3.2 are image and text models (`mistral3`), which AutoModelForCausalLM does not load: 24b is 2501.
+24b is 2501. Of Small 3.1 and 3.2, which have a vision tower, the text part is trained: model.path=MODEL; the export has
+the tower unchanged.
 Its chat template adds a system prompt with the current date to conversations without one: give each a system turn.
 """
 

@@ -9,7 +9,8 @@ All weights: 1e-5, decay and beta2 from NVIDIA-NeMo/Automodel (qwen3_5_4b.yaml, 
 Adapters: rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/27b-qlora.yaml), 1e-4 at 27b from Automodel
 (qwen3_8_27b_lora.yaml), warm-up from ms-swift (Qwen3_8-Best-Practice.md), DoRA at half the rank (arXiv:2402.09353);
 DPO 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints include a vision tower and a layer that predicts a second token: neither is loaded, counted or exported.
+The checkpoints include a vision tower and a layer that predicts a second token: neither is trained or counted,
+and the export has both unchanged.
 No variant packs documents. Install flash-linear-attention and causal-conv1d: without them training is slow.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-9B-Base (there is one for each size up to 9b).
 """

@@ -6,7 +6,8 @@
 All weights: 5e-6, decay and beta2 from NVIDIA-NeMo/Automodel (vlm_finetune/qwen3_5_moe/qwen3_6_35b.yaml). Adapters:
 rank 16, alpha 32 and 2e-4 from axolotl (qwen3.5/35b-a3b-moe-qlora.yaml), 1e-4 above as QLoRA (arXiv:2305.14314); DPO
 5e-6 from alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints include a vision tower and a layer that predicts a second token: neither is loaded, counted or exported.
+The checkpoints include a vision tower and a layer that predicts a second token: neither is trained or counted,
+and the export has both unchanged.
 No variant packs documents. Install flash-linear-attention and causal-conv1d: without them training is slow.
 `pretrain` usually starts from base weights: model.path=Qwen/Qwen3.5-35B-A3B-Base.
 """

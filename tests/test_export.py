@@ -82,7 +82,7 @@ def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys
 
 def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_merged", lambda _: export.load_whole(TINY_MODEL, torch.float32))
-    write_json(checkpoint / export.ADAPTER, {})
+    write_json(checkpoint / export.ADAPTER, {"base_model_name_or_path": str(TINY_MODEL)})
     export.write(checkpoint, tmp_path / "out", merge=True)
     assert (tmp_path / "out" / WEIGHTS).exists()
     tokenizer = export.load_tokenizer

@@ -68,8 +68,11 @@ def refused(folder, *words):
 
 NAMED_ABOVE = {"fp8", "compressed-tensors", "bitsandbytes", "gptq", "mxfp4", "torchao"}
 STATED = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    "compressed-tensors, int-quantized": {"quant_method": "compressed-tensors", "format": "int-quantized"},
+    "compressed-tensors, marlin-24": {
+        "quant_method": "compressed-tensors",
+        "format": "marlin-24",
+        "config_groups": {"group_0": {}},
+    },
     "bitsandbytes, 8 bits": {"load_in_8bit": True, "quant_method": "bitsandbytes"},
     "bitsandbytes, 4 bits": {"load_in_4bit": True},
     "gptq": {"quant_method": "gptq", "bits": 4},
@@ -91,8 +94,13 @@ def test_a_quantisation_that_the_configuration_states_is_refused_by_name(name, m
         load.load_model(small(model, "unread"))
 
 
-def test_the_experts_of_gpt_oss_are_read_and_nothing_stated_is_nothing_refused():
+def test_what_is_dequantised_is_not_refused_and_nothing_stated_is_nothing_refused():
     assert quantization.stated({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) is None
+    assert quantization.stated({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) is None
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}}
+    assert quantization.stated({"quantization_config": packed}) is None
+    sparse = packed | {"sparsity_config": {"format": "sparse-24-bitmask"}}
+    assert quantization.stated({"quantization_config": sparse}) == "compressed-tensors, pack-quantized"
     for nothing in ({}, {"quantization_config": None}, {"quantization_config": {}}):
         assert quantization.stated(nothing) is None
     for part in ("text_config", "llm_config"):

@@ -327,7 +327,7 @@ OTHERS = {
     "data/text_files.py": {"error.filename"},
     "methods/classify.py": {"model.config.get_text_config().pad_token_id"},
     "methods/rollouts/hooks.py": {"function.__name__"},
-    "model/load.py": {"text.tie_word_embeddings"},
+    "model/load.py": {"text.tie_word_embeddings", "one.quantization_config"},
     "model/lora.py": {"parameter.data"},
     "model/probe.py": {"setattr(small)", "small.use_cache"},
     # After training: the merged model.

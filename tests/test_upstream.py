@@ -18,6 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
 from transformers import modeling_utils
+from transformers.integrations import deepspeed as integration
 
 from deepspeed_recipes.machine import ops
 from deepspeed_recipes.planning.cost.software import Software
@@ -74,6 +75,11 @@ def test_transformers_needs_an_indexs_metadata(metadata, tmp_path):
     write_json(index, {"weight_map": {"a": "model-00001-of-00001.safetensors"}} | metadata)
     with pytest.raises((KeyError, TypeError)):
         modeling_utils.get_checkpoint_shard_files(str(tmp_path), str(index))
+
+
+def test_zero3_records_conversions_that_it_has_not_used():
+    """`keep_used_conversions` in training/upstream.py can go when it records the used ones, as other loading does."""
+    assert "_weight_conversions = weight_mapping" in inspect.getsource(integration._load_state_dict_into_zero3_model)
 
 
 def test_zero3_decides_once_which_weights_it_keeps():

@@ -20,12 +20,14 @@ _CONFIGURATION = {
     ADAPTER,
     QUANTIZATION,
     head.LABELS,
+    head.PROVENANCE,
     EXPECTED,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "video_preprocessor_config.json",
 }
 _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"}
 """Files with so many words that one may look like a credential."""

@@ -101,10 +101,13 @@ def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
     """
     from peft import PeftModel
 
+    from ..training.model.load import adapter_names
+
     names = [f"part{number}" for number in range(len(parts))]
-    model = PeftModel.from_pretrained(base, parts[0].folder, adapter_name=names[0], autocast_adapter_dtype=False)
+    options: dict[str, Any] = {"autocast_adapter_dtype": False, "key_mapping": adapter_names(base)}
+    model = PeftModel.from_pretrained(base, parts[0].folder, adapter_name=names[0], **options)
     for name, part in zip(names[1:], parts[1:], strict=True):
-        model.load_adapter(part.folder, adapter_name=name, autocast_adapter_dtype=False)
+        model.load_adapter(part.folder, adapter_name=name, **options)
     weights = [part.weight for part in parts]
     model.add_weighted_adapter(names, weights, SUM, combination_type="cat")
     worst = difference(model, names, weights)

@@ -1,12 +1,12 @@
-"""Detects models whose configuration declares quantised weights, from which training cannot start."""
+"""Detects quantised weights from a model's configuration: which of them a run dequantises, and which it refuses."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from .errors import UserError
 
-READ: Mapping[str, tuple[str, ...]] = {"mxfp4": ("gpt_oss",)}
-"""The model types that `load.quantization` dequantises on loading, by the name of the quantisation."""
+COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+"""The formats of compressed-tensors that are dequantised: fp8 and int8 with scales, and packed integers."""
 
 
 def check(config: Mapping[str, Any], name: str) -> None:
@@ -28,17 +28,39 @@ def check(config: Mapping[str, Any], name: str) -> None:
 
 def stated(config: Mapping[str, Any]) -> str | None:
     """Return the name of the quantisation in a config.json, or None if it has none or a run can dequantise it."""
+    block = block_of(config)
+    if block is None or is_read(config):
+        return None
+    bits = next((f"{bits} bits" for bits in (4, 8) if block.get(f"load_in_{bits}bit")), None)
+    name = block.get("quant_method") or (bits and "bitsandbytes") or "quantization_config"
+    return ", ".join(filter(None, (name, bits, block.get("format"))))
+
+
+def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the description of the quantisation in a config.json, or None if it has none."""
     nested = [part for part in config.values() if isinstance(part, Mapping)]  # `text_config`, `llm_config`, ...
     for part in (config, *nested):
         block = part.get("quantization_config") or part.get("compression_config")
-        if isinstance(block, Mapping) and block and not is_read(config):
-            bits = next((f"{bits} bits" for bits in (4, 8) if block.get(f"load_in_{bits}bit")), None)
-            name = block.get("quant_method") or (bits and "bitsandbytes") or "quantization_config"
-            return ", ".join(filter(None, (name, bits, block.get("format"))))
+        if isinstance(block, Mapping) and block:
+            return block
     return None
 
 
 def is_read(config: Mapping[str, Any]) -> bool:
-    """Return True if a model's quantised weights are dequantised on loading."""
-    block = config.get("quantization_config")
-    return isinstance(block, Mapping) and config.get("model_type") in READ.get(str(block.get("quant_method")), ())
+    """Return True if a model's quantised weights are dequantised on loading: FP8, MXFP4 or compressed-tensors."""
+    block = block_of(config) or {}
+    method = block.get("quant_method")
+    if method == "mxfp4":
+        return config.get("model_type") == "gpt_oss"  # others store it under other names
+    if method == "compressed-tensors":
+        sparse = (block.get("sparsity_config") or {}).get("format", "dense") != "dense"
+        return block.get("format") in COMPRESSED and bool(block.get("config_groups")) and not sparse
+    return method == "fp8"
+
+
+def title(config: Mapping[str, Any]) -> str | None:
+    """Return the name of the quantisation that a run removes on loading, or None if there is none."""
+    block = block_of(config)
+    if block is None or not is_read(config):
+        return None
+    return ", ".join(filter(None, (block["quant_method"], block.get("format"))))

@@ -10,21 +10,28 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..machine import children
 from ..machine.capacity import check_disk
 from ..recipe import quantization as stored_quantization
 from ..recipe.errors import UserError, cannot_write, errors_only, first_line
-from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, write_json
+from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, read_recipe, write_json
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import generation_settings, heads, remote_code
+from .model import generation_settings, heads, remote_code, untrained
 from .model import load as load_model
 from .model import processor as vision
-from .model_folder import base_model, complete, head, intact, sentence_transformers, weights
+from .model_folder import base_model, complete, expected, head, intact, record, sentence_transformers, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
 
@@ -39,6 +46,12 @@ def save(trainer: Any, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
     trainer.context.parallel.save(trainer, folder)
+    torch.distributed.barrier()
+    recipe = trainer.context.recipe
+    if distributed.is_first():
+        unset_hf_deepspeed_config()  # otherwise transformers would shard the models that it makes
+        complete_export = untrained.name_adapter if recipe.lora else untrained.add
+        complete_export(folder, recipe.model.path, heads.trained_by(recipe), recipe.model.trust_remote_code)
     torch.distributed.barrier()
 
 
@@ -144,7 +157,7 @@ def verify(
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
-        unset_hf_deepspeed_config()  # otherwise transformers would shard the model that it loads
+        unset_hf_deepspeed_config()
         given = {"input_ids": inputs, **beside}
         differences = _differences(folder, dtype, given, trained)
         if dtype != torch.float32 and not differences.max() <= _allowed(dtype):
@@ -209,7 +222,9 @@ def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreT
     if adapter is None:
         return load_whole(folder, dtype)
     intact.check(adapter)
-    return PeftModel.from_pretrained(load_base(folder, adapter, dtype), adapter, autocast_adapter_dtype=False)
+    base = load_base(folder, adapter, dtype)
+    names = load_model.adapter_names(base)
+    return PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False, key_mapping=names)
 
 
 def base_of(adapter: Path) -> Path:
@@ -252,11 +267,17 @@ def load_whole(
     if quantization:
         options["quantization_config"] = quantization
     found = head.of_folder(of_adapter or folder)
-    if of_adapter and found == "scores":
-        options |= heads.options(head.labels_of(of_adapter))
+    classes = heads.options(head.labels_of(of_adapter)) if of_adapter and found == "scores" else {}
     try:
-        quiet = errors_only("transformers") if of_adapter and found != "vocabulary" else nullcontext()
-        with quiet, upstream.reading_any_index():
+        # transformers would list what the trained part of a whole checkpoint lacks, tensor by tensor.
+        partial = (of_adapter and found != "vocabulary") or (folder / head.PROVENANCE).exists()
+        quiet = errors_only("transformers") if partial else nullcontext()
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        state = load_model.dequantized_state(str(folder), config, dtype) if of_adapter else None
+        part = {} if state is None else {"config": config}
+        part |= load_model.text_part(config) if found == "vocabulary" else {}
+        options |= load_model.with_classes(part, classes)
+        with quiet, upstream.reading_any_index(), upstream.reading_state(state):
             model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
@@ -295,7 +316,8 @@ def load_merged(folder: Path) -> PreTrainedModel:
     stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
     if getattr(base, "hf_quantizer", None):
         base = base.dequantize()
-    adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False)
+    names = load_model.adapter_names(base)
+    adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False, key_mapping=names)
     expected = _sample_logits(adapted)
     _part_tied(base)
     merged = adapted.merge_and_unload()
@@ -349,7 +371,9 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
     Raises:
         UserError: the folder has none.
     """
-    return vision.load(str(folder), remote_code.permitted(folder)) if head.sees(folder) else load_tokenizer(folder)
+    if head.of_folder(folder) == "vision":
+        return vision.load(str(folder), remote_code.permitted(folder))
+    return load_tokenizer(folder)
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -395,6 +419,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             merged.save_pretrained(part)
             del merged  # before it is loaded again
             load_processor(source).save_pretrained(part)
+            untrained.add(part, str(base_of(source)), head.of_folder(source), remote_code.permitted(source))
             _check_merged(part, expected)
             kind = "a whole model with the adapter merged into it"
         else:
@@ -403,11 +428,29 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 if file.suffix in _COPIED and file.name not in _OF_THE_RUN:
                     shutil.copy2(file, part)
             _check_copies(source, part)
+            if is_adapter:
+                name = str(base_of(source))
+                untrained.name_adapter(part, name, head.of_folder(source), remote_code.permitted(source))
+            elif (run := RunFolder(source.parents[1])).recipe.exists():
+                recipe = read_recipe(run)
+                base = str(run.draft_model if recipe.draft.enabled else base_model.located(recipe.model.path))
+                untrained.add(part, base, heads.trained_by(recipe), recipe.model.trust_remote_code)
+            untrained.check(part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
         sentence_transformers.copy(source, part)
         complete.of_copy(part, source, output)
         move(part, output)
     return kind
+
+
+def write_trained_part(whole: Path, folder: Path) -> Path:
+    """Write what a run has trained of the whole checkpoint in `whole`, its text part, and return the new folder."""
+    load_whole(whole, "auto").save_pretrained(folder)
+    load_processor(whole).save_pretrained(folder)
+    if (whole / record.FOLDER).exists():
+        shutil.copytree(whole / record.FOLDER, folder / record.FOLDER)
+    expected.copy(whole, folder)
+    return folder
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import deepspeed_file, limits
+from ..recipe import deepspeed_file, limits, quantization
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError, first_line, lasting, printable, redact
 from ..recipe.layout import gradient_accumulation_steps
@@ -302,6 +302,8 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     if heads.trained_by(recipe) == "vocabulary":
         expected.write_of(trainer, lambda tokens: context.parallel.logits(trainer, tokens), dtype, run.unverified)
     results = {"after": after, "logit_difference": difference}
+    if published := quantization.title(load.load_config(recipe).to_dict()):
+        results["dequantized"] = published
     export.describe(run, results | (evaluation.described() if evaluation else {}))
     export.publish(run.unverified, run.export)
     if failed:

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial, wraps
 from importlib import metadata
@@ -143,6 +143,31 @@ def reading_any_index() -> Iterator[None]:
         yield
     finally:
         modeling_utils.get_checkpoint_shard_files = shard_files
+
+
+@contextlib.contextmanager
+def reading_state(state: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
+    """Let `from_pretrained` load these tensors instead of its folder's, unless None, and everything else from there.
+
+    With its argument `state_dict` it would take neither the folder's generation settings nor its name.
+    """
+    own = PreTrainedModel._load_pretrained_model
+    if state is not None:
+        PreTrainedModel._load_pretrained_model = staticmethod(lambda model, _, *rest: own(model, state, *rest))
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = staticmethod(own)
+
+
+def keep_used_conversions(model: PreTrainedModel) -> None:
+    """Let `save_pretrained` restore the names that the model's files have.
+
+    ZeRO-3's loading records every conversion that transformers knows for the model, used or not, and saving reverts
+    them all: it adds prefixes, or takes experts apart, that the files never had. Elsewhere it records the used ones.
+    """
+    if conversions := getattr(model, "_weight_conversions", None):
+        model._weight_conversions = [one for one in conversions if one.was_used()]
 
 
 def restore_rotary_frequencies(model: PreTrainedModel) -> None:

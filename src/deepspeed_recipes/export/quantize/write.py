@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...machine import children
 from ...recipe.errors import UserError
-from ...training.model_folder import base_model, complete, expected, record
+from ...recipe.run_folder import read_json
+from ...training.model_folder import base_model, complete, expected, head, record
 from ..serve import environment
 from .kinds import Kind
 
@@ -66,6 +67,9 @@ def write(
         if (source / base_model.ADAPTER).exists():
             whole = place / "merged"
             export.write(source, whole, merge=True)
+        if (whole / head.PROVENANCE).exists():
+            say(f"of the text part alone, without {', '.join(read_json(whole / head.PROVENANCE)['parts'])}")
+            whole = export.write_trained_part(whole, place / "trained")
         part.mkdir()
         if (whole / record.FOLDER).is_dir():
             shutil.copytree(whole / record.FOLDER, part / record.FOLDER)

@@ -154,7 +154,7 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
         ("Peak host memory, rank 0", of_summary("host_peak_gib", ".2f", " GiB"), None),
         ("Largest logit difference of the reloaded export", of_summary("logit_difference", ".1e"), None),
         (
-            "In the model's files, but not in the export",
+            "In the model's files, but neither loaded nor trained",
             ", ".join(map(str, run.summary.get("not_loaded") or ())) or None,
             None,
         ),

@@ -6,15 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    Mxfp4Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -24,7 +20,7 @@ from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
 from ..console import say
-from ..model_folder import intact, weights
+from ..model_folder import dequantized, intact, weights
 from . import attention, generation_settings, heads, lora, remote_code, stored, transforms, vision_tower
 
 TEXT_PART = {
@@ -94,11 +90,13 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     weights.check(Path(recipe.model.path))
     stored.check_tied(recipe.model.path, config)
     generation_settings.check(recipe.model.path)
-    part = {} if recipe.model.vision else text_part(config)
-    options = heads.options(labels) if recipe.method.scores else {}
+    state = dequantized_state(recipe.model.path, config, dtype)
+    part = {} if state is None else {"config": config}
+    part |= {} if recipe.model.vision else text_part(config)
+    part = with_classes(part, heads.options(labels) if recipe.method.scores else {})
     quiet = errors_only("transformers") if recipe.method.headless else nullcontext()
     try:
-        with quiet, upstream.reading_any_index():
+        with quiet, upstream.reading_any_index(), upstream.reading_state(state):
             model, about = kind.from_pretrained(
                 recipe.model.path,
                 dtype=dtype,
@@ -108,7 +106,6 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
                 use_safetensors=True,  # a pickle from a stranger can run code
                 output_loading_info=True,
                 **part,
-                **options,
             )
     except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
         raise UserError(cannot_load("model", recipe, error)) from error
@@ -120,6 +117,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
         if not any(words in str(error) for words in ("mismatched_sizes", "negative dimension", "allocate", "overflow")):
             raise
         raise UserError(cannot_load("model", recipe, error)) from error
+    upstream.keep_used_conversions(model)
     missing = set(about["missing_keys"])  # one of tied weights is enough, and transformers does not list the other
     if recipe.method.scores:
         head, missing = heads.missing(missing)
@@ -134,10 +132,45 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     return model
 
 
+def with_classes(part: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` with a classifier's, which go into the configuration if it has one."""
+    if "config" not in part:
+        return part | options
+    part["config"].update(options)
+    return part
+
+
+def dequantized_state(path: str, config: PreTrainedConfig, dtype: torch.dtype | str) -> dict[str, torch.Tensor] | None:
+    """Return the weights of a folder or Hub id that were published quantised, as ordinary ones; None if they are.
+
+    Args:
+        path: the folder or Hub id.
+        config: loses its `quantization_config`.
+        dtype: of the weights; "auto" is the configuration's.
+    """
+    content = config.to_dict()
+    if not stored_quantization.is_read(content):
+        return None
+    block = stored_quantization.block_of(content) or {}
+    folder = stored.folder_of(path) or Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    for one in {id(part): part for part in (config, config.get_text_config())}.values():
+        if hasattr(one, "quantization_config"):
+            del one.quantization_config
+    say(f"model.path={path}: published as {stored_quantization.title(content)}, dequantised on loading")
+    if isinstance(dtype, str):
+        dtype = getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    return dequantized.state(folder, block, dtype)
+
+
 def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
-    """Print the parts of a model's files that are not loaded, and so are not in the export either."""
+    """Print the parts of a model's files that are not loaded, and what the export has of them."""
+    whole = heads.trained_by(recipe) in ("vocabulary", "vision")
+    if parts and recipe.lora:
+        exported = "a merged export has them unchanged" if whole else "not in a merged export"
+    else:
+        exported = "the export has them unchanged" if whole else "not in the export"
     if parts:
-        say(f"model.path={recipe.model.path}: not loaded, and not in the export: {', '.join(parts)}")
+        say(f"model.path={recipe.model.path}: neither loaded nor trained: {', '.join(parts)}; {exported}")
 
 
 def text_part(config: PreTrainedConfig) -> dict[str, Any]:
@@ -153,6 +186,12 @@ def text_part(config: PreTrainedConfig) -> dict[str, Any]:
     return {"config": text, "key_mapping": TEXT_PART}
 
 
+def adapter_names(model: PreTrainedModel) -> dict[str, str] | None:
+    """Return PEFT's `key_mapping` for an adapter that is named for the whole model, where `model` is its text part."""
+    inside = any(name == "model.language_model" for name, _ in model.named_modules())
+    return None if inside else TEXT_PART
+
+
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the language model that is loaded: the text part's if that is loaded alone.
 
@@ -164,17 +203,13 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfigMixin | None:
-    """Return the quantisation of weights on loading: to 4 bits for `nf4`; GPT-OSS's MXFP4 back to a trainable dtype.
-
-    transformers dequantises MXFP4 by itself only where its kernels are not installed.
-    """
-    if recipe.model.quantization == "nf4":
-        kept = lora.HEAD_AND_TOWER if recipe.model.vision else None
-        if config.get_text_config().model_type in MAMBA:
-            kept = (*(kept or ("lm_head",)), *NOT_IN_MAMBA)
-        return lora.nf4(DTYPES[recipe.precision], kept)
-    stored = getattr(config, "quantization_config", None) or {}
-    return Mxfp4Config(dequantize=True) if stored.get("quant_method") == "mxfp4" else None
+    """Return the quantisation of weights on loading to 4 bits for `nf4`, or None."""
+    if recipe.model.quantization != "nf4":
+        return None
+    kept = lora.HEAD_AND_TOWER if recipe.model.vision else None
+    if config.get_text_config().model_type in MAMBA:
+        kept = (*(kept or ("lm_head",)), *NOT_IN_MAMBA)
+    return lora.nf4(DTYPES[recipe.precision], kept)
 
 
 def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:

@@ -1,6 +1,7 @@
 """Checks that every tensor in a model's files becomes a weight of the loaded model."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,15 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
     if folder is None:
         return []
     quantizer = getattr(model, "hf_quantizer", None)
-    mapping = get_model_conversion_mapping(model, key_mapping, quantizer)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
     known: dict[str, Any] = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
     unneeded = model._keys_to_ignore_on_load_unexpected or ()  # listed by its class
     inside: list[str] = []
     parts: dict[str, None] = {}
-    for name, tensor in weights.tensors(folder).items():
-        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        if renamed not in known:
-            bare, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
-            renamed = bare if bare in known else renamed
+    held = weights.unquantized(weights.tensors(folder))
+    places = loaded_as(held, model, key_mapping)
+    for name, tensor in held.items():
+        renamed = places[name]
         if renamed in known:
             whole = tensor.dtype in weights.FLOATS or (quantizer is not None and quantizer.pre_quantized)
             if known[renamed].is_floating_point() and not whole:
@@ -115,3 +112,21 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
         )
     NOT_LOADED[path] = list(parts)
     return list(parts)
+
+
+def loaded_as(
+    names: Iterable[str], model: PreTrainedModel, key_mapping: dict[str, str] | None = None
+) -> dict[str, str]:
+    """Return the name of the model's weight that each tensor of its files becomes, or a name that the model lacks."""
+    mapping = get_model_conversion_mapping(model, key_mapping, getattr(model, "hf_quantizer", None))
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    known: dict[str, Any] = model.state_dict()
+    found = {}
+    for name in names:
+        renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if renamed not in known:
+            bare, _ = rename_source_key(name, [], [], model.base_model_prefix, known)
+            renamed = bare if bare in known else renamed
+        found[name] = renamed
+    return found

@@ -45,6 +45,10 @@ class Contents:
     """The name of a GGUF file with the whole model."""
     sees: bool = False
     """True for a vision-language model with its processor."""
+    inside: bool = False
+    """True for an adapter of the text part that is named for the whole model."""
+    untouched: tuple[str, ...] = ()
+    """The parts that are the base model's, such as its vision tower where only text was trained."""
 
 
 def write(folder: Path, name: str = UNPUBLISHED) -> bool:
@@ -102,6 +106,8 @@ def look(folder: Path) -> Contents:
         labels=tuple(head.labels_of(folder)),
         embeds=head.of_folder(folder) == "none",
         sees=head.of_folder(folder) == "vision",
+        inside=bool((adapter.get("auto_mapping") or {}).get("base_model_class")),
+        untouched=tuple(read_json(folder / head.PROVENANCE)["parts"]) if (folder / head.PROVENANCE).exists() else (),
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
         gguf=next((file.name for file in folder.glob("*.gguf")), None),

@@ -9,6 +9,8 @@ from .base_model import ADAPTER, config_of
 Head = Literal["vocabulary", "vision", "scores", "none"]
 """Logits over the vocabulary; logits of a model with a vision tower; scores of a sequence, a reward or its classes; or
 none, as in an embedding model."""
+PROVENANCE = "provenance.json"
+"""File of an export that has more than was trained: what was trained, and digests of what is the base model's."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 """Files with the settings of an image processor."""
 TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}
@@ -18,11 +20,17 @@ LABELS = "labels.json"
 
 
 def of_folder(folder: Path) -> Head:
-    """Return the head of the model in a folder, or of the model that its adapter is for."""
+    """Return the head of the model in a folder, or of the model that its adapter is for.
+
+    Of a whole checkpoint whose text part was trained it is that part's.
+    """
     if (folder / ADAPTER).exists():
         if sees(folder):
             return "vision"
         return TASKS.get(str(read_json(folder / ADAPTER).get("task_type")), "vocabulary")
+    if (folder / PROVENANCE).exists():
+        trained: Head = read_json(folder / PROVENANCE)["head"]
+        return trained
     names = config_of(folder).get("architectures") or ()
     if any(name.endswith("ForSequenceClassification") for name in names):
         return "scores"

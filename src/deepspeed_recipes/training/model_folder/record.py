@@ -15,7 +15,7 @@ FOLDER = "training"
 RECIPE, DEEPSPEED, RESULTS = "recipe.json", "deepspeed.json", "results.json"
 QUANTIZATION = "quantization"
 """Key in results.json of a quantised copy that describes the quantisation."""
-RESULT_KEYS = ("metric", "before", "after", "logit_difference")
+RESULT_KEYS = ("metric", "before", "after", "logit_difference", "dequantized")
 """Keys that an export's results take from the run's summary.json."""
 PROGRESS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
 """Keys that they take from the last object of its metrics.jsonl, with their names there."""

@@ -24,6 +24,8 @@ _PARTS = re.compile(
     r"|_proj\.(codes|codebooks|(res_)?(centroids|indices)(\.weight)?|dense_weights|tables)$"  # AQLM, VPTQ, SpQR, HIGGS
 )
 """Names of scales, tables and packed weights in quantised formats."""
+_OF_SERVING = re.compile(r"[._](activation_scale|(input|output)_(scale|zero_point)|[kqv]_scale)$")
+"""Names of the scales of activations and of the key/value cache, which weights do not need."""
 _PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt", "consolidated*.pth")
 _ENGINE = ("global_step*", "mp_rank_*", "zero_pp_rank_*", "bf16_zero_pp_rank_*", "latest", "*.distcp")
 """File names in checkpoints of DeepSpeed, FSDP and Megatron."""
@@ -69,15 +71,56 @@ def check(folder: Path, key: str = "model.path") -> None:
             f"{name}: its weights are quantised ({parts[0]}{more(parts)}), though its config.json does not say so; "
             "name the unquantised model that they were made from."
         )
+    left = in_parts(found)[1] if quantization.is_read(config) else found
     strange = [
         f"{part} is {tensor.dtype}"
         for part, tensor in found.items()
-        if part.endswith(".weight") and tensor.dtype not in FLOATS
+        if part in left and part.endswith((".weight", "_packed", "_blocks")) and tensor.dtype not in FLOATS
     ]
-    if strange and not quantization.is_read(config):
+    if strange:
         raise UserError(
             f"{name}: {strange[0]}{more(strange)}, which are not weights without scales; name the unquantised model."
         )
+
+
+def in_parts(held: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Return the weights that are stored quantised, and the names of all other tensors but what serving alone reads.
+
+    Args:
+        held: the tensors of a folder.
+
+    Returns:
+        The tensors of each quantised weight by its name without quantisation: `weight` and `scale`, maybe `zero_point`;
+        `blocks` and `scales` of MXFP4; or `packed`, `scale`, `shape` and what else belongs to packed integers.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name, tensor in held.items():
+        if name.endswith("_blocks"):
+            weight, roles = name.removesuffix("_blocks"), {"blocks": "_blocks", "scales": "_scales"}
+        elif name.endswith("_packed"):
+            weight = name.removesuffix("_packed")
+            roles = {role: f"_{role}" for role in ("packed", "scale", "shape", "zero_point", "g_idx")}
+        elif tensor.dtype == "I8" or tensor.dtype.startswith("F8_"):
+            weight = name
+            scale = "_scale_inv" if f"{name}_scale_inv" in held else "_scale"
+            roles = {"weight": "", "scale": scale, "zero_point": "_zero_point"}
+        else:
+            continue
+        parts = {role: weight + ending for role, ending in roles.items() if weight + ending in held}
+        if {"scale", "scales"} & parts.keys():
+            found[weight] = parts
+    if not found:
+        return {}, list(held)
+    used = {part for parts in found.values() for part in parts.values()}
+    return found, [name for name in held if name not in used and not _OF_SERVING.search(name)]
+
+
+def unquantized(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a folder by the names that they have once they are dequantised."""
+    found, rest = in_parts(held)
+    return {name: Tensor("BF16", held[next(iter(parts.values()))].shape) for name, parts in found.items()} | {
+        name: held[name] for name in rest
+    }
 
 
 def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
