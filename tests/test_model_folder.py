@@ -177,8 +177,9 @@ def test_a_local_base_model_is_named_relatively_and_found_where_both_were_moved(
     moved = tmp_path / "there" / "adapters" / "mine"
     assert base_model.find(moved) == tmp_path / "there" / "base"
     write_json(tmp_path / "there" / "base" / "config.json", {})
-    write_json(moved / "adapter_config.json", {base_model.KEY: "there/base"})  # as from the folder above
-    assert base_model.find(moved) == tmp_path / "there" / "base"
+    for name in ("there/base", "./base"):  # as from folders above the adapter
+        write_json(moved / "adapter_config.json", {base_model.KEY: name})
+        assert base_model.find(moved) == tmp_path / "there" / "base"
     write_json(moved / "adapter_config.json", {base_model.KEY: "../../base"})
     shutil.rmtree(tmp_path / "there" / "base")
     with pytest.raises(UserError, match=r"the base model \.\./\.\./base does not exist"):

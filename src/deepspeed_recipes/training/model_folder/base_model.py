@@ -67,17 +67,19 @@ def find(adapter: Path) -> Path:
     name = str(read_json(adapter / ADAPTER)[KEY])
     if own := own_path(name):
         return own
-    place = Path(name) if PurePath(name).is_absolute() else (adapter / name).resolve()
-    if name.startswith(".") or PurePath(name).is_absolute():
-        if not place.is_dir():
+    if PurePath(name).is_absolute():
+        places = [Path(name)]
+    else:  # relative to the adapter or, from other tools, to the folder in which they ran: one above the adapter
+        places = [(folder / name).resolve() for folder in (adapter, *adapter.resolve().parents)]
+    found = next((place for place in places if (place / "config.json").is_file()), None)
+    if found is None and (name.startswith(".") or PurePath(name).is_absolute()):
+        if not places[0].is_dir():
             raise UserError(
-                f"{adapter / ADAPTER}: the base model {name} does not exist ({place}); correct {KEY}, or name the base "
-                "model yourself (ds-recipes generate BASE_MODEL --adapter DIR)."
+                f"{adapter / ADAPTER}: the base model {name} does not exist ({places[0]}); correct {KEY}, or name the "
+                "base model yourself (ds-recipes generate BASE_MODEL --adapter DIR)."
             )
-        return place
-    # Other tools write the path from the folder in which they ran, which holds the adapter or is next to it.
-    above = (folder / name for folder in adapter.resolve().parents)
-    return next((found for found in above if (found / "config.json").is_file()), Path(name))
+        found = places[0]
+    return found or Path(name)
 
 
 def located(name: str) -> Path:
