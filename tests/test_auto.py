@@ -172,16 +172,17 @@ def test_adapters_on_a_recipe_of_all_weights_learn_at_the_rate_of_adapters(capsy
     ratio = lora.learning_rate / full.learning_rate
     assert overrides.apply(grpo, ["lora.rank=8"]).learning_rate == pytest.approx(ratio * grpo.learning_rate)
     assert launch.main(["llama3-8b", "full", "lora.rank=8", "--draft", "--dry-run"]) == 0
-    assert "adapters on a recipe of all weights: learning_rate=0.0001 instead of 1e-05" in capsys.readouterr().out
+    assert "adapters on a recipe of all weights: learning_rate=0.0001 instead of 1e-05" in capsys.readouterr().err
 
 
 def test_a_draft_without_gpus_is_small(capsys):
     assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", "full", "--gpus", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "draft without GPUs: global_batch_size=4 sequence_length=512" in said and '"global_batch_size": 4' in said
+    shown = capsys.readouterr()
+    assert "draft without GPUs: global_batch_size=4 sequence_length=512" in shown.err
+    assert '"global_batch_size": 4' in shown.out
     words = ["global_batch_size=16", "sequence_length=1024"]
     assert launch.main(["llama3-8b", "full", "--draft", "--dry-run", *words]) == 0
-    assert "draft without GPUs" not in capsys.readouterr().out
+    assert "draft without GPUs" not in capsys.readouterr().err
 
 
 def test_plans_borrow_the_same_page(tmp_path, capsys):

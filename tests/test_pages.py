@@ -113,7 +113,7 @@ def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
             pages.find("llama3-8b", wrong)
     with pytest.raises(UserError, match="variant of llama3 'sft'; there are: full, lora"):
         pages.find("llama3-8b", "sft")
-    with pytest.raises(UserError, match=r"recipe of a similar model .* add model\.path=Qwen/Qwen3-8B"):
+    with pytest.raises(UserError, match="ds-recipes launch auto Qwen/Qwen3-8B"):
         pages.find("Qwen/Qwen3-8B", "lora")
 
 

@@ -1,5 +1,6 @@
 """Plans a run: everything that is decided and checked before the first file is written or the first rank starts."""
 
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -135,6 +136,7 @@ def requested(options: LaunchOptions) -> Request:
         print(
             f"adapters on a recipe of all weights: learning_rate={recipe.learning_rate:.3g} instead of "
             f"{page.learning_rate:g}, unless you set it",
+            file=sys.stderr,
             flush=True,
         )
     if options.profile or options.nsys:
@@ -233,7 +235,7 @@ def small_draft(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
     length = {key: value for key, value in smaller.items() if key == "sequence_length"}
     found = changed(recipe, **smaller) or changed(recipe, **length) or recipe  # GRPO's batches are whole groups
     if said := [one for one in overrides.differences(recipe, found) if not one.startswith("micro_batch_size")]:
-        print(f"draft without GPUs: {' '.join(said)}, unless you set them", flush=True)
+        print(f"draft without GPUs: {' '.join(said)}, unless you set them", file=sys.stderr, flush=True)
     return found
 
 
