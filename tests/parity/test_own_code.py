@@ -124,6 +124,20 @@ def test_the_callback_sees_the_events_of_a_plain_trainer(trained, tmp_path, monk
         assert row["loss_in_bits"] == pytest.approx(row["loss"] / 0.6931471805599453)
 
 
+@pytest.mark.every
+def test_a_pipeline_has_the_same_events(ranks, trained, tmp_path, monkeypatch, model_folder, questions, conversations):
+    _, folder, _ = trained
+    monkeypatch.setenv("EVENTS", str(tmp_path))
+    run = RunFolder(tmp_path / "run")
+    pipeline = gate.recipe_for(SETTINGS, model_folder, conversations, "pipeline.json", layout=Layout(pipeline=2))
+    changes = {"deepspeed": pipeline.deepspeed, "layout": pipeline.layout, "loss": None, "micro_batch_size": 4}
+    recipe = recipe_of(model_folder, questions, conversations, **changes | {"data": Data(path=str(conversations))})
+    write_recipe(run, replace(recipe, code=named.digests(recipe)))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert (tmp_path / "rank-0.jsonl").read_text() == (folder / "events.jsonl").read_text()
+    assert all("loss_in_bits" in row for row in read_jsonl(run.metrics))
+
+
 def test_the_metric_is_that_of_plain_generation(trained, model_folder, conversations):
     """The values of two ranks and of one are equal, also those that depend on the order of the answers."""
     run, _, whole = trained

@@ -22,7 +22,8 @@ from ..recipe.errors import UserError, first_line, lasting, printable, redact
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
 from ..recipe.project import display
-from ..recipe.recipe import Recipe
+from ..recipe.own_code import is_own
+from ..recipe.recipe import Recipe, names
 from ..recipe.run_folder import (
     REWIND,
     RunFolder,
@@ -218,9 +219,12 @@ def prepare(
     if datasets.held_out is not None:
         own = method(recipe.method.name)
         # The stages of a pipeline cannot generate, and exact_match stores its own.
-        asks = recipe.metric == "loss" and recipe.layout.pipeline == 1 and recipe.data.sample_answers != 0
+        alone = recipe.data.metrics == ["loss"] and recipe.metric == "loss"
+        asks = alone and recipe.layout.pipeline == 1 and recipe.data.sample_answers != 0
         answer = getattr(own, "answer", None) if asks else None
         evaluation = Evaluation(recipe, run, datasets, parallel, own.metric, trackers.record, answer)
+    elif any(map(is_own, names(recipe.data.metric))):
+        say(f"data.metric={recipe.data.metric}: not measured, since no examples are held out (data.validation=FILE)")
     system = SystemLog(run, distributed.gpu_uuid())
     counts = distributed.place(recipe.layout).is_first_reader
     metrics = Metrics(run, trackers.record, counts, training_flops(model), system.utilization)

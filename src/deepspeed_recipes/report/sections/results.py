@@ -121,6 +121,15 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
         for when, (index, row) in zip(("before", "after"), measured[:1] + measured[1:][-1:], strict=False):
             loss = number(row["loss"], ".4f", f"evaluations.jsonl:{index}:loss", " nats")
             found.append((f"Held-out loss, {when}", loss, None))
+    if run.evaluations:
+        own = {part for part in run.recipe.data.metrics if part in run.evaluations[0]} - {"loss"}
+        keys = [key for key in run.evaluations[0] if any(key == part or key.startswith(f"{part}_") for part in own)]
+        for key in (key for key in keys if key != run.summary.get("metric")):
+            for when, index in (("before", 1), ("after", len(run.evaluations))):
+                value = number(
+                    run.evaluations[index - 1].get(key), metrics.form(key), f"evaluations.jsonl:{index}:{key}"
+                )
+                found.append((f"{metrics.title(key).capitalize()}, {when}", value, None))
     shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
 
     def of_summary(key: str, form: str, unit: str = "") -> Number | None:

@@ -152,7 +152,8 @@ class LossGuard(TrainerCallback):
                 example_numbers.leave_out(self.run, numbers)
             dist.barrier()
             raise Rewind(f"{where}: resuming from the newest checkpoint without them")
-        raise UserError(f"{where}.\nInspect these sequences, lower learning_rate, or add --resume {key}=rewind.")
+        own = f"correct loss={self.recipe.loss}, " if self.recipe.loss else ""
+        raise UserError(f"{where}.\nInspect these sequences, {own}lower learning_rate, or add --resume {key}=rewind.")
 
 
 def is_spike(loss: float, before: Sequence[float]) -> bool:
