@@ -59,7 +59,6 @@ PARSERS = {
 
 EXAMPLES = {
     "MODEL": "src/deepspeed_recipes/samples/tiny_model",
-    "BF16_FOLDER": "src/deepspeed_recipes/samples/tiny_model",
     "FILE": "src/deepspeed_recipes/samples/extract/train.jsonl",
     "FILE.jsonl": "src/deepspeed_recipes/samples/extract/train.jsonl",
     "HELD_OUT.jsonl": "src/deepspeed_recipes/samples/extract/held_out.jsonl",

@@ -18,6 +18,7 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load
 from deepspeed_recipes.training.model_folder import dequantized, weights
+from tests.tiers import tiered
 
 IDS = torch.arange(5, 25)[None]
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -117,7 +118,7 @@ def logits(folder, attention="sdpa"):
     return load.load_base(recipe).eval()(input_ids=IDS).logits
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", tiered(FORMATS, {"fp8_blocks", "int8_channel", "int4_group"}))
 def test_the_logits_are_those_of_the_copy(plain, tmp_path, name, capsys):
     published, copy = publish(plain, tmp_path, name)
     preflight.check_model(small(published, "unread"))

@@ -344,6 +344,18 @@ def test_four_bit_weights_are_served_where_there_are_kernels_for_them(tmp_path, 
     assert engines.choose("vllm", model) == "vllm"
 
 
+def test_an_adapter_of_experts_is_merged_before_vllm_serves_it(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
+    found = served.Served("small", tmp_path, tmp_path, (served.Adapter("experts", tmp_path, 4),))
+    write_json(tmp_path / base_model.ADAPTER, {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj"]})
+    assert engines.choose("auto", found) == "transformers", "which merges it"
+    with pytest.raises(UserError, match=r"target_parameters.*\n?.*--merge --output DIR"):
+        engines.choose("vllm", found)
+    write_json(tmp_path / base_model.ADAPTER, {"r": 4, "target_parameters": None})
+    assert engines.choose("auto", found) == "vllm"
+
+
 def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):
     broken = "import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit('ValueError: no such weights')"
     engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))

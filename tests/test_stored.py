@@ -96,7 +96,8 @@ def test_a_quantisation_that_the_configuration_states_is_refused_by_name(name, m
 
 def test_what_is_dequantised_is_not_refused_and_nothing_stated_is_nothing_refused():
     assert quantization.stated({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}) is None
-    assert quantization.stated({"text_config": {"quantization_config": {"quant_method": "fp8"}}}) is None
+    nested = {"text_config": {"quantization_config": {"quant_method": "fp8"}}}
+    assert quantization.stated(nested) is None and "published as fp8, and counted" in decoders.remark(nested)
     packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {}}}
     assert quantization.stated({"quantization_config": packed}) is None
     sparse = packed | {"sparsity_config": {"format": "sparse-24-bitmask"}}

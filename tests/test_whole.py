@@ -29,6 +29,7 @@ from deepspeed_recipes.training.model import load, untrained
 from deepspeed_recipes.training.model_folder import weights
 from tests.ranks import read_logs
 from tests.small import small
+from tests.tiers import tiered
 
 IDS = torch.arange(5, 25)[None]
 LINEAR = {f"linear_{part}_head_dim": 16 for part in ("key", "value")} | {
@@ -113,7 +114,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", tiered(FAMILIES, {"fused_experts", "mistral3_older", "deepseek"}))
 def test_names_and_configuration_are_the_bases_in_every_form(tmp_path, tokenizer, name):
     make, part = FAMILIES[name]
     base, folder = tmp_path / "base", tmp_path / "export"

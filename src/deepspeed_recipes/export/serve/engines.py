@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ...recipe.errors import UserError
 from ...recipe.project import python_path
+from ...recipe.run_folder import read_json
 from ...training.model import remote_code
-from ...training.model_folder.base_model import config_of
+from ...training.model_folder.base_model import ADAPTER, config_of
 from . import environment
 from .served import Served
 
@@ -36,15 +37,22 @@ class Engine:
 
 
 def choose(engine: str, served: Served) -> str:
-    """Return the engine, which for `auto` is vLLM if it is installed and has kernels for the model.
+    """Return the engine, which for `auto` is vLLM if it is installed and can serve the model.
 
     Raises:
         UserError: no engine is installed, or the installed engine cannot serve this model.
     """
     runs = not is_packed(served.model) or has_packed_kernels()
+    experts = [one.folder for one in served.adapters if read_json(one.folder / ADAPTER).get("target_parameters")]
     if engine == "auto":
-        engine = "vllm" if environment.python("vllm") and runs else "transformers"
+        engine = "vllm" if environment.python("vllm") and runs and not experts else "transformers"
     if engine == "vllm":
+        if experts:
+            raise UserError(
+                f"{experts[0]}: an adapter of experts (target_parameters), which vLLM leaves out or reads transposed "
+                f"(vllm#41384); merge it first (ds-recipes export {experts[0]} --merge --output DIR), or use --engine "
+                "transformers."
+            )
         environment.require("vllm", "--engine vllm")
         if not runs:
             raise UserError(

@@ -80,4 +80,6 @@ def remark(config: Mapping[str, Any], tower_counted: bool = False) -> str | None
         parts.append(f"the {what} of its vision or audio tower are not counted")
     if quantized := quantization.stated(config):
         parts.append(f"the weights are quantised ({quantized}), and a run needs an unquantised copy")
+    elif published := quantization.title(config):
+        parts.append(f"the weights are published as {published}, and counted as a run holds them, dequantised")
     return f"About this model: {'; '.join(parts)}." if parts else None
