@@ -25,7 +25,7 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.model import load, untrained
+from deepspeed_recipes.training.model import load, stored, untrained
 from deepspeed_recipes.training.model_folder import weights
 from tests.ranks import read_logs
 from tests.small import small
@@ -124,6 +124,9 @@ def test_names_and_configuration_are_the_bases_in_every_form(tmp_path, tokenizer
         for parameter in model.parameters():
             parameter.mul_(1.01)
     model.save_pretrained(folder)
+    stored.check(str(base), model)
+    copied = sum(all_tensors(base)[name].nbytes for name in all_tensors(base) if name.startswith(f"{part}."))
+    assert untrained.size(str(base)) >= copied > 0
     left = untrained.add(folder, str(base), "vocabulary", False)
     before, after = all_tensors(base), all_tensors(folder)
     assert before.keys() == after.keys() and any(name.startswith(part) for name in left)

@@ -69,7 +69,9 @@ def rehearse(trainer: Any, model: Any) -> None:
         return
     run, recipe = trainer.context.run, trainer.context.recipe
     total, trainable = load_model.parameter_counts(model)
-    check_disk(run.path, (trainable if isinstance(model, PeftModel) else total) * model.dtype.itemsize, "the export")
+    written = trainable if isinstance(model, PeftModel) else total
+    copied = 0 if isinstance(model, PeftModel) else untrained.size(recipe.model.path)
+    check_disk(run.path, written * model.dtype.itemsize + copied, "the export")
     own = model.get_base_model() if isinstance(model, PeftModel) else model
     reader = trainer.data_collator.seen if recipe.model.vision else trainer.processing_class
     saved = {

@@ -6,6 +6,7 @@ tensor that was copied, and `check` compares the folder with it.
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -82,6 +83,17 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     write_json(folder / PROVENANCE, provenance)
     check(folder)
     return left
+
+
+def size(path: str) -> int:
+    """Return the bytes of what a run has not loaded of its base model, after `stored.check`."""
+    base, parts = stored.folder_of(path), stored.NOT_LOADED.get(path)
+    if base is None or not parts:
+        return 0
+    held = weights.unquantized(weights.tensors(base))
+    inside = tuple(f"{part}." for part in parts)
+    widths = {dtype: torch.empty(0, dtype=one).element_size() for one, dtype in _DTYPES.items()}
+    return sum(math.prod(one.shape) * widths[one.dtype] for name, one in held.items() if name.startswith(inside))
 
 
 def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
