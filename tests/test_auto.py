@@ -1,6 +1,7 @@
 """`ds-recipes launch auto MODEL`: a model without a page borrows the nearest one's recipe and says so."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -109,8 +110,10 @@ def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
 @pytest.mark.parametrize(("kind", "words"), [("olmo2", []), ("flex_olmo", ["full"])])
 def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind, words):
     folder = drafted(tmp_path / "model", kind)
-    data = SAMPLES / "extract" / "train.jsonl"
+    data = tmp_path / "data.jsonl"
+    data.write_text((SAMPLES / "extract" / "train.jsonl").read_text() + '{"messages": []}\nnot JSON\n')
     changes = [f"data.path={data}", "data.max_examples=64", "max_steps=6", "global_batch_size=8", "sequence_length=256"]
+    changes.append("data.bad=skip")
     changes.append("learning_rate=1e-2")  # random weights learn nothing in six steps at a page's
     command = [*launcher, "auto", str(folder), *words, *changes, "wandb.mode=disabled", "logging_steps=1"]
     output = launching.run([*command, "--gpus", "2", "--output-dir", str(tmp_path / "run")], tmp_path)
@@ -118,7 +121,11 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
     run = RunFolder(tmp_path / "run")
     losses = [row["loss"] for row in read_jsonl(run.metrics)]
     assert len(losses) == 6 and losses[-1] < losses[0]
-    assert read_json(run.summary)["logit_difference"] <= 3e-2
+    summary = read_json(run.summary)
+    assert summary["logit_difference"] <= 3e-2 and summary["recipe"].startswith("model-")
+    assert summary["skipped"][str(data)]["count"] == 2 and "left out     2 bad examples" in output
+    assert Counter(row["step"] for row in read_jsonl(run.answers)) == {0: 3, 6: 3}
+    assert "2 examples of" in run.report_page.read_text() and "Sample answers" in run.report_page.read_text()
     assert read_json(run.recipe)["lora"] is None if words else read_json(run.recipe)["lora"]["rank"]
 
 

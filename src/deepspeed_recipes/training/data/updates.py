@@ -136,8 +136,9 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     changes: dict[str, Any] = {}
     if "logging_steps" not in given:
         changes["logging_steps"] = max(1, min(best.logging_steps, steps // POINTS))
-    if (best.data.validation or best.data.validation_share) and "eval_steps" not in given:
-        changes["eval_steps"] = max(1, steps // MEASURED)
+    measured = best.data.validation or best.data.validation_share
+    if measured and "eval_steps" not in given and steps >= MEASURED:
+        changes["eval_steps"] = steps // MEASURED
     return replace(best, **changes)
 
 
