@@ -298,8 +298,8 @@ def test_a_real_cluster_says_what_it_does_not_have(cluster, tmp_path):
         (["--partition", "big"], "--partition big: no such partition; this cluster has small"),
         (["--nodes", "3"], "--nodes 3: partition small has only 2"),
         (["--time", "9-0"], "sbatch: error:"),
-        (["--mem", "64T"], "sbatch: error: Memory specification can not be satisfied"),
-        (["--shared"], "sbatch: error: CPU count per node can not be satisfied"),
+        (["--mem", "64T"], "sbatch: error:"),
+        (["--shared"], "sbatch: error:"),
     ):
         command = [*LAUNCH, "tiny", "full", "--slurm", "--gpus", "1", "--output-dir", str(tmp_path / "run"), *words]
         done = subprocess.run(
