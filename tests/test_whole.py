@@ -249,6 +249,7 @@ def test_an_untouched_tensor_that_differs_is_noticed(runs, tmp_path, capsys):
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.every
 def test_a_quantised_copy_is_of_the_text_part(runs, tmp_path, conversations, capsys):
     source, small = runs["full"].export, tmp_path / "nf4"
     command = [str(source), "--quantize", "nf4", "--output", str(small), "--allow-drop", "100"]

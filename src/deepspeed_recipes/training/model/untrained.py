@@ -57,9 +57,11 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     base = stored.folder_of(path)
     if base is None or head not in ("vocabulary", "vision"):
         return []
+    held, written = weights.unquantized(weights.tensors(base)), weights.tensors(folder, "export")
+    if all(name in written or name.endswith(stored.RECOMPUTED) for name in held):
+        return []
     model, mapping = _outline(base, head, trusted)
     known = model.state_dict()
-    held, written = weights.unquantized(weights.tensors(base)), weights.tensors(folder, "export")
     places = stored.loaded_as(held, model, mapping)
     names = _names(stored.loaded_as(written, model, mapping), places)
     left = [name for name, place in places.items() if place not in known and not place.endswith(stored.RECOMPUTED)]
@@ -112,8 +114,10 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
     if base is None or head != "vocabulary":
         return
     config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
+    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return
     text, _ = _outline(base, head, trusted)
-    if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or type(text.config) is type(config):
+    if type(text.config) is type(config):  # transformers has one class for both
         return
     whole, _ = _outline(base, "vision", trusted)
     ours, theirs = (f"{PREFIX}{_name(model, model.get_decoder())}." for model in (text, whole))
