@@ -84,6 +84,18 @@ def agree(run, records, weights):
         assert plain.worst(weight, known[name]) <= 1, name
 
 
+@pytest.mark.parametrize(("examples", "stage"), tiered([(7, 0), (7, 3), (5, 2), (1, 3)], {(7, 3)}))
+def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
+    ranks, tmp_path, model_folder, teacher_folder, conversations, examples, stage
+):
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:examples]))
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, recipe_for(model_folder, teacher_folder, data, stage, LOSSES["mixed"]))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    agree(run, *plain_distill.train(model_folder, str(teacher_folder), data, SETTINGS, LOSSES["mixed"]))
+
+
 @pytest.mark.every
 def test_packed_under_zero3(ranks, tmp_path, model_folder, teacher_folder, conversations, alone):
     """The teacher is tried before ZeRO-3 shards whatever is made: what a trial makes, too."""

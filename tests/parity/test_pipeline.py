@@ -172,6 +172,27 @@ def test_any_number_of_held_out_examples_is_measured(ranks, tmp_path, models, co
     assert read_jsonl(run.evaluations)[0]["loss"] == pytest.approx(expected.item(), rel=gate.LOSS)
 
 
+@pytest.mark.parametrize(
+    ("examples", "micro_batch", "world_size"),
+    tiered(
+        [(count, size, ranks) for count in (7, 5, 3) for size in (1, 2, 4) for ranks in (2, 4)], {(7, 2, 2), (5, 4, 4)}
+    ),
+)
+def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
+    ranks, tmp_path, models, conversations, examples, micro_batch, world_size
+):
+    """The last micro-batch is not full, or there are fewer micro-batches than usual, or one column has none.
+
+    A single example is learned by heart within five steps; rounding is 2e-5 of its loss of 0.01, and nothing of others.
+    """
+    data = tmp_path / "few.jsonl"
+    data.write_text("".join(conversations.read_text().splitlines(keepends=True)[:examples]))
+    run, case = RunFolder(tmp_path / "run"), Case(Layout(pipeline=2), world_size, 0, micro_batch, family="qwen3-0.6b")
+    write_recipe(run, recipe_of(case, models(case.family), data))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    gate.agree(run, *plain.train(models(case.family), data, SETTINGS))
+
+
 def test_packed_sequences_train_the_same_model(ranks, tmp_path, models, conversations, references):
     run = RunFolder(tmp_path / "run")
     case = Case(Layout(pipeline=2), 2, family="gemma3-1b")

@@ -68,6 +68,24 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, capsys, models, data, kind
     assert answered(tmp_path / "log", capsys) == (shown != "none")
 
 
+@pytest.mark.parametrize(
+    ("kind", "examples", "deepspeed"),
+    tiered(
+        [(kind, count, f"zero{stage}.json") for kind in seeing.KINDS for count in (7, 5, 1) for stage in (0, 3)],
+        {("gemma3", 5, "zero3.json")},
+    ),
+)
+def test_an_epoch_that_ranks_cannot_share_evenly_counts_every_example_once(
+    ranks, tmp_path, models, data, kind, examples, deepspeed
+):
+    few = data["all"].with_name("few.jsonl")  # beside the images
+    few.write_text("".join(data["all"].read_text().splitlines(keepends=True)[:examples]))
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, seeing.recipe_for(models(kind), few, deepspeed, SETTINGS, micro_batch_size=2))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    gate.agree_on_steps(run, seeing.plain_train(models(kind), few, SETTINGS)[0], norms=gate.NORM)
+
+
 def answered(log, capsys):
     """Run the command with which the last screen asks the model, and return whether it has an image."""
     (line,) = (line for line in read_logs(log)[0].splitlines() if line.startswith("talk to it"))
