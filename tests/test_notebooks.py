@@ -21,10 +21,11 @@ SMALLER = {
     "choose_a_config": {},
     "read_the_memory": {},
     "why_is_my_run_slow": {"PROFILE, STEPS": '"3:4", 4'},
+    "your_own_code": {"STEPS": "6", "EXAMPLES": "4", "OPTIONS": ONE_RANK},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
 OWN = {"first_finetune": ("TRAIN", "HELD_OUT", "RUNS"), "experiment": ("TRAIN", "HELD_OUT", "RUNS")}
-OWN |= {"why_is_my_run_slow": ("RUNS",)}
+OWN |= {"why_is_my_run_slow": ("RUNS",), "your_own_code": ("TRAIN", "HELD_OUT", "RUNS")}
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
@@ -114,8 +115,8 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_five_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 5
+def test_there_are_six_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 6
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -205,6 +206,22 @@ def check_slow_runs(cells):
     return [float(times) for times in re.findall(r"tokens/s, ([\d.]+) times", text(cells["change"]))]
 
 
+@pytest.mark.every
+def test_the_readers_own_code_is_used(execute):
+    check_own_code(execute("your_own_code"))
+
+
+def check_own_code(cells):
+    """Check that a mistake is named with its line, and that each piece of code has left its mark."""
+    assert images(cells) == 1
+    said = text(cells["mistake"])
+    assert re.search(r"AttributeError: .*wrong\.py:2\)", said) and "exit status 2" in said
+    assert "dropped by data.transform" in text(cells["train"])
+    assert re.search(r"fields on \d+ held-out examples: [\d.]+ -> [\d.]+$", text(cells["train"]).strip())
+    for name in ("fields_right", "fields_all", "loss_in_bits", "data.transform", "callbacks"):
+        assert name in text(cells["read"]), name
+
+
 def check_choice(cells):
     """Check the picture, the command, and the methods."""
     assert images(cells) == 1
@@ -238,6 +255,7 @@ def test_committed_outputs_are_what_is_promised(path):
         "choose_a_config": lambda: check_choice(cells),
         "read_the_memory": lambda: check_memory(cells),
         "why_is_my_run_slow": lambda: min(check_slow_runs(cells)) > 1.1,
+        "your_own_code": lambda: check_own_code(cells) is None,
     }
     assert checks[path.stem]() is not False
 

@@ -11,9 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 
 from deepspeed_recipes.recipe import own_code as named
 from deepspeed_recipes.recipe.recipe import Data, Layout
-from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
-from deepspeed_recipes.training import own_code
-from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.recipe.run_folder import (
+    RunFolder,
+    newest_checkpoint,
+    read_json,
+    read_jsonl,
+    read_recipe,
+    write_recipe,
+)
 from deepspeed_recipes.training.checkpoint import universal
 from tests.conftest import write_rows
 from tests.parity import gate, plain
@@ -49,16 +54,14 @@ def trained(ranks, tmp_path_factory, model_folder, questions, conversations):
     folder = tmp_path_factory.mktemp("own")
     run = RunFolder(folder / "run")
     write_recipe(run, recipe_of(model_folder, questions, conversations))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVENTS", str(folder))
-        ranks.check(training_run.main, str(run.path), log=folder / "log")
-        (folder / "rank-0.jsonl").rename(folder / "events.jsonl")
-        whole = read_jsonl(run.evaluations)
-        gate.forget_after(run, run.checkpoints / "checkpoint-3")
-        gate.shutil.rmtree(run.export)
-        assert universal.is_needed(Layout(), run, 1)
-        universal.convert(newest_checkpoint(run))
-        ranks.check(training_run.main, str(run.path), log=folder / "resumed", world_size=1)
+    ranks.check(code.train, str(run.path), str(folder), log=folder / "log")
+    (folder / "rank-0.jsonl").rename(folder / "events.jsonl")
+    whole = read_jsonl(run.evaluations)
+    gate.forget_after(run, run.checkpoints / "checkpoint-3")
+    gate.shutil.rmtree(run.export)
+    assert universal.is_needed(Layout(), run, 1)
+    universal.convert(newest_checkpoint(run))
+    ranks.check(code.train, str(run.path), str(folder), log=folder / "resumed", world_size=1)
     return run, folder, whole
 
 
@@ -125,15 +128,14 @@ def test_the_callback_sees_the_events_of_a_plain_trainer(trained, tmp_path, monk
 
 
 @pytest.mark.every
-def test_a_pipeline_has_the_same_events(ranks, trained, tmp_path, monkeypatch, model_folder, questions, conversations):
+def test_a_pipeline_has_the_same_events(ranks, trained, tmp_path, model_folder, questions, conversations):
     _, folder, _ = trained
-    monkeypatch.setenv("EVENTS", str(tmp_path))
     run = RunFolder(tmp_path / "run")
     pipeline = gate.recipe_for(SETTINGS, model_folder, conversations, "pipeline.json", layout=Layout(pipeline=2))
     changes = {"deepspeed": pipeline.deepspeed, "layout": pipeline.layout, "loss": None, "micro_batch_size": 4}
     recipe = recipe_of(model_folder, questions, conversations, **changes | {"data": Data(path=str(conversations))})
     write_recipe(run, replace(recipe, code=named.digests(recipe)))
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    ranks.check(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
     assert (tmp_path / "rank-0.jsonl").read_text() == (folder / "events.jsonl").read_text()
     assert all("loss_in_bits" in row for row in read_jsonl(run.metrics))
 
@@ -174,21 +176,19 @@ def test_dropped_examples_are_counted(trained):
     assert "2 dropped by data.transform" in read_logs(folder / "log")[0]
 
 
-def test_a_run_does_not_resume_with_another_transform(trained, ranks, tmp_path, monkeypatch):
+def test_a_run_does_not_resume_with_another_transform(trained, ranks, tmp_path):
     run, _, _ = trained
     copy = RunFolder(tmp_path / "run")
     gate.shutil.copytree(run.path, copy.path)
     gate.forget_after(copy, copy.checkpoints / "checkpoint-3")
     other = tmp_path / "own_code.py"
     other.write_text(Path(FILE).read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
-    recipe = training_run.read_recipe(copy)
+    recipe = read_recipe(copy)
     recipe = replace(recipe, data=replace(recipe.data, transform=f"{other}:asked"))
     write_recipe(copy, replace(recipe, code=named.digests(recipe)))
-    monkeypatch.setenv("EVENTS", str(tmp_path))
-    assert ranks.run(training_run.main, str(copy.path), log=tmp_path / "log", world_size=1) == [2]
+    assert ranks.run(code.train, str(copy.path), str(tmp_path), log=tmp_path / "log", world_size=1) == [2]
     said = read_logs(tmp_path / "log")[0]
     assert "was trained with another data.transform" in said and "data.changed=true accepts it" in said
-    monkeypatch.setattr(own_code, "check", list)
 
 
 FAILING = """
@@ -218,13 +218,12 @@ def failing(tmp_path_factory):
 
 
 def test_a_loss_that_raises_on_one_rank_is_named_and_the_checkpoint_kept(
-    ranks, tmp_path, model_folder, questions, conversations, failing, monkeypatch
+    ranks, tmp_path, model_folder, questions, conversations, failing
 ):
-    monkeypatch.setenv("EVENTS", str(tmp_path))
     run = RunFolder(tmp_path / "run")
     recipe = recipe_of(model_folder, questions, conversations, loss=f"{failing}:late")
     write_recipe(run, replace(recipe, data=replace(recipe.data, validation=None, metric="loss")))
-    statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
+    statuses = ranks.run(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
     assert statuses[1] == 2
     said = read_logs(tmp_path / "log")[1]
     assert f"loss={failing}:late: step 5: ValueError: no such token ({failing}:12);" in said
@@ -233,13 +232,12 @@ def test_a_loss_that_raises_on_one_rank_is_named_and_the_checkpoint_kept(
 
 
 def test_a_metric_that_differs_between_ranks_is_refused_before_training(
-    ranks, tmp_path, model_folder, questions, conversations, failing, monkeypatch
+    ranks, tmp_path, model_folder, questions, conversations, failing
 ):
-    monkeypatch.setenv("EVENTS", str(tmp_path))
     run = RunFolder(tmp_path / "run")
     recipe = recipe_of(model_folder, questions, conversations)
     write_recipe(run, replace(recipe, data=replace(recipe.data, metric=f"{failing}:by_rank"), code={}))
-    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "log") == [2, 2]
+    assert ranks.run(code.train, str(run.path), str(tmp_path), log=tmp_path / "log") == [2, 2]
     said = read_logs(tmp_path / "log")[0]
     assert "returned {'by_rank': 0.0} on rank 0 and {'by_rank': 1.0} on rank 1 for the same answers" in said
     assert not run.metrics.exists()

@@ -9,6 +9,14 @@ from torch.nn.functional import cross_entropy
 from transformers import TrainerCallback
 
 
+def train(folder, events):
+    """Train a run folder's recipe, with the folder of the recorded events; executed on every rank."""
+    from deepspeed_recipes.training import run
+
+    os.environ["EVENTS"] = events
+    run.main(folder)
+
+
 def focal(logits, labels, num_items_in_batch):
     """Return the focal loss (Lin et al. 2017, arXiv:1708.02002), per labelled token of the step."""
     each = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none")
@@ -61,9 +69,9 @@ class Recorder(TrainerCallback):
 
 
 def overlap(answers, references):
-    """Return shares of common words: the mean, and one that depends on the order of the examples."""
+    """Return shares of common characters: the mean, and a sum that depends on the order of the examples."""
     shares = [
-        len(set(answer.split()) & set(reference.split())) / len(set(reference.split()) | {""})
+        len(set(answer) & set(reference)) / len(set(answer) | set(reference))
         for answer, reference in zip(answers, references, strict=True)
     ]
     return {"mean": sum(shares) / len(shares), "ordered": sum(at * share for at, share in enumerate(shares))}
