@@ -454,7 +454,7 @@ MISTAKES = {
     "equal": (line(prompt="a", chosen="b", rejected="b"), "dpo", "'chosen' and 'rejected' are equal"),
     "no prompt": (line(chosen="a", rejected="b"), "dpo", "the field 'prompt' must be"),
     "another name": (
-        line(question="q", chosen="a", rejected="b"),
+        line(asked="q", chosen="a", rejected="b"),
         "dpo",
         "'rejected'; name the right one with data.columns=NAME:prompt",
     ),
@@ -707,7 +707,10 @@ def test_columns_are_suggested_by_their_own_names(tmp_path):
         ({"dialogue": [{"role": "user"}]}, "sft", "dialogue:messages"),
         ({"q": "a", "good": "b", "poor": "c"}, "dpo", "q:prompt,good:chosen,poor:rejected"),
         ({"body": "a", "kind": "b"}, "classify", "body:text,kind:label"),
-        ({"number": 3}, "sft", "question:prompt,answer:completion"),
+        ({"number": 3, "role": None}, "sft", "question:prompt,answer:completion"),
     ):
         with pytest.raises(UserError, match=f"data.columns={said}"):
             formats.form_of("here", row, method)
+    for row in ({"chat": "7", "role": "agent", "text": "Hi."}, {"sender": "agent", "message": "Hi."}):
+        with pytest.raises(UserError, match=r"is one turn .* and an example is a whole conversation"):
+            formats.form_of("here", row, "sft")

@@ -80,6 +80,8 @@ PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 """The fields with a pair's prompt, including LLaMA-Factory's and those of public pairs; the first that an example has
 is read."""
 
+SPEAKERS = ("role", "speaker", "sender", "author", "from")
+"""Columns of tables whose rows are turns."""
 TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The fields that may hold turns."""
 
@@ -129,6 +131,11 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
         if kind == METHODS[method].examples and all(field in example for field in fields):
             empty = next(field for field in fields if example[field] is None)
             raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
+    if METHODS[method].examples == "conversations" and (turn := next(filter(example.get, SPEAKERS), None)):
+        raise UserError(
+            f"{where}: is one turn ({fields_of(example)}), and an example is a whole conversation; group the rows of "
+            f'each: {{"messages": [{{"role": ..., "content": ...}}, ...]}}. data.roles renames the values of {turn!r}.'
+        )
     if found:
         raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
     raise UserError(
