@@ -13,7 +13,7 @@ from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.prove import samples
 from deepspeed_recipes.prove.settings import small
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.recipe import Model
+from deepspeed_recipes.recipe.recipe import Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load
@@ -201,3 +201,14 @@ def test_gpt_oss_experts_are_read_from_mxfp4(tmp_path):
     ours = dequantized.state(plain, content["quantization_config"], torch.bfloat16)
     for name, tensor in held.state_dict().items():
         assert torch.equal(ours[name].to(torch.bfloat16) + 0, tensor), name
+
+
+def test_qlora_quantises_what_the_published_weights_are_worth(plain, tmp_path):
+    found = []
+    for folder in publish(plain, tmp_path, "fp8_blocks"):
+        quantised = Model(str(folder), quantization="nf4")
+        model = load.load_model(small(folder, "unread", precision="bf16", model=quantised, lora=Lora(rank=4)))
+        assert type(model.base_model.model.model.layers[0].mlp.down_proj.base_layer).__name__ == "Linear4bit"
+        with torch.no_grad():
+            found.append(model.eval()(input_ids=IDS).logits)
+    assert torch.equal(*found)
