@@ -18,6 +18,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.utils import cached_file
 
 from ...recipe import quantization
 from ...recipe.run_folder import read_json, write_json
@@ -30,6 +31,10 @@ _DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 """safetensors' names of dtypes."""
 PREFIX = "base_model.model."
 """PEFT's, before the name of a module."""
+_IF_THERE: dict[str, Any] = {
+    f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
+}
+"""Arguments with which `cached_file` returns None for a file that does not exist."""
 _OF_PROCESSOR = (*PROCESSORS, "video_preprocessor_config.json", "generation_config.json")
 _OF_FOLDER = {
     *("architectures", "auto_map", "dtype", "model_type", "quantization_config", "tie_word_embeddings"),
@@ -72,8 +77,10 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     config = read_json(folder / "config.json")
     _write_config(folder, base, head, trusted)
     for name in _OF_PROCESSOR:
-        if (base / name).exists() and not (folder / name).exists():
-            shutil.copy2(base / name, folder)
+        # Of a Hub id, loading the text part has not brought the processor's files.
+        found = cached_file(path, name, **_IF_THERE)
+        if found and not (folder / name).exists():
+            shutil.copy2(found, folder / name)
     provenance = {
         "base": portable_path(str(base)),
         "trained_as": (config.get("architectures") or [type(model).__name__])[0],
