@@ -693,6 +693,8 @@ def test_a_rows_place_is_its_first_line_and_a_quote_left_open_is_found_where_it_
 
 def test_a_folder_is_checked_before_the_ranks_start(tmp_path):
     (tmp_path / "one.jsonl").write_text(GOOD + "\n")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "one.jsonl").write_text("{\n")
     (tmp_path / "two.jsonl").write_text(GOOD + "\n{\n")
     with pytest.raises(UserError, match=r"two.jsonl:2: not JSON"):
         preflight.check_data(recipe_on(tmp_path))

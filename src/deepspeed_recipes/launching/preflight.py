@@ -317,14 +317,16 @@ def _text_of(place: Path, split: str) -> tuple[list[Path], bool]:
         return ([], False) if place.suffix in text_files.COLUMNAR else ([place], True)
     if not place.is_dir():
         return [], False
-    found = [Path(file) for file in sorted(spec_files.below(place))]
+    files = [Path(file) for file in sorted(spec_files.below(place))]
+    # The Hub's rules leave out hidden files and folders, such as .ipynb_checkpoints.
+    found = [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(place).parts)]
     if not any(file.suffix in text_files.READ for file in found):
         raise UserError(f"{place}: no data files in this folder or below ({', '.join(text_files.READ)}).")
     if any((place / state).exists() for state in SAVED) or any(SPLITS.search(str(f.relative_to(place))) for f in found):
         return [], False  # the ranks know the Hub's rules for the names of splits
     examples = [file for file in found if file.suffix in text_files.SUFFIXES]
     examples = examples or [file for file in found if file.suffix in text_files.PLAIN]
-    text = [file for file in examples if file.suffix not in text_files.COLUMNAR and not file.name.startswith(".")]
+    text = [file for file in examples if file.suffix not in text_files.COLUMNAR]
     return text, len(text) == len(examples)
 
 
