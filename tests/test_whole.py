@@ -26,7 +26,7 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load, stored, untrained
-from deepspeed_recipes.training.model_folder import weights
+from deepspeed_recipes.training.model_folder import head, weights
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
@@ -178,6 +178,26 @@ def agree(folder, expected):
     assert type(whole).__name__ == read_json(folder / "config.json")["architectures"][0]
     for model in (whole, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), export.load(folder)):
         assert (logits(model) - expected).abs().max() / expected.abs().max() < 1e-4
+
+
+def test_a_model_that_is_loaded_whole_for_text_keeps_its_processor(tmp_path, tokenizer):
+    """Gemma 3, whose class has the tower: servers need the processor, and this project asks it for text."""
+    base, folder = tmp_path / "base", tmp_path / "export"
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 16}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = AutoModelForCausalLM.from_config(config)
+    for place in (base, folder):
+        model.save_pretrained(place)
+        tokenizer.save_pretrained(place)
+    write_json(base / "preprocessor_config.json", {"image_processor_type": "Gemma3ImageProcessor"})
+    assert untrained.add(folder, str(base), "vocabulary", False) == []
+    assert (folder / "preprocessor_config.json").exists() and head.of_folder(folder) == "vocabulary"
+    assert torch.equal(logits(export.load(folder)), logits(model))
+    untrained.check(folder)
+    untrained.add(base, str(folder), "vision", False)
+    assert head.of_folder(base) == "vision", "a model that was trained to see is left as it is"
 
 
 @pytest.fixture(scope="module")

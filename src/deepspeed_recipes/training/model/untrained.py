@@ -64,6 +64,11 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
         return []
     held, written = weights.unquantized(weights.tensors(base)), weights.tensors(folder, "export")
     if all(name in written or name.endswith(stored.RECOMPUTED) for name in held):
+        trained_as = (base_model.config_of(folder).get("architectures") or [""])[0]
+        with_tower = trained_as.endswith("ForConditionalGeneration")  # text was trained in the whole model's class
+        if head == "vocabulary" and with_tower and _add_processor(folder, path):
+            record = {"base": portable_path(str(base)), "trained_as": trained_as, "head": head}
+            write_json(folder / PROVENANCE, record | {"parts": [], "dequantized": None, "untouched": {}})
         return []
     model, mapping = _outline(base, head, trusted)
     known = model.state_dict()
@@ -76,11 +81,7 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
         return []
     config = read_json(folder / "config.json")
     _write_config(folder, base, head, trusted)
-    for name in _OF_PROCESSOR:
-        # Of a Hub id, loading the text part has not brought the processor's files.
-        found = cached_file(path, name, **_IF_THERE)
-        if found and not (folder / name).exists():
-            shutil.copy2(found, folder / name)
+    _add_processor(folder, path)
     provenance = {
         "base": portable_path(str(base)),
         "trained_as": (config.get("architectures") or [type(model).__name__])[0],
@@ -153,6 +154,16 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
 
 def _name(model: PreTrainedModel, module: Any) -> str:
     return next(name for name, one in model.named_modules() if one is module)
+
+
+def _add_processor(folder: Path, path: str) -> bool:
+    """Copy the base's settings of its processor, which servers need to load it; return whether it has any."""
+    # Of a Hub id, loading the text part has not brought these files.
+    found = {name: cached_file(path, name, **_IF_THERE) for name in _OF_PROCESSOR}
+    for name, file in found.items():
+        if file and not (folder / name).exists():
+            shutil.copy2(file, folder / name)
+    return any(found[name] for name in PROCESSORS)
 
 
 def check(folder: Path) -> None:
