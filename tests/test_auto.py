@@ -125,7 +125,8 @@ def test_a_model_without_a_page_trains_at_the_first_try(launcher, tmp_path, kind
     assert summary["logit_difference"] <= 3e-2 and summary["recipe"].startswith("model-")
     assert summary["skipped"][str(data)]["count"] == 2 and "left out     2 bad examples" in output
     assert Counter(row["step"] for row in read_jsonl(run.answers)) == {0: 3, 6: 3}
-    assert "2 examples of" in run.report_page.read_text() and "Sample answers" in run.report_page.read_text()
+    report = run.report_page.read_text()
+    assert f"2 examples of {data} were left out" in report and "<h2>Answers before and after" in report
     assert read_json(run.recipe)["lora"] is None if words else read_json(run.recipe)["lora"]["rank"]
 
 

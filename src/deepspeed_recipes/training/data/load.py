@@ -64,7 +64,7 @@ def read_examples(
             say(f"{name}: {source.line()}")
             if source.skipped:
                 SKIPPED[source.name] = {"count": len(source.skipped), "first": list(source.skipped[:10])}
-                say(f"warning: {name}: {len(source.skipped)} examples of {source.name} are skipped (data.bad=skip):")
+                say(f"warning: {name}: {len(source.skipped)} examples of {source.name} are left out by data.bad=skip")
                 say("\n".join(SKIPPED[source.name]["first"]))
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
