@@ -38,10 +38,10 @@ _IF_THERE: dict[str, Any] = {
 _OF_PROCESSOR = (*PROCESSORS, "video_preprocessor_config.json", "generation_config.json")
 _OF_FOLDER = {
     *("architectures", "auto_map", "dtype", "model_type", "quantization_config", "tie_word_embeddings"),
-    *("transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("transformers_version", "_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
 }
-"""Keys of a configuration that describe the folder or its class, and tokens, which the Trainer copies from the
-tokenizer: those of generation_config.json count."""
+"""Keys that describe the folder or its class, tokens that the Trainer copies from the tokenizer (those of
+generation_config.json count), and the cache, which training turns off."""
 
 
 def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
