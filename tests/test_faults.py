@@ -22,6 +22,7 @@ from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
     newest_checkpoint,
     read_jsonl,
+    read_recipe,
     sizes,
     write_json,
     write_jsonl,
@@ -288,7 +289,7 @@ def test_a_disk_that_is_not_mounted_is_not_a_run_without_checkpoints(original, t
 def test_old_checkpoints_go_once_the_new_one_is_complete(original, tmp_path, capsys):
     run = RunFolder(tmp_path / "run")
     shutil.copytree(original.path, run.path)
-    rotation = Checkpoints(run, {}, keep=2, needed=0, gathered=0)
+    rotation = Checkpoints(read_recipe(run), run, {}, needed=0, gathered=0)
 
     def left():
         return sorted(path.name for path in run.checkpoints.iterdir())

@@ -306,7 +306,12 @@ HOMES = ("upstream.py", "model/transforms.py")
 """Where training changes objects that are not its own: workarounds for defects, and changes to the model."""
 OTHERS = {
     # What a library documents to be set: the Trainer's control, autograd's context, a tokenizer's template.
-    "callbacks/evaluation.py": {"control.should_log", "control.should_evaluate"},
+    "callbacks/evaluation.py": {
+        "control.should_log",
+        "control.should_evaluate",
+        "control.should_save",
+        "control.should_training_stop",
+    },
     "callbacks/metrics.py": {"control.should_log"},
     "callbacks/stopping.py": {"control.should_save", "control.should_training_stop"},
     "trainer.py": {"self.control.should_training_stop"},

@@ -13,7 +13,7 @@ from ..recipe import deepspeed_file, limits, run_folder
 from ..recipe.errors import FileUnusable, UserError
 from ..recipe.project import program
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import COMPLETE, REWIND, RunFolder, append_jsonl
+from ..recipe.run_folder import REWIND, RunFolder, append_jsonl
 from ..training.checkpoint import digests, universal
 from ..training.tracking import afterwards
 from . import preflight
@@ -124,14 +124,11 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
 
 
 def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> None:
-    """Convert the newest checkpoint if this number of ranks needs a universal one, and discard the steps after it.
+    """Convert the checkpoints to load if this number of ranks needs universal ones, and discard the steps after them.
 
     Raises:
         UserError: no disk space for the universal checkpoint, or DeepSpeed cannot convert it.
     """
     with run_folder.explained(checkpoint):
-        if universal.is_needed(recipe.layout, run, ranks):
-            written_by = run_folder.read_json(checkpoint / COMPLETE)["world_size"]
-            print(f"{checkpoint} was written by {written_by} ranks; converting it for {ranks} ranks", flush=True)
-            universal.convert(checkpoint)
+        universal.convert_needed(recipe, run, ranks, checkpoint)
     run_folder.forget_after(run, checkpoint)

@@ -23,6 +23,14 @@ _THEIRS = {
     "learning_rate": "lr",
     "schedule.kind": "lr_scheduler_type lr_scheduler",
     "schedule.warmup": "warmup_ratio warmup_steps",
+    "schedule.min_rate": "min_lr min_lr_rate min_lr_ratio cosine_min_lr_ratio lr_end lr_scheduler_kwargs",
+    "schedule.cycles": "num_cycles",
+    "schedule.decay": "num_decay_steps",
+    "loss_on": "train_on_inputs train_on_prompt mask_history assistant_only_loss completion_only_loss roles_to_train",
+    "truncate": "truncation truncation_mode excess_length_strategy",
+    "early_stopping": "early_stopping_patience",
+    "keep_best": "load_best_model_at_end",
+    "data.metric": "metric_for_best_model",
     "max_grad_norm": "max_norm gradient_clipping",
     "precision": "bf16 fp16 torch_dtype dtype",
     "model.path": "model_name_or_path base_model model",
@@ -38,6 +46,9 @@ _THEIRS = {
     "lora.alpha": "lora_alpha",
     "lora.dropout": "lora_dropout",
     "lora.target_modules": "lora_target lora_target_modules target_modules",
+    "lora.modules_to_save": "lora_modules_to_save additional_target modules_to_save",
+    "train": "unfrozen_parameters",
+    "freeze": "frozen_parameters",
     "lora.dora": "use_dora",
     "lora.rslora": "use_rslora",
     "lora.init": "init_lora_weights pissa_init",
@@ -92,6 +103,12 @@ FOREIGN_WORDS = {
     "run_name": "a run is named after its recipe and its folder, --output-dir; wandb.group and wandb.tags can be set",
 }
 """Names from other tools that no key and no option corresponds to -> what to do."""
+
+SCHEDULES_REFUSED = {
+    "reduce_lr_on_plateau": "DeepSpeed's engine advances the schedule by itself after each update, without a metric",
+    "greedy": "DeepSpeed's engine advances the schedule by itself after each update, without a loss",
+}
+"""transformers' schedules that cannot be used -> the reason."""
 
 # These fields follow from the recipe's name; an override cannot change them.
 _IDENTITY = {
@@ -266,6 +283,10 @@ def parse(key: str, text: str, hint: Any) -> Any:
     words = [word for option in options[1:] for word in typing.get_args(option)]
     if text in words:
         return text
+    if key == "schedule.kind":
+        if why := SCHEDULES_REFUSED.get(text):
+            raise UserError(f"{key}={text}: {why}; use cosine, or a fixed warmup_stable_decay.")
+        text = {"wsd": "warmup_stable_decay"}.get(text, text)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if key == "optimizer" and (why := impossible(text)):

@@ -5,6 +5,7 @@ The field names are the override keys of the command line (`learning_rate=5e-5 l
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
@@ -165,10 +166,35 @@ class Layout:
 class Schedule:
     """The learning rate over the run."""
 
-    kind: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "cosine"
-    """The shape after the warm-up: `linear` and `cosine` fall to zero; `constant` has no warm-up."""
+    kind: Literal[
+        "constant",
+        "constant_with_warmup",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "cosine"
+    """The shape after the warm-up, by transformers' name (`lr_scheduler_type`): `linear` and `cosine` fall to zero;
+    `constant` has no warm-up; `warmup_stable_decay` (also `wsd`) falls at the end."""
     warmup: Annotated[float, Bounds(least=0)] = 0.03
     """Share of the steps during which the learning rate rises, starting above zero; 1 or more is a number of steps."""
+    min_rate: Annotated[float, Bounds(least=0, below=1)] = 0.0
+    """Share of the learning rate to which `cosine_with_min_lr`, `cosine_warmup_with_min_lr`, `polynomial` and
+    `warmup_stable_decay` fall; the warm-up of the last one also begins there."""
+    cycles: Annotated[int, Bounds(least=1)] = 1
+    """Number of times that `cosine_with_restarts` falls from the full rate."""
+    power: Annotated[float, Bounds(above=0)] = 1.0
+    """Exponent of `polynomial`; 1 is a straight line."""
+    decay: Annotated[float, Bounds(above=0)] = 0.1
+    """Share of the steps, at the end, during which `warmup_stable_decay` falls; 1 or more is a number of steps."""
+    decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine"
+    """Shape of the fall of `warmup_stable_decay`."""
+    timescale: Annotated[int | None, Bounds(least=1)] = None
+    """Number of steps that scales `inverse_sqrt`. None uses the warm-up's, or 10,000 without one."""
 
 
 @dataclass(frozen=True)
@@ -246,6 +272,12 @@ class Recipe:
     layer_decay: Annotated[float, Bounds(above=0, most=1, usual=0.9)] = 1.0
     """Ratio of each layer's learning rate to that of the layer above, from the head down to the embeddings, so that
     the first layers change least (Clark et al. 2020, arXiv:2003.10555). 1 gives all layers the same rate."""
+    train: str | None = None
+    """Regular expression for the names of the weights to train, searched in names such as
+    `model.layers.31.mlp.up_proj.weight`; all others are frozen. Not for adapters. None trains all."""
+    freeze: str | None = None
+    """Regular expression for the names of weights to freeze, among those that `train` matches. A head that shares the
+    embeddings' weight has their name."""
     weight_decay: Annotated[float, Bounds(least=0)] = 0.0
     """AdamW's weight decay, applied to all weights except norms and biases."""
     adam_beta2: Annotated[float, Bounds(least=0, below=1)] = 0.999
@@ -264,7 +296,14 @@ class Recipe:
     micro_batch_size: Annotated[int, Bounds(least=1)] = 1
     """Sequences per forward pass and GPU."""
     sequence_length: Annotated[int, Bounds(least=8)] = 2048
-    """Longest sequence in tokens. Longer conversations are dropped; longer raw texts are split."""
+    """Longest sequence in tokens. Longer conversations are dropped unless `truncate` is set; longer raw texts are
+    split."""
+    truncate: bool = False
+    """Train on the beginning of conversations that are longer than `sequence_length` instead of dropping them. A cut
+    answer does not teach the model to stop. Held-out conversations are never cut."""
+    loss_on: Literal["assistant", "last", "all"] = "assistant"
+    """The turns of a conversation that are in the loss: all of the assistant's, only the `last` of them, or `all`
+    tokens, with the user's turns and the template's own words."""
     packing: bool = True
     """Pack several documents into one sequence; they never attend to each other."""
     neftune_alpha: Annotated[float, Bounds(least=0)] = 0.0
@@ -313,9 +352,17 @@ class Recipe:
     gradient. None turns this on unless the optimizer is offloaded, where the host would have to compute it. Not
     available under tensor parallelism with ZeRO 2 and 3."""
     eval_steps: Annotated[int | None, Bounds(least=1)] = None
-    """Number of steps between evaluations of the held-out loss. None evaluates only before and after training."""
+    """Number of steps between evaluations of the held-out loss. None evaluates only before and after training, or with
+    `early_stopping` or `keep_best` every `save_steps`."""
     eval_examples: Annotated[int | None, Bounds(least=1)] = None
-    """Number of held-out examples on which these evaluations also compute the metric. None computes only the loss."""
+    """Number of held-out examples on which these evaluations also compute the metric. None computes only the loss, or
+    with `early_stopping` or `keep_best` the metric on all of them."""
+    early_stopping: Annotated[int | None, Bounds(least=1)] = None
+    """Stop after this many evaluations in a row that are no better than the best one, by the metric that judges the run
+    (`data.metric`, or the method's own). Needs held-out data. None trains all steps."""
+    keep_best: bool = False
+    """Export the weights of the best evaluation, by the same metric, instead of the last step's. An evaluation that is
+    the best so far writes a checkpoint, which stays on disk beside `keep_checkpoints` others."""
     save_steps: Annotated[int, Bounds(least=0)] = 500
     """Number of steps between checkpoints. 0 writes only the final export."""
     keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
@@ -342,6 +389,11 @@ class Recipe:
                 raise UserError(f"method={bounds.shown(self.method)}: must be one of {', '.join(METHODS)}.")
             object.__setattr__(self, "method", METHODS[self.method]())
         bounds.check(self)
+        for key in ("train", "freeze"):
+            try:
+                re.compile(getattr(self, key) or "")
+            except re.error as error:
+                raise UserError(f"{key}={getattr(self, key)}: not a regular expression: {error}.") from None
         trackers.check(names(self.tracking))
         _check_metrics(self.data)
         own_code.of_recipe(self)
@@ -365,6 +417,26 @@ class Recipe:
     def metric(self) -> str:
         """The metric that judges the run: the method's own, or `data.metric` if the method has none."""
         return self.method.judged_by(self.data.metrics[0])
+
+    @property
+    def trains_some(self) -> bool:
+        """True if only some of the model's own weights are trained, by `train` or `freeze`."""
+        return self.train is not None or self.freeze is not None
+
+    def trains(self, name: str) -> bool:
+        """Return whether a weight of this name is trained, in a recipe without adapters."""
+        chosen = self.train is None or re.search(self.train, name) is not None
+        return chosen and not (self.freeze is not None and re.search(self.freeze, name))
+
+    @property
+    def picks(self) -> bool:
+        """True if evaluations during training decide when the run ends or what it exports."""
+        return self.keep_best or self.early_stopping is not None
+
+    @property
+    def steps_between_evaluations(self) -> int | None:
+        """Number of steps between evaluations during training, or None if there are none."""
+        return self.eval_steps or (self.save_steps if self.picks else None)
 
     @property
     def trackers(self) -> list[str]:

@@ -2,12 +2,13 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from . import files
 from .conversions import from_dict, to_dict
 from .errors import FileUnusable, UserError, cannot_write, of_system
+from .methods.metrics import higher_is_better
 from .project import runs
 from .recipe import Recipe
 
@@ -215,11 +217,40 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     held = read_recipe(run).name
     if held != recipe.name:
         raise UserError(f"{run.path} has a run of {held}, not of {recipe.name}; choose another --output-dir.")
-    if is_finished(run):
-        raise UserError(f"nothing to resume: the run in {run.path} has finished; start a new one without --resume.")
     if newest_checkpoint(run) is None:
         raise UserError(f"nothing to resume: {run.checkpoints} has no complete checkpoint; start without --resume.")
     return run
+
+
+def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
+    """Refuse to resume a finished run that the recipe does not make longer.
+
+    Raises:
+        UserError: names settings that do.
+    """
+    if not is_finished(run):
+        return
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint, "see `to_resume`"
+    before, trained = read_recipe(run), step_of(checkpoint)
+    if recipe.max_steps is None:
+        longer = before.max_steps is not None or recipe.epochs > before.epochs
+    else:
+        longer = recipe.max_steps > trained
+        if before.max_steps == recipe.max_steps and recipe.epochs != before.epochs:
+            raise UserError(
+                f"epochs={recipe.epochs:g}: ignored, since the run has max_steps={recipe.max_steps}; use "
+                f"max_steps={2 * trained}, or add max_steps=none."
+            )
+    ended = read_json(run.summary).get("stopped_early")
+    if ended and recipe.early_stopping == before.early_stopping:
+        raise UserError(
+            f"nothing to resume: the run in {run.path} stopped early {ended}; early_stopping="
+            f"{2 * (before.early_stopping or 1)} or early_stopping=none goes on."
+        )
+    if not longer and not ended:
+        more = f"max_steps={2 * trained}" if before.max_steps else f"epochs={before.epochs + 1:g}"
+        raise UserError(f"nothing to resume: the run in {run.path} has finished its {trained} steps; {more} goes on.")
 
 
 def is_finished(run: RunFolder) -> bool:
@@ -292,6 +323,33 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
         FileUnusable: a checkpoint cannot be read now.
     """
     return next((one for one in checkpoints(run) if is_marked(one) and truncated(one) is None), None)
+
+
+def judgements(run: RunFolder, recipe: Recipe) -> dict[int, float]:
+    """Return by step the values of the metric that decide about `early_stopping` and `keep_best`.
+
+    Before the first step nothing is trained, and the evaluation of an export repeats an earlier one.
+    """
+    rows = [row for row in read_jsonl(run.evaluations) if row["step"] and "exported" not in row]
+    key = next((key for key in (f"sampled_{recipe.metric}", recipe.metric) if any(key in row for row in rows)), "loss")
+    return {row["step"]: row[key] for row in reversed(rows) if key in row}
+
+
+def best_step(recipe: Recipe, values: Mapping[int, float]) -> int | None:
+    """Return the first step with the best of `judgements`, or None if there is none."""
+    sign = -1 if higher_is_better(recipe.metric) else 1
+    return min(
+        sorted(step for step in values if not math.isnan(values[step])),
+        key=lambda step: sign * values[step],
+        default=None,
+    )
+
+
+def best_checkpoint(run: RunFolder, recipe: Recipe) -> Path | None:
+    """Return the complete checkpoint of the best evaluation among those that have one, or None."""
+    found = {step_of(one): one for one in checkpoints(run) if is_marked(one) and truncated(one) is None}
+    best = best_step(recipe, {step: value for step, value in judgements(run, recipe).items() if step in found})
+    return None if best is None else found[best]
 
 
 def is_marked(checkpoint: Path) -> bool:

@@ -116,7 +116,7 @@ def _charts(found: Sequence[RunData], labels: Sequence[str], x: str, x_label: st
         )
         if any(lines):
             yield Chart(title, x_label, tuple(map(Curve, labels, smooth)), log=key == "loss" and packs).block()
-    held_out = [curves.points(run.evaluations, "loss", x) for run in found]
+    held_out = [curves.points(sorted(run.evaluations, key=lambda row: row["step"]), "loss", x) for run in found]
     if any(held_out):
         drawn = tuple(Curve(label, line, dotted=True) for label, line in zip(labels, held_out, strict=True))
         yield Chart("Held-out loss", x_label, drawn, log=packs).block()

@@ -94,16 +94,17 @@ def rehearse(trainer: Any, model: Any) -> None:
         vision.load(place, recipe.model.trust_remote_code) if recipe.model.vision else load_tokenizer(Path(place))
 
 
-def describe(run: RunFolder, results: Mapping[str, Any]) -> None:
+def describe(run: RunFolder, results: Mapping[str, Any], step: int | None = None) -> None:
     """Add the model card and `training/` to the folder that `save` wrote; a collective. An error never ends the run.
 
     Args:
         run: the run.
         results: `metric`, `before`, `after`, `held_out` and `logit_difference`.
+        step: the step whose weights are exported, or None for the last.
     """
     if distributed.is_first():
         try:
-            complete.of_run(run.unverified, run, run.export, results)
+            complete.of_run(run.unverified, run, run.export, results, step)
         except Exception as error:
             say(f"the export has no complete model card: {type(error).__name__}: {first_line(error)}")
     torch.distributed.barrier()

@@ -158,7 +158,7 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
         say(f"all {steps} steps are trained: only measuring and exporting")
         return
     say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
-    if steps != before and not kind.startswith("constant"):
+    if steps != before and not kind.startswith(("constant", "inverse_sqrt")):
         say(f"the run had {before} steps: from here on the learning rate follows the {kind} schedule of {steps}")
 
 
@@ -216,6 +216,11 @@ def prepare(
     parallel = implementation(recipe.layout)
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
+    if datasets.held_out is None and recipe.picks:
+        raise UserError(
+            "early_stopping and keep_best need held-out examples, and there are too few to hold out any; add "
+            "data.validation=FILE or data.validation_share=0.2."
+        )
     if datasets.held_out is not None:
         own = method(recipe.method.name)
         # The stages of a pipeline cannot generate, and exact_match stores its own.
@@ -240,9 +245,7 @@ def prepare(
         trackers=trackers,
         metrics=metrics,
         guard=LossGuard(recipe, run),
-        checkpoints=Checkpoints(
-            run, mark, recipe.keep_checkpoints, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)
-        ),
+        checkpoints=Checkpoints(recipe, run, mark, checkpoint_bytes(*sizes), gathered_bytes(*sizes, file.stage)),
         stop=StopOnSignal(watchdog.write_stack),
         watchdog=watchdog,
         evaluation=evaluation,
@@ -288,9 +291,12 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
         return
     check_moved(trainer)
     keep_holdings(trainer)
+    best = trainer.load_best() if recipe.keep_best else None
     after = failed = None
     try:
-        after = evaluation.measure(trainer, with_metric=True)[evaluation.metric] if evaluation else None
+        if evaluation:
+            exported = best if best != trainer.state.global_step else None
+            after = evaluation.measure(trainer, with_metric=True, exported=exported)[evaluation.metric]
     except own_code.Failed as error:
         failed = error  # the export loses nothing by it
     export.save(trainer, run.unverified)
@@ -308,7 +314,13 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     results = {"after": after, "logit_difference": difference}
     if published := quantization.title(load.load_config(recipe).to_dict()):
         results["dequantized"] = published
-    export.describe(run, results | (evaluation.described() if evaluation else {}))
+    export.describe(run, results | (evaluation.described() if evaluation else {}), best)
+    if evaluation and evaluation.ended:
+        results["stopped_early"] = (
+            f"after step {trainer.state.global_step} of {trainer.state.max_steps}: {evaluation.ended}"
+        )
+    if best is not None:
+        results["exported_step"] = best
     export.publish(run.unverified, run.export)
     if failed:
         raise failed

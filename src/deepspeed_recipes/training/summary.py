@@ -4,6 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from ..recipe.methods.metrics import title
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_jsonl, write_json
@@ -42,7 +43,8 @@ def finished(
         run: its folder.
         trackers: closed here.
         evaluation: None without held-out data.
-        results: `after`, the metric at the end, and the export's `logit_difference`.
+        results: `after`, the metric at the end, the export's `logit_difference`, and where they apply `stopped_early`,
+            the reason, and `exported_step`.
         few: a warning that the run had too few updates.
         image: a file to ask a vision-language model about, or None for a text model.
     """
@@ -83,6 +85,10 @@ def finished(
         f"left out     {sum(one['count'] for one in SKIPPED.values()):,} bad examples (data.bad=skip), in the report"
         if SKIPPED
         else None,
+        f"ended        {summary['stopped_early']}" if "stopped_early" in summary else None,
+        f"exported     step {best}, the best by {title(summary['metric'])}"
+        if (best := summary.get("exported_step"))
+        else None,
         None
         if recipe.method.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} {shown}"your question"',
@@ -105,12 +111,12 @@ CURVES = {
 }
 
 
-def draw_curves(run: RunFolder, title: str, loss: str) -> Path | None:
+def draw_curves(run: RunFolder, name: str, loss: str) -> Path | None:
     """Draw the four curves over the steps and return the file, or None if nothing was logged.
 
     Args:
         run: its records are drawn.
-        title: printed above the curves.
+        name: printed above the curves.
         loss: name of the loss, with its unit.
     """
     records = read_jsonl(run.metrics)
@@ -127,13 +133,13 @@ def draw_curves(run: RunFolder, title: str, loss: str) -> Path | None:
         axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
-    held_out = [(row["step"], row["loss"]) for row in read_jsonl(run.evaluations) if "loss" in row]
+    held_out = sorted((row["step"], row["loss"]) for row in read_jsonl(run.evaluations) if "loss" in row)
     if held_out:
         axes[0, 0].plot(*zip(*held_out, strict=True), "o--", label="held out")
         axes[0, 0].legend()
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")
-    figure.suptitle(title)
+    figure.suptitle(name)
     figure.savefig(run.report, dpi=120)
     pyplot.close(figure)
     return run.report

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from peft import PeftModel
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer_utils import seed_worker
 
 from ..recipe.deepspeed_file import DeepSpeedFile
+from ..recipe.errors import UserError
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_json
@@ -31,11 +34,13 @@ from .callbacks.profiler import Phases, Profiler
 from .callbacks.routing import Routing
 from .callbacks.stopping import StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
+from .checkpoint import digests, pickles, universal
 from .checkpoint.save import Checkpoints
 from .data import example_numbers
 from .environment import describe
 from .model import transforms
 from .model.noise import Noise
+from .optimizer import rate_schedule
 from .parallel import Holding, expert, holdings
 from .tracking.trackers import Trackers
 
@@ -208,15 +213,10 @@ class RunHooks(Hooked):
         return created
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
-        """Return the Trainer's schedule without the rate of 0 with which its warm-up begins.
-
-        The first step of a schedule that is one step longer is skipped, so that both the first update and the last one
-        learn: a run of a single step trains at the full rate.
-        """
-        if self.lr_scheduler is None and self.args.get_warmup_steps(num_training_steps):
-            longer = super().create_scheduler(num_training_steps + 1, optimizer)
-            rates = [lambda step, rate=rate: rate(step + 1) for rate in longer.lr_lambdas]
-            self.lr_scheduler = LambdaLR(longer.optimizer, rates)
+        """Return the recipe's schedule."""
+        if self.lr_scheduler is None:
+            shape = rate_schedule(self.context.recipe, num_training_steps)
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, shape)
         scheduler = super().create_scheduler(num_training_steps, optimizer)
         # The engine exists, and no checkpoint has been loaded into it.
         groups = (optimizer or self.optimizer).param_groups
@@ -249,12 +249,14 @@ class RunHooks(Hooked):
         context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: Any) -> None:
-        """Run an epoch, unless the run has completed all its steps and was resumed only to finish.
+        """Run an epoch, unless the run has completed its steps or stopped early, and was resumed only to finish.
 
         The Trainer checks the number of steps only after a step. `test_resume_layouts.py` passes without this once it
         can be removed.
         """
-        if self.state.global_step >= self.state.max_steps:
+        if evaluation := self.context.evaluation:
+            evaluation.decide(self.state.global_step)
+        if self.state.global_step >= self.state.max_steps or (evaluation and evaluation.ended):
             self.control.should_training_stop = True
             return
         super()._run_epoch(**options)
@@ -320,6 +322,30 @@ class RunHooks(Hooked):
         measured = self.context.evaluation.measure(self, with_metric=False)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured
+
+    def load_best(self) -> int:
+        """Load the weights of the best evaluation unless the model has them, and return its step; a collective."""
+        context, step = self.context, self.state.global_step
+        assert context.evaluation, "refused without held-out data"
+        best = context.evaluation.decide(step)
+        if best is None or best == step:
+            return step
+        checkpoint = context.run.checkpoints / f"checkpoint-{best}"
+        bad: list[Any] = [digests.damaged(checkpoint) if distributed.is_first() else None]
+        dist.broadcast_object_list(bad)
+        if bad[0]:
+            raise UserError(
+                f"{checkpoint / bad[0]} is damaged (a disk or memory error), and its weights are the best; "
+                "--resume keep_best=false exports the last step's."
+            )
+        converted = universal.is_needed(context.recipe.layout, context.run, dist.get_world_size(), checkpoint)
+        upstream.load_universal(self.deepspeed, converted)
+        with pickles.refusing_code(checkpoint):
+            deepspeed_load_checkpoint(
+                self.model_wrapped, str(checkpoint), load_module_strict=not isinstance(self.model, PeftModel)
+            )
+        upstream.reshard_small_parameters(self.deepspeed)
+        return best
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write an ordinary Hugging Face folder, unless the DeepSpeed file turns that off; a collective.

@@ -434,6 +434,15 @@ def reshard_small_parameters(engine: Any) -> None:
         small[0].partition(small)
 
 
+def load_universal(engine: Any, universal: bool) -> None:
+    """Let the engine load the next checkpoint in its universal form, or as its ranks wrote it.
+
+    DeepSpeed reads this once, from its configuration; a run's best checkpoint may differ from the one that it resumed
+    from.
+    """
+    engine._config.load_universal_checkpoint = universal
+
+
 def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
 

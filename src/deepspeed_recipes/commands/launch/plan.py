@@ -139,6 +139,8 @@ def requested(options: LaunchOptions) -> Request:
             file=sys.stderr,
             flush=True,
         )
+    if folder:
+        run_folder.check_goes_on(folder, recipe)
     if options.profile or options.nsys:
         steps = options.profile or recipe.profile.steps or window.AUTO
         recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))

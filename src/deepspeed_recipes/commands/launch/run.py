@@ -68,6 +68,7 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
 def prepare(plan: LaunchPlan) -> int:
     """Write the run folder, print how other launchers start its ranks, and return 0."""
     with run_lock.hold(plan.folder.path):
+        plan.folder.summary.unlink(missing_ok=True)  # a finished run that goes on
         run_folder.write_recipe(plan.folder, plan.recipe)
         record(plan.folder)
     print(f"{plan.folder.path} is prepared for {plan.machines.ranks} ranks; start or restart them with one of:")

@@ -51,11 +51,12 @@ def section(run: RunData) -> Section:
 
 def _charts(run: RunData) -> Iterator[Chart]:
     restarts = tuple(row["from_step"] for row in run.restarts if isinstance(row.get("from_step"), int | float))
-    held_out = Curve("held out", points(run.evaluations, "loss"), dotted=True)
+    evaluations = sorted(run.evaluations, key=lambda row: row["step"])  # that of an export of the best step is last
+    held_out = Curve("held out", points(evaluations, "loss"), dotted=True)
     loss = (*with_smoothed(points(run.metrics, "loss")), held_out)
     yield Chart(run.recipe.method.curve, "step", loss, log=run.recipe.method.packs, marks=restarts)
     for key in (*metrics.SHARES, "reward"):
-        measured = {key: points(run.evaluations, key), "of a sample": points(run.evaluations, f"sampled_{key}")}
+        measured = {key: points(evaluations, key), "of a sample": points(evaluations, f"sampled_{key}")}
         if sum(map(len, measured.values())) > 2:  # the verdict has the first and the last
             drawn = tuple(Curve(name, line, dotted=True) for name, line in measured.items() if line)
             yield Chart(f"{named(run.recipe, key)}, held out", "step", drawn)

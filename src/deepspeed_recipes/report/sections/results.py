@@ -26,9 +26,14 @@ def verdict(run: RunData) -> Section:
     shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # there are no predictions for CPUs
     table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
     said = Note(" ".join(filter(None, (sentence(run), judgement(run)))))
+    chosen = []
+    if ended := run.summary.get("stopped_early"):
+        chosen.append(f"Stopped early {ended}.")
+    if best := run.summary.get("exported_step"):
+        chosen.append(f"Exported step {best}, the best evaluation by {score(run)[0].lower()}.")
     warned = Table(("Warnings of the run",), tuple((one,) for one in run.warnings))
     facts = Table(("", ""), tuple((name, value) for name, value in overview(run) if value))
-    return Section("Verdict", (said, *((warned,) if run.warnings else ()), facts, table))
+    return Section("Verdict", (said, *map(Note, chosen), *((warned,) if run.warnings else ()), facts, table))
 
 
 def overview(run: RunData) -> Iterator[tuple[str, Cell]]:

@@ -1,16 +1,26 @@
 """Measures the held-out data before, during and after training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset
+from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
 from ...recipe.methods.metrics import shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
+from ...recipe.run_folder import (
+    RunFolder,
+    append_jsonl,
+    best_step,
+    checkpoints,
+    is_marked,
+    judgements,
+    read_jsonl,
+    step_of,
+)
 from .. import distributed
 from ..console import say
 from ..data.load import Datasets
@@ -18,7 +28,11 @@ from ..parallel import Holding
 
 
 class Evaluation(TrainerCallback):
-    """Measures loss and metric at the start and the end, and every `eval_steps` the loss and the metric on a sample."""
+    """Measures loss and metric at the start and the end, and every `eval_steps` the loss and the metric on a sample.
+
+    `early_stopping` and `keep_best` read evaluations.jsonl, which a resumed run has up to its checkpoint: so they
+    decide after any interruption as without it.
+    """
 
     def __init__(
         self,
@@ -48,6 +62,8 @@ class Evaluation(TrainerCallback):
         self.measure_metric = metric
         self.on_record = on_record
         self.answer = answer
+        self.ended: str | None = None
+        """Why the run ended before its last step, or None."""
 
     @property
     def metric(self) -> str:
@@ -104,25 +120,70 @@ class Evaluation(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
         """Request an evaluation where one is due, and a log before it, which ends the timed window."""
-        every = self.recipe.eval_steps
-        if every and state.global_step % every == 0 and state.global_step < state.max_steps:
+        every, step = self.recipe.steps_between_evaluations, state.global_step
+        if (every and step % every == 0 and step < state.max_steps) or (
+            self.recipe.keep_best and step == state.max_steps
+        ):
             control.should_log = control.should_evaluate = True
         return control
 
-    def measure(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Save the best model so far, and end the run after too many evaluations without a gain."""
+        step = state.global_step
+        best = self.decide(step)
+        if self.recipe.keep_best and best == step:
+            control.should_save = True
+        if self.ended and step < state.max_steps:
+            # With a checkpoint, so that an interrupted export does not train again.
+            control.should_save = control.should_save or bool(self.recipe.save_steps)
+            control.should_training_stop = True
+            say(f"stopping early after step {step} of {state.max_steps}: {self.ended}")
+        return control
+
+    def decide(self, step: int) -> int | None:
+        """Set `ended`, and return the step of the best weights: those of `step`, or in a checkpoint; a collective."""
+        found: list[Any] = [None, None]
+        if self.recipe.picks and distributed.is_first():
+            values = judgements(self.run, self.recipe)
+            kept = {step_of(one) for one in checkpoints(self.run) if is_marked(one)} | {step}
+            found = [best_step(self.recipe, {one: values[one] for one in kept & values.keys()}), self._ending(values)]
+        if self.recipe.picks:
+            dist.broadcast_object_list(found)
+        best, self.ended = found
+        return best
+
+    def _ending(self, values: Mapping[int, float]) -> str | None:
+        """Return why the run ends, or None."""
+        patience, best = self.recipe.early_stopping, best_step(self.recipe, values)
+        if patience is None or best is None or sum(step > best for step in values) < patience:
+            return None
+        return (
+            f"no better {title(self.metric)} than that of step {best}, {shown(self.metric, values[best])}, in "
+            f"{patience} evaluation{'s'[: patience != 1]} (early_stopping={patience})"
+        )
+
+    def measure(self, trainer: Trainer, with_metric: bool, exported: int | None = None) -> dict[str, float]:
         """Measure, log, and return the numbers; a collective.
 
         Args:
             trainer: its model is measured.
             with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
                 answers; otherwise only on `eval_examples` examples, as `sampled_METRIC`.
+            exported: the step whose weights are loaded to be exported, or None for the last step's.
         """
-        record = {"step": trainer.state.global_step, **self._measured(trainer, with_metric)}
+        step = trainer.state.global_step if exported is None else exported
+        with_metric = with_metric or (self.recipe.picks and not self.recipe.eval_examples)
+        record = {
+            "step": step,
+            **self._measured(trainer, with_metric),
+            **({} if exported is None else {"exported": True}),
+        }
         if distributed.is_first():
             append_jsonl(self.run.evaluations, record)
-            shown = "  ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in record.items() if key != "step")
-            say(f"held-out, step {record['step']}: {shown}")
-            self.on_record({f"held_out/{key}" if key != "step" else key: value for key, value in record.items()})
+            numbers = {key: value for key, value in record.items() if key not in ("step", "exported")}
+            say(f"held-out, step {step}: {'  '.join(f'{title(key)} {value:.4f}' for key, value in numbers.items())}")
+            if exported is None:
+                self.on_record({"step": step, **{f"held_out/{key}": value for key, value in numbers.items()}})
         return record
 
     def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:

@@ -10,12 +10,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from ...machine import run_lock
 from ...machine.capacity import check_disk, check_memory
 from ...recipe.errors import FileUnusable, UserError, first_line, of_system
+from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (
     COMPLETE,
     RunFolder,
+    best_checkpoint,
     checkpoints,
     is_marked,
-    read_recipe,
     remove_checkpoint,
     sizes,
     truncated,
@@ -29,19 +30,19 @@ from . import digests
 class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
-    def __init__(self, run: RunFolder, mark: dict[str, Any], keep: int, needed: int, gathered: int) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, mark: dict[str, Any], needed: int, gathered: int) -> None:
         """Store the requirements of each save.
 
         Args:
+            recipe: has the number of complete checkpoints to keep.
             run: the run.
             mark: its fingerprint, which each checkpoint records.
-            keep: number of complete checkpoints to keep.
             needed: size of a checkpoint in bytes.
             gathered: bytes of host memory that rank 0 needs to write it.
         """
+        self.recipe = recipe
         self.run = run
         self.mark = mark
-        self.keep = keep
         self.needed = needed
         self.gathered = gathered
         self.lock = run_lock.found(run.path)
@@ -58,6 +59,11 @@ class Checkpoints(TrainerCallback):
         if control.should_save:
             self._check_space()
 
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Check the space before an evaluation that may save."""
+        if self.recipe.picks:
+            self._check_space()
+
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
         dist.barrier()
@@ -69,7 +75,7 @@ class Checkpoints(TrainerCallback):
         shares: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(shares, {str(path.relative_to(folder)): digests.of_file(path) for path in share})
         if distributed.is_first():
-            layout = asdict(read_recipe(self.run).layout)
+            layout = asdict(self.recipe.layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
             complete["fingerprint"] = self.mark
             complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
@@ -81,16 +87,18 @@ class Checkpoints(TrainerCallback):
             self._remove_old()
 
     def _remove_old(self) -> None:
-        """Remove all but the newest complete checkpoints; leave everything that the run has not written.
+        """Remove all but the newest complete checkpoints and the best; leave everything that the run has not written.
 
         The Trainer would remove by age, before the new checkpoint is complete, also links and `checkpoint-9-backup`.
         """
         try:
             own = [one for one in checkpoints(self.run) if not one.is_symlink()]
             complete = (one for one in own if is_marked(one) and truncated(one) is None)
-            kept = list(islice(complete, self.keep))
-            for old in own[own.index(kept[-1]) + 1 :] if len(kept) == self.keep else ():
-                remove_checkpoint(old)
+            kept, keep = list(islice(complete, self.recipe.keep_checkpoints)), self.recipe.keep_checkpoints
+            best = best_checkpoint(self.run, self.recipe) if self.recipe.keep_best else None
+            for old in own[own.index(kept[-1]) + 1 :] if len(kept) == keep else ():
+                if old != best:
+                    remove_checkpoint(old)
         except (OSError, FileUnusable) as error:
             reason = of_system(error) if isinstance(error, OSError) else first_line(error)
             say(f"an older checkpoint cannot be removed: {reason}")

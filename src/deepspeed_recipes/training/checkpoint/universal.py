@@ -22,7 +22,15 @@ from ...recipe.errors import UserError
 from ...recipe.limits import as_overrides
 from ...recipe.project import python_path
 from ...recipe.recipe import Layout, Recipe
-from ...recipe.run_folder import COMPLETE, RunFolder, newest_checkpoint, read_json, read_recipe, write_json
+from ...recipe.run_folder import (
+    COMPLETE,
+    RunFolder,
+    best_checkpoint,
+    newest_checkpoint,
+    read_json,
+    read_recipe,
+    write_json,
+)
 from . import digests
 
 MARKER = "latest_universal"
@@ -102,6 +110,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         "precision": (recipe.precision, saved.precision),
         "layer_decay": (recipe.layer_decay, saved.layer_decay),  # a group of states per layer, or one for all
         "model.train_vision": (recipe.model.train_vision, saved.model.train_vision),
+        "train": (recipe.train, saved.train),
+        "freeze": (recipe.freeze, saved.freeze),
     }
     for key, (asked, held) in settings.items():
         if asked != held:
@@ -123,7 +133,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
                 f"deepspeed={new.name}: its optimizer is {kind}, and {checkpoint} holds the states of {before}; use "
                 f"{old.name}, or start a new run without --resume."
             )
-    for name in ("rank", "alpha", "target_modules", "target_parameters", "dora", "rslora", "init", "plus_ratio"):
+    shape = ("rank", "alpha", "target_modules", "target_parameters", "modules_to_save")
+    for name in (*shape, "dora", "rslora", "init", "plus_ratio"):
         now, then = (getattr(one.lora, name, None) for one in (recipe, saved))
         if now != then:
             raise UserError(f"lora.{name}={now}: {checkpoint} holds adapters with {then}; leave it unchanged.")
@@ -168,13 +179,15 @@ def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str 
     return None
 
 
-def is_needed(layout: Layout, run: RunFolder, world_size: int) -> bool:
-    """Return whether `world_size` ranks in `layout` can only load the run's newest checkpoint in its universal form.
+def is_needed(layout: Layout, run: RunFolder, world_size: int, checkpoint: Path | None = None) -> bool:
+    """Return whether `world_size` ranks in `layout` can only load a checkpoint of the run in its universal form.
+
+    `checkpoint` is the newest if it is None.
 
     Without ZeRO every rank has all states. DeepSpeed treats sequence-parallel ranks as data-parallel, so their number
     alone changes nothing.
     """
-    checkpoint = newest_checkpoint(run)
+    checkpoint = checkpoint or newest_checkpoint(run)
     if checkpoint is None or not deepspeed_file.read(run.deepspeed).stage:
         return False
     complete = read_json(checkpoint / COMPLETE)
@@ -187,6 +200,20 @@ def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: 
     if not is_needed(layout, run, world_size):
         return config
     return config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
+
+
+def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: Path) -> None:
+    """Convert `checkpoint`, and the best one that `keep_best` may export, if `world_size` ranks need it.
+
+    Raises:
+        UserError: not enough disk space, or DeepSpeed could not convert it.
+    """
+    best = best_checkpoint(run, recipe) if recipe.keep_best else None
+    for one in dict.fromkeys(filter(None, (checkpoint, best))):
+        if is_needed(recipe.layout, run, world_size, one):
+            written_by = read_json(one / COMPLETE)["world_size"]
+            print(f"{one} was written by {written_by} ranks; converting it for {world_size} ranks", flush=True)
+            convert(one)
 
 
 def convert(checkpoint: Path) -> None:

@@ -108,6 +108,7 @@ def logged(run: RunFolder) -> Iterator[tuple[int, dict[str, float]]]:
     held_out = [
         {key if key == "step" else f"held_out/{key}": value for key, value in row.items()}
         for row in read_jsonl(run.evaluations)
+        if "exported" not in row  # repeats the evaluation of an earlier step
     ]
     rows = sorted([*read_jsonl(run.metrics), *held_out], key=lambda row: row["step"])
     tokens: float = 0
