@@ -8,11 +8,12 @@ weights only by their names and has one rate for all of them.
 import importlib.util
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import get_scheduler
 
 from ..recipe.errors import UserError
 from ..recipe.recipe import Recipe
@@ -125,6 +126,41 @@ def split_by_rate(groups: Iterable[Group], rate: float, share: Mapping[torch.Ten
             weights = [weight for weight in group["params"] if share[weight] == one]
             parts.append((one, {**group, "params": weights, "lr": rate * one}))
     return [group for _, group in sorted(parts, key=lambda part: abs(part[0] - 1))]
+
+
+def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
+    """Return a function from the number of updates made to the share of the learning rate: transformers' schedule.
+
+    A warm-up that begins at a rate of 0 is left out by its first step, of a schedule that is one step longer, so that
+    both the first update and the last one learn: a run of a single step trains at the full rate.
+    """
+    chosen, kind = recipe.schedule, recipe.schedule.kind
+    first = 1 if chosen.warmup and kind not in ("constant", "cosine_warmup_with_min_lr") else 0
+    steps += first
+
+    def number(share: float) -> int:
+        return int(share) if share >= 1 else math.ceil(steps * share)
+
+    rate = recipe.learning_rate
+    options: dict[str, dict[str, Any]] = {
+        "cosine_with_restarts": {"num_cycles": chosen.cycles},
+        "cosine_with_min_lr": {"min_lr_rate": chosen.min_rate},
+        "cosine_warmup_with_min_lr": {"min_lr_rate": chosen.min_rate},
+        "polynomial": {"lr_end": chosen.min_rate * rate, "power": chosen.power},
+        "inverse_sqrt": {"timescale": chosen.timescale},
+        "warmup_stable_decay": {
+            "num_decay_steps": number(chosen.decay),
+            "min_lr_ratio": chosen.min_rate,
+            "decay_type": chosen.decay_type,
+        },
+    }
+    of_one_weight = torch.optim.SGD([torch.zeros(1)], lr=rate)  # all groups have one shape, whatever their rates are
+    warmup = number(chosen.warmup)
+    if kind == "polynomial":  # transformers divides by the number of steps that remain
+        warmup = min(warmup, steps - 1)
+    found = get_scheduler(kind, of_one_weight, warmup, steps, options.get(kind))
+    shape = found.lr_lambdas[0]
+    return lambda step: float(shape(step + first))
 
 
 MOMENTUM = 0.95
