@@ -107,6 +107,7 @@ def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: s
         "lora_dropout": lora.dropout,
         "target_modules": "all-linear" if modules == ["all-linear"] else modules,
         "target_parameters": names(lora.target_parameters) or None,
+        "modules_to_save": names(lora.modules_to_save) or None,
         "use_dora": lora.dora,
         "use_rslora": lora.rslora,
         "init_lora_weights": "pissa_niter_16" if lora.init == "pissa" else True,

@@ -1,7 +1,8 @@
 """Checks a recipe with its DeepSpeed file and number of ranks by the table of `compatibility`, and finds what runs."""
 
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 
 from . import compatibility
@@ -87,6 +88,31 @@ def check_micro_batch(recipe: Recipe) -> None:
             f"micro_batch_size={recipe.micro_batch_size}: {recipe.method.title} compares the answers of a micro-batch; "
             f"use micro_batch_size={least} or more."
         )
+
+
+def trained_share(recipe: Recipe, counts: Mapping[str, int]) -> float:
+    """Return the share of a model's parameters that `train` and `freeze` leave to be trained.
+
+    Args:
+        recipe: without adapters.
+        counts: the number of parameters of each weight, by its name.
+
+    Raises:
+        UserError: an expression matches no weight or all of them, or nothing is left to train.
+    """
+    some = ", ".join(list(counts)[:1] + list(counts)[-1:])
+    for key in ("train", "freeze"):
+        pattern = getattr(recipe, key)
+        if pattern is not None and (found := sum(re.search(pattern, name) is not None for name in counts)) in (
+            0,
+            len(counts),
+        ):
+            what = f"all {found} weights of the model" if found else "no weight of the model"
+            raise UserError(f"{key}={pattern}: matches {what}, whose names are {some} and so on.")
+    trained = sum(count for name, count in counts.items() if recipe.trains(name))
+    if not trained:
+        raise UserError(f"train={recipe.train} freeze={recipe.freeze}: nothing is left to train.")
+    return trained / sum(counts.values())
 
 
 def sizes(layout: Layout, file: DeepSpeedFile) -> Iterator[tuple[str, int, int]]:

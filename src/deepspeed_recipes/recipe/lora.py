@@ -25,6 +25,9 @@ class Lora:
     target_parameters: Annotated[str | None, Several()] = None
     """PEFT's `target_parameters`, separated by commas: 3-D weights outside linear layers, such as the fused experts of
     an MoE model (`mlp.experts.gate_up_proj,mlp.experts.down_proj`)."""
+    modules_to_save: Annotated[str | None, Several()] = None
+    """PEFT's `modules_to_save`, separated by commas: modules that are trained whole beside the adapters, and are in
+    their export, such as `embed_tokens,lm_head` for new words. Where both share one weight, they still do."""
     dora: bool = False
     """Also train each weight's magnitude (DoRA, Liu et al. 2024, arXiv:2402.09353): slower, better at low ranks."""
     rslora: bool = False

@@ -11,7 +11,7 @@ from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.methods import Distill, Grpo
 from ...recipe.optimizers import Optimizer
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
-from ..model_profile import teacher
+from ..model_profile import teacher, trained
 from .software import OWN, Software
 
 
@@ -56,7 +56,11 @@ class TrainingSetup:
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
-    """None if all weights are trained."""
+    """None if the model's own weights are trained."""
+    trained_share: float = 1.0
+    """Share of the parameters that is trained, without adapters. The rest has neither gradients nor states."""
+    saved_parameters: int = 0
+    """Parameters of modules that are trained whole beside adapters."""
     quantized: bool = False
     """The frozen linear layers are in 4 bits."""
     tiled_loss: bool | None = False
@@ -220,6 +224,8 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         liger_kernel=recipe.liger_kernel,
         compile=recipe.compile != "off",
         lora=recipe.lora,
+        trained_share=trained.share(recipe),
+        saved_parameters=trained.saved(recipe),
         quantized=recipe.model.quantization != "none",
         optimizer=recipe.optimizer,
         offload_optimizer=file.offload_optimizer,

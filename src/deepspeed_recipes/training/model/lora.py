@@ -15,7 +15,7 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError
-from ...recipe.recipe import Lora
+from ...recipe.recipe import Lora, names
 from ...recipe.run_folder import read_json, write_json
 from . import fused_lora
 from .vision_tower import NAMES as VISION
@@ -65,6 +65,12 @@ def add(
     """
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)
+        if saved := names(lora.modules_to_save):
+            if absent := [
+                name for name in saved if not any(f".{one}".endswith(f".{name}") for one, _ in model.named_modules())
+            ]:
+                raise UserError(f"lora.modules_to_save={lora.modules_to_save}: the model has no module {absent[0]}.")
+            given["ensure_weight_tying"] = bool(model.config.get_text_config().tie_word_embeddings)
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
             options._register_custom_module(fused_lora.layers(getattr(model, "is_loaded_in_4bit", False)))

@@ -33,6 +33,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 from trl.trainer.utils import add_fused_lm_head
 
+from ...recipe import limits
 from ...recipe.compatibility import refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
@@ -105,6 +106,18 @@ def switch_by_batch(model: PreTrainedModel) -> None:
 def _computes(module: torch.nn.Module, name: str) -> bool:
     config = getattr(module, "config", None)
     return isinstance(config, PreTrainedConfig) and config._attn_implementation == name
+
+
+def _freeze(model: PreTrainedModel, recipe: Recipe) -> None:
+    """Freeze the weights that `train` and `freeze` leave out."""
+    named = dict(model.named_parameters())
+    counts = {name: getattr(weight, "ds_numel", weight.numel()) for name, weight in named.items()}
+    share = limits.trained_share(recipe, counts)
+    for name, weight in named.items():
+        weight.requires_grad_(recipe.trains(name))
+    trained = [name for name in named if recipe.trains(name)]
+    some = ", ".join(trained[:3]) + (", ..." if len(trained) > 3 else "")
+    say(f"trained: {len(trained)} of {len(named)} weights, {share:.1%} of the parameters: {some}")
 
 
 def _see_in_every_pass(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -455,6 +468,7 @@ TRANSFORMS: tuple[tuple[Condition, Callable[[PreTrainedModel, Recipe], object]],
         lambda recipe, config: recipe.model.vision and not recipe.model.train_vision,
         lambda model, recipe: vision_tower.freeze(model),
     ),
+    (lambda recipe, config: recipe.trains_some, _freeze),
     # The trainers of these methods give the model TRL's fused head.
     (lambda recipe, config: recipe.method.tiles, lambda model, recipe: upstream.narrow_loss_tiles(COLUMNS)),
     (

@@ -182,9 +182,9 @@ def gpu_moments(
 def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
     """Return the bytes of model states on a GPU; all states of adapters are one component."""
     found = states(shard, setup, moment)
-    frozen = 0.0
-    if setup.lora or setup.reference:
-        frozen = weights.loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+    frozen, share = 0.0, 1 if setup.lora else 1 - setup.trained_share + setup.reference
+    if share:
+        frozen = share * weights.loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
     second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
     on_gpu = setup.offload_parameters == "none"
     if setup.lora:

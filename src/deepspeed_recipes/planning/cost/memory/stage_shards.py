@@ -36,8 +36,8 @@ class StageShard:
     is_last: bool
 
     def trained(self, setup: TrainingSetup) -> float:
-        """Return the number of trained parameters: the adapters', or all."""
-        return self.adapter_parameters if setup.lora else self.parameters
+        """Return the number of trained parameters: the adapters', all, or some."""
+        return self.adapter_parameters if setup.lora else setup.trained_share * self.parameters
 
 
 def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard]:
@@ -68,7 +68,8 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard
                 linear_parameters=sum(
                     count * inputs * outputs for kind, count in counts for inputs, outputs in kind.linears
                 ),
-                adapter_parameters=sum(count * activations.adapter_parameters(kind, setup) for kind, count in counts),
+                adapter_parameters=sum(count * activations.adapter_parameters(kind, setup) for kind, count in counts)
+                + setup.saved_parameters,
                 head_parameters=head if is_last else 0,
                 largest_module=max(
                     *(kind.largest_module for kind, _ in counts), output_matrix if is_last or not index else 0

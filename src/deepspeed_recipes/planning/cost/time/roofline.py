@@ -81,7 +81,7 @@ def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
     They are two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
     Recomputation is not counted, since it is not progress; windows of attention are ignored.
     """
-    per_weight = 6 if setup.lora is None else 4
+    per_weight = 4 + 2 * setup.trained_share if setup.lora is None else 4
     layers = profile.layer_counts
     weights = sum(count * kind.active_weights for kind, count in layers) + profile.hidden_size * profile.vocab_size
     adapters = sum(count * linear_adapter_parameters(kind, setup) for kind, count in layers)
@@ -100,7 +100,7 @@ def layer_seconds(
     """Return the seconds of a decoder layer."""
     tokens = tokens_per_pass(setup)
     forward, to_input, to_weights = _products(kind, tokens, setup, gpu, constants)
-    matmul = forward + to_input + (0 if setup.lora else to_weights)
+    matmul = forward + to_input + (0 if setup.lora else setup.trained_share * to_weights)
     attention, attention_backward = attention_seconds(kind, tokens, setup, gpu, constants)
     bandwidth = gpu.memory_gbs * 1e9 * constants.memory
     moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth

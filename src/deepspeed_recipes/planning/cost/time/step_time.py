@@ -189,7 +189,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        updated = total(adapters) if setup.lora else total(split) + ends / layout.tensor
+        updated = total(adapters) if setup.lora else setup.trained_share * (total(split) + ends / layout.tensor)
         parameters = total(split) + ends / layout.tensor - total(elsewhere)
         found[key] = _StageTime(
             len(layers),
@@ -199,7 +199,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
             total(expert),
             sent,
             parameters,
-            updated if setup.lora else parameters,
+            updated if setup.lora else setup.trained_share * parameters,
             total(moved),
             updated,
             total(weights),
