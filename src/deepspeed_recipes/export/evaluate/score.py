@@ -177,7 +177,7 @@ def _sequences(tokenizer: Any, held_out: HeldOut) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
-    recipe = replace(held_out.recipe, packing=False)
+    recipe = replace(held_out.recipe, packing=False, truncate=False)
     sequences, _ = tokenize.tokenized(held_out.examples, recipe, tokenizer)
     collator = Collator(tokenizer.pad_token_id)
     sums: list[float] = []

@@ -95,7 +95,7 @@ def calibration(held_out: HeldOut | None, whole: Path) -> list[list[int]]:
 
 
 def _sequences(examples: Dataset, held_out: HeldOut, whole: Path) -> list[list[int]]:
-    recipe = replace(held_out.recipe, packing=False)
+    recipe = replace(held_out.recipe, packing=False, truncate=False)
     found, _ = tokenize.tokenized(examples, recipe, export.load_tokenizer(whole))
     return [list(sequence) for sequence in found["input_ids"]]
 

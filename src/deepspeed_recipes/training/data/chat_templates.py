@@ -295,6 +295,25 @@ def _with_spans(
     return chat, spans
 
 
+def only_last_learned(messages: Turns) -> Turns:
+    """Return a conversation in which only the assistant's last turn is in the loss."""
+    last = max((number for number, turn in enumerate(messages) if turn["role"] == "assistant"), default=0)
+    return [
+        {**turn, "train": False} if turn["role"] == "assistant" and number < last else turn
+        for number, turn in enumerate(messages)
+    ]
+
+
+def check_all_learned(messages: Turns) -> None:
+    """Refuse marks that `loss_on=all` would ignore.
+
+    Raises:
+        UserError: a turn is marked as not learned.
+    """
+    if _left_out(messages):
+        raise UserError("a turn is marked as not learned (`train`: false), and loss_on=all learns every turn")
+
+
 def _left_out(messages: Turns) -> set[int]:
     """Return the numbers of the turns that are excluded from the loss."""
     return {number for number, turn in enumerate(messages) if turn.get("train") is False}

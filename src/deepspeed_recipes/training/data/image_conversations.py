@@ -42,12 +42,17 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         options = example.get("options") or {}
         if recipe.data.thinking == "strip":
             turns = thinking.stripped(turns)
+        if recipe.loss_on == "last":
+            turns = chat_templates.only_last_learned(turns)
         pictures = read_all(where, example["images"], recipe.data.max_pixels)
         texts = processor.text_of_pictures(seen, pictures)
         try:
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 chat, spans = render(found.turns, tools, options)
+                if recipe.loss_on == "all":
+                    chat_templates.check_all_learned(turns)
+                    spans, given = [(0, len(chat))], 0
                 before = 0
                 if given:
                     asked, described = known.mark(found.turns[:given], tools)

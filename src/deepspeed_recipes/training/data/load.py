@@ -114,8 +114,8 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
         say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
     examples, held_out = read_examples(recipe, tokenizer)
     sequences, report = _tokenized(examples, recipe, tokenizer, "training")
-    # One document per sequence, so that each one's loss counts the same, however it would be packed.
-    alone = replace(recipe, packing=False)
+    # One whole document per sequence, so that each one's loss counts the same, however it would be packed.
+    alone = replace(recipe, packing=False, truncate=False)
     held_out_sequences, held_out_report = None, None
     if held_out:
         held_out_sequences, held_out_report = _tokenized(held_out, alone, tokenizer, "held out")

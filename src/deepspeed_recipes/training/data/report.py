@@ -39,7 +39,9 @@ class Report:
     forgetting: int = 0
     """Number of examples from whose earlier turns the chat template removes the reasoning."""
     longest: int = 0
-    """Tokens of the longest document, even if it was dropped."""
+    """Tokens of the longest document, even if it was dropped or cut."""
+    cut: int = 0
+    """Number of examples of which only the beginning is used."""
 
     def lines(self, name: str, sequence_length: int) -> list[str]:
         """Return the report as text for a person."""
@@ -50,6 +52,12 @@ class Report:
         notes = []
         if self.dropped:
             notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length))
+        if self.cut:
+            few = f"{self.cut} of {self.examples} examples ({self.cut / self.examples:.0%})"
+            notes.append(
+                f"warning: {name}: {few} are cut at sequence_length={sequence_length}, and the model does not learn "
+                f"how they end; the longest has {self.longest:,} tokens"
+            )
         if self.unlearnable:
             few = f"{self.unlearnable} of {self.examples} examples ({self.unlearnable / self.examples:.0%})"
             notes.append(f"warning: {name}: {few} are dropped, {NOT_IN_LOSS}")

@@ -80,9 +80,12 @@ def tokenized(
     documents = _tokens(raw, recipe, tokenizer)
     forgetting = int(np.sum(documents.with_format("numpy")["forgets"][:]))
     documents = documents.remove_columns("forgets")
-    kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     lengths = _lengths(documents)
-    dropped = int((lengths > recipe.sequence_length).sum())
+    over = int((lengths > recipe.sequence_length).sum())
+    dropped, cut = (0, over) if recipe.truncate else (over, 0)
+    if cut:
+        documents = documents.map(_cut, fn_kwargs={"longest": recipe.sequence_length})
+    kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     if not len(kept):
         raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped)}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
@@ -97,6 +100,7 @@ def tokenized(
         forgetting=forgetting,
         lengths=histogram(_lengths(kept)),
         longest=int(lengths.max()),
+        cut=cut,
     )
 
 
@@ -104,6 +108,8 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
     """Return the same as `tokenized`, for examples that are read during training."""
     shuffled = raw.shuffle(recipe.seed, buffer_size=SHUFFLED)
     tokens = _tokens(shuffled, recipe, tokenizer).remove_columns("forgets")
+    if recipe.truncate:
+        tokens = tokens.map(_cut, fn_kwargs={"longest": recipe.sequence_length})
     kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     return Stream(
         pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
@@ -237,6 +243,8 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
         turns, tools, given, options = example["messages"], example["tools"], example["given"], example.get("options")
         if recipe.data.thinking == "strip":
             turns = thinking.stripped(turns)
+        if recipe.loss_on == "last":
+            turns = chat_templates.only_last_learned(turns)
         if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
             raise UserError(
                 f"model.path={recipe.model.path}: its chat template drops tool calls, and the data has some; "
@@ -246,6 +254,9 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
             with chat_templates.bounded(f"model.path={recipe.model.path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 tokens, assistant = mark(found.turns, tools, options)
+                if recipe.loss_on == "all":
+                    chat_templates.check_all_learned(turns)
+                    assistant, given = [True] * len(tokens), 0
                 if recipe.data.thinking == "read":
                     assistant = thinking.unlearned(tokenizer, turns, tokens, assistant)
                 before = [0]
@@ -281,6 +292,10 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
         return cut
 
     return tokenize
+
+
+def _cut(document: dict[str, Any], longest: int) -> dict[str, Any]:
+    return {name: document[name][:longest] for name in ("input_ids", "labels")}
 
 
 def _fits(document: dict[str, Any], longest: int) -> bool:
