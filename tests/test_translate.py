@@ -166,14 +166,15 @@ def test_methods_and_settings_of_llama_factory(place, change, variant, expected)
     [
         (FACTORY, {"use_galore": True}, "use_galore"),
         (FACTORY, {"finetuning_type": "freeze"}, "finetuning_type"),
-        (FACTORY, {"train_on_prompt": True}, "train_on_prompt"),
-        (FACTORY, {"lr_scheduler_type": "polynomial"}, "lr_scheduler_type"),
+        (FACTORY, {"train_on_prompt": True, "mask_history": True}, "mask_history"),
+        (FACTORY, {"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        (FACTORY, {"metric_for_best_model": "rouge"}, "metric_for_best_model"),
         (FACTORY, {"quantization_bit": 8}, "quantization_bit"),
         (FACTORY, {"dataset": "ours,theirs"}, "dataset: theirs"),
         (FACTORY, {"a_key_of_tomorrow": 1}, "a_key_of_tomorrow"),
         (FACTORY, {"use_dora": True}, "dora"),  # tiny leaves it out
         (AXOLOTL, {"load_in_8bit": True}, "load_in_8bit"),
-        (AXOLOTL, {"lora_modules_to_save": ["embed_tokens"]}, "lora_modules_to_save"),
+        (AXOLOTL, {"unfrozen_parameters": ["model.embed_tokens.weight$[:32000]"]}, "unfrozen_parameters"),
         (AXOLOTL, {"optimizer": "came_pytorch"}, "optimizer"),
         (AXOLOTL, {"rl": "gdpo"}, "rl"),
         (AXOLOTL, {"datasets": [{"path": "a", "type": {"format": "x"}}]}, "datasets[0]"),
@@ -185,6 +186,47 @@ def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, ke
     assert translate.main(file, None, None, []) == 1
     shown = capsys.readouterr().out.partition("NO EQUIVALENT")[2]
     assert f"\n  {key}: " in shown
+
+
+LAYERS = {"finetuning_type": "freeze", "freeze_trainable_layers": -2, "freeze_trainable_modules": "mlp"}
+WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 10, "min_lr_ratio": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("tool", "change", "expected"),
+    [
+        (FACTORY, {"train_on_prompt": True}, {"loss_on": "all", "truncate": "true"}),
+        (FACTORY, {"mask_history": True, "packing": True}, {"loss_on": "last"}),
+        (FACTORY, WSD, {"schedule.kind": WSD["lr_scheduler_type"], "schedule.decay": "10", "schedule.min_rate": "0.1"}),
+        (
+            FACTORY,
+            {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1e-5, "power": 2}},
+            {"schedule.kind": "polynomial", "schedule.min_rate": "0.1", "schedule.power": "2"},
+        ),
+        (FACTORY, {"additional_target": "embed_tokens,lm_head"}, {"lora.modules_to_save": "embed_tokens,lm_head"}),
+        (FACTORY, {"early_stopping_steps": 3}, {"early_stopping": "3"}),
+        (FACTORY, {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}, {"keep_best": "true"}),
+        (FACTORY, LAYERS, {"train": r"layers\.(0|1)\..*\b(mlp)\b"}),
+        (AXOLOTL, {"lora_modules_to_save": ["embed_tokens"]}, {"lora.modules_to_save": "embed_tokens"}),
+        (AXOLOTL, {"train_on_inputs": True}, {"loss_on": "all"}),
+        (AXOLOTL, {"excess_length_strategy": "truncate"}, {"truncate": "true"}),
+        (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),
+        (
+            AXOLOTL,
+            {"cosine_min_lr_ratio": 0.1},
+            {"schedule.kind": "cosine_with_min_lr", "schedule.min_rate": "0.1"},
+        ),
+        (
+            AXOLOTL,
+            {"adapter": None, "unfrozen_parameters": ["^lm_head.weight$", "model.norm"]},
+            {"train": "^(?:^lm_head.weight$)|^(?:model.norm)"},
+        ),
+    ],
+)
+def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, expected):
+    found = translate.translate(written(place, tool | change), 1)
+    assert found.overrides | expected == found.overrides
+    assert not set(change) & {name.partition(".")[0] for name in found.missing}
 
 
 @pytest.mark.parametrize("seed", range(20))

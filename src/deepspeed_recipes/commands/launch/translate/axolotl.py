@@ -154,6 +154,8 @@ def _adapter(found: Translation) -> None:
             if linear and targets:
                 found.note("lora_target_modules", "all-linear has them")
             found.set("lora.target_modules", "all-linear" if linear or not targets else targets, name)
+        if found.given("lora_modules_to_save"):
+            found.rename("lora_modules_to_save", "lora.modules_to_save")
         if found.given("lora_target_parameters"):
             found.rename("lora_target_parameters", "lora.target_parameters")
         if found.values.get("peft_init_lora_weights") == "pissa":
@@ -162,6 +164,11 @@ def _adapter(found: Translation) -> None:
         return
     if kind:
         found.lack("adapter", f"{kind}: adapters are LoRA or DoRA")
+    if patterns := found.take("unfrozen_parameters"):
+        if any("[" in str(one) for one in patterns):
+            found.lack("unfrozen_parameters", "rows of a weight cannot be chosen; train=REGEX chooses whole weights")
+        else:
+            found.set("train", "|".join(f"^(?:{one})" for one in patterns), "unfrozen_parameters")
     for name in (*LORA.values(), "lora_target_modules", "lora_target_linear", "lora_target_parameters"):
         if found.given(name):
             found.take(name)
@@ -227,7 +234,15 @@ def _kinds(found: Translation) -> set[str]:
 
 def _data(found: Translation) -> None:
     found.rename("sequence_len", "sequence_length")
-    found.remarks.append("sequence_len: longer examples are left out and counted, as in Axolotl")
+    if found.take("excess_length_strategy") == "truncate":
+        found.set("truncate", True, "excess_length_strategy")
+    else:
+        found.remarks.append("sequence_len: longer examples are left out and counted, as in Axolotl")
+        if "excess_length_strategy" in found.values:
+            found.note("excess_length_strategy", "longer examples are left out")
+    if found.given("train_on_inputs"):
+        found.take("train_on_inputs")
+        found.set("loss_on", "all", "train_on_inputs")
     sets = found.take("datasets")
     sets = sets if isinstance(sets, list) else [sets] if sets else []
     paths, splits, renamed, roles = [], set(), {}, dict[str, str]()

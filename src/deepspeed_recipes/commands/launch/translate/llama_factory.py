@@ -112,6 +112,8 @@ def _method(found: Translation) -> None:
         trainer.adapters(found, LORA, default_alpha=2)
         target = str(found.take("lora_target"))
         found.set("lora.target_modules", "all-linear" if target == "all" else target, "lora_target")
+        if found.given("additional_target"):
+            found.rename("additional_target", "lora.modules_to_save")
         if found.given("pissa_init"):
             found.take("pissa_init")
             found.set("lora.init", "pissa", "pissa_init")
@@ -124,8 +126,32 @@ def _method(found: Translation) -> None:
             if name in found.values:
                 found.unneeded[name] = "all weights are trained"
                 found.take(name)
+    elif kind == "freeze":
+        _frozen(found)
     else:
         found.lack("finetuning_type", f"{kind}: all weights are trained, or adapters (lora)")
+
+
+def _frozen(found: Translation) -> None:
+    """Translate the layers that `finetuning_type: freeze` trains, where their numbers do not depend on the model."""
+    layers, modules = found.take("freeze_trainable_layers"), found.take("freeze_trainable_modules") or "all"
+    extra = found.take("freeze_extra_modules")
+    layers = 2 if layers is None else layers
+    names = modules if isinstance(modules, list) else [word.strip() for word in str(modules).split(",")]
+    inside = "" if names == ["all"] else rf".*\b({'|'.join(names)})\b"
+    if trainer.number(layers, "freeze_trainable_layers") < 0:  # the first ones
+        count = abs(int(layers))
+        pattern = rf"layers\.({'|'.join(map(str, range(count)))})\.{inside}"
+        more = (
+            extra if isinstance(extra, list) else [word.strip() for word in str(extra or "").split(",") if word.strip()]
+        )
+        found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), "freeze_trainable_layers")
+        found.note("finetuning_type", "the weights that train matches")
+    else:
+        found.lack(
+            "finetuning_type",
+            f"freeze: write the numbers of the last {layers} layers, for example train='layers\\.(30|31)\\.' of 32",
+        )
 
 
 def _model(found: Translation) -> None:
@@ -166,7 +192,18 @@ def _model(found: Translation) -> None:
 
 def _data(found: Translation, place: Path) -> None:
     found.rename("cutoff_len", "sequence_length")
-    found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")
+    if found.method == "sft" and not found.given("packing"):
+        found.set("truncate", True, "cutoff_len")  # packed, longer examples are left out there too
+    elif found.method != "pretrain":
+        found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")
+    if found.given("train_on_prompt"):
+        found.take("train_on_prompt")
+        found.set("loss_on", "all", "train_on_prompt")
+        if found.given("mask_history"):
+            found.lack("mask_history", "with train_on_prompt: loss_on is all or last")
+    elif found.given("mask_history"):
+        found.take("mask_history")
+        found.set("loss_on", "last", "mask_history")
     folder = Path(str(found.take("dataset_dir")))
     if "dataset_dir" in found.values:
         found.unneeded["dataset_dir"] = "data.path names the files"

@@ -5,12 +5,13 @@ Sources: transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig and peft.L
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from ....recipe.errors import UserError
 from ....recipe.optimizers import impossible
 from ....recipe.project import CONFIGS
-from .translation import Translation
+from ....recipe.recipe import Schedule
+from .translation import Translation, as_text
 
 DEFAULTS: dict[str, Any] = {
     "per_device_train_batch_size": 8,
@@ -35,7 +36,17 @@ ADAMW = (
     "paged_adamw_32bit",
 )
 ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
-SCHEDULES = ("constant", "constant_with_warmup", "linear", "cosine")
+SCHEDULES = get_args(get_type_hints(Schedule)["kind"])
+SCHEDULE_OPTIONS = {
+    "min_lr_rate": "schedule.min_rate",
+    "min_lr_ratio": "schedule.min_rate",
+    "num_cycles": "schedule.cycles",
+    "power": "schedule.power",
+    "num_decay_steps": "schedule.decay",
+    "decay_type": "schedule.decay_type",
+    "timescale": "schedule.timescale",
+}
+"""`lr_scheduler_kwargs` -> our keys; the absolute rates `min_lr` and `lr_end` are divided by the learning rate."""
 DEEPSPEED = {
     "z0": "zero0.json",
     "z1": "zero1.json",
@@ -98,10 +109,23 @@ def settings(found: Translation, gpus: int) -> None:
 def _schedule(found: Translation) -> None:
     name = _typed(found, "lr_scheduler_type", "lr_scheduler")
     kind = str(found.take("lr_scheduler_type", "lr_scheduler"))
+    kind = {"wsd": "warmup_stable_decay"}.get(kind, kind)
+    if kind == "cosine" and (found.given("cosine_min_lr_ratio")):  # Axolotl's
+        kind = "cosine_with_min_lr"
+        found.rename("cosine_min_lr_ratio", "schedule.min_rate")
     if kind in SCHEDULES:
         found.set("schedule.kind", kind, name)
     else:
         found.lack(name, f"{kind}: there are {', '.join(SCHEDULES)}; schedule.kind is the recipe's")
+    given = found.take("lr_scheduler_kwargs") if kind in SCHEDULES else None
+    for option, value in (given if isinstance(given, dict) else {}).items():
+        if option in ("min_lr", "lr_end"):
+            rate = number(found.values.get("learning_rate", DEFAULTS["learning_rate"]), "learning_rate")
+            found.set("schedule.min_rate", number(value, option) / rate, "lr_scheduler_kwargs")
+        elif option in SCHEDULE_OPTIONS and (kind, option) != ("cosine", "num_cycles"):
+            found.set(SCHEDULE_OPTIONS[option], value, "lr_scheduler_kwargs")
+        else:
+            found.lack(f"lr_scheduler_kwargs.{option}", f"{as_text(value)}: there are {', '.join(SCHEDULE_OPTIONS)}")
     steps, ratio = found.take("warmup_steps"), found.take("warmup_ratio")
     if kind == "constant":
         for key in ("warmup_steps", "warmup_ratio"):
@@ -161,6 +185,20 @@ def _saving(found: Translation) -> None:
             found.set(key, value, steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
+    if found.given("early_stopping_patience"):
+        found.rename("early_stopping_patience", "early_stopping")
+    if found.given("early_stopping_steps"):
+        found.rename("early_stopping_steps", "early_stopping")
+    if found.given("load_best_model_at_end"):
+        found.rename("load_best_model_at_end", "keep_best")
+    metric = str(found.take("metric_for_best_model") or "")
+    if metric in ("loss", "eval_loss"):
+        found.note("metric_for_best_model", "data.metric=loss")
+    elif metric:
+        found.lack("metric_for_best_model", f"{metric}: the best step is judged by data.metric")
+    greater = found.take("greater_is_better")
+    if greater is not None:
+        found.note("greater_is_better", "known of each metric")
     found.rename("logging_steps", "logging_steps")
     if found.given("save_total_limit"):
         found.set("keep_checkpoints", max(2, int(found.take("save_total_limit"))), "save_total_limit")

@@ -51,6 +51,14 @@ def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
         if "use_peft" in found.values:
             found.note("use_peft", found.adapter)
     found.rename("max_length", "sequence_length")
+    if found.method == "sft":
+        if found.values.get("truncation_mode", "keep_start") == "keep_start":
+            found.set("truncate", True, "truncation_mode")  # SFTTrainer keeps the beginning
+        if found.values.get("assistant_only_loss") is False and found.values.get("completion_only_loss") is False:
+            found.take("assistant_only_loss", "completion_only_loss")
+            found.set("loss_on", "all", "assistant_only_loss", "completion_only_loss")
+    if found.given("lora_modules_to_save"):
+        found.rename("lora_modules_to_save", "lora.modules_to_save")
     for name, key in (("dataset_name", "data.path"), ("dataset_train_split", "data.split")):
         if found.given(name):
             found.rename(name, key)
