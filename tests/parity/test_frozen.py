@@ -79,7 +79,7 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
 def test_what_matches_nothing_or_everything_is_refused_before_ranks_start(settings, message):
     recipe = locate(overrides.apply(pages.find("tiny", "full"), settings))
     with pytest.raises(UserError, match=message):
-        preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), 2)
+        preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), 2, 2)
 
 
 @pytest.mark.parametrize(

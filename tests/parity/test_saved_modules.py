@@ -89,7 +89,7 @@ def test_the_plan_counts_them_and_unknown_ones_are_refused(model_folder, convers
         assert trained.saved(replace(recipe, model=model, lora=lora)) == count * matrix
     page = locate(overrides.apply(pages.find("tiny", "lora"), ["lora.modules_to_save=embed_tokens,hat"]))
     with pytest.raises(UserError, match=r"lora.modules_to_save=embed_tokens,hat: the model has no module hat"):
-        preflight.check_layout(page, deepspeed_file.read(page.deepspeed), 2)
+        preflight.check_layout(page, deepspeed_file.read(page.deepspeed), 2, 2)
 
 
 def test_pipelines_refuse_them():

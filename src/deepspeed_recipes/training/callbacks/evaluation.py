@@ -64,6 +64,8 @@ class Evaluation(TrainerCallback):
         self.answer = answer
         self.ended: str | None = None
         """Why the run ended before its last step, or None."""
+        self.latest: dict[str, Any] = {}
+        """The record of the newest evaluation."""
 
     @property
     def metric(self) -> str:
@@ -172,6 +174,8 @@ class Evaluation(TrainerCallback):
             exported: the step whose weights are loaded to be exported, or None for the last step's.
         """
         step = trainer.state.global_step if exported is None else exported
+        if exported is None and with_metric and self.latest.get("step") == step and self.metric in self.latest:
+            return self.latest  # the last step, which `early_stopping` or `keep_best` has judged
         with_metric = with_metric or (self.recipe.picks and not self.recipe.eval_examples)
         record = {
             "step": step,
@@ -184,6 +188,7 @@ class Evaluation(TrainerCallback):
             say(f"held-out, step {step}: {'  '.join(f'{title(key)} {value:.4f}' for key, value in numbers.items())}")
             if exported is None:
                 self.on_record({"step": step, **{f"held_out/{key}": value for key, value in numbers.items()}})
+        self.latest = record
         return record
 
     def _measured(self, trainer: Trainer, with_metric: bool) -> dict[str, float]:
