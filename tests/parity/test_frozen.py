@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.model_profile import trained
-from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
 from tests.parity import gate, plain
@@ -79,7 +79,7 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
 def test_what_matches_nothing_or_everything_is_refused_before_ranks_start(settings, message):
     recipe = locate(overrides.apply(pages.find("tiny", "full"), settings))
     with pytest.raises(UserError, match=message):
-        preflight.check_layout(recipe, deepspeed_file.read(recipe.deepspeed), 2, 2)
+        trained.check(preflight.with_dimensions(recipe))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.model_profile import trained
 from deepspeed_recipes.prove.samples import random_qwen3
-from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
@@ -89,7 +89,7 @@ def test_the_plan_counts_them_and_unknown_ones_are_refused(model_folder, convers
         assert trained.saved(replace(recipe, model=model, lora=lora)) == count * matrix
     page = locate(overrides.apply(pages.find("tiny", "lora"), ["lora.modules_to_save=embed_tokens,hat"]))
     with pytest.raises(UserError, match=r"lora.modules_to_save=embed_tokens,hat: the model has no module hat"):
-        preflight.check_layout(page, deepspeed_file.read(page.deepspeed), 2, 2)
+        trained.check(preflight.with_dimensions(page))
 
 
 def test_pipelines_refuse_them():

@@ -8,6 +8,12 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, names
 
 
+def check(recipe: Recipe) -> None:
+    """Refuse names that the model does not have, if its dimensions are known; raises UserError."""
+    share(recipe)
+    saved(recipe)
+
+
 def share(recipe: Recipe) -> float:
     """Return the share of the parameters that is trained in a recipe without adapters.
 

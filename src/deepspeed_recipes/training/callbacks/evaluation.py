@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset
-from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
