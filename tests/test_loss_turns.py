@@ -98,7 +98,7 @@ def test_long_conversations_are_cut_and_counted():
         ("dpo_lora", ["truncate=true"], "method=dpo: only conversations"),
         ("pretrain", ["truncate=true"], "method=pretrain: only conversations"),
         ("dpo_lora", ["loss_on=last"], "method=dpo: only turns of conversations"),
-        ("full", ["loss_on=all", "data.metric=exact_match"], "loss_on=all with data.metric=exact_match"),
+        ("full", ["loss_on=all", "data.metric=exact_match"], "loss_on=all: exact_match finds the last answer"),
         ("full", ["loss_on=all", "data.metric=loss", "data.thinking=read"], "it keeps reasoning out of the loss"),
     ],
 )

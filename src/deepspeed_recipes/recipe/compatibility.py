@@ -219,6 +219,7 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "too_few_layers()": _too_few_layers,
     "adapters_at_the_ends()": _adapters_at_the_ends,
     "without_experts()": _without_experts,
+    "judges_answers()": lambda case, _: {} if "exact_match" in case.recipe.data.metrics else None,
     "own_metric_in_pipeline()": _own_metric_in_pipeline,
     "own_metric_without_answers()": _own_metric_without_answers,
 }

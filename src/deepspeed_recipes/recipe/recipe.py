@@ -359,7 +359,8 @@ class Recipe:
     with `early_stopping` or `keep_best` the metric on all of them."""
     early_stopping: Annotated[int | None, Bounds(least=1)] = None
     """Stop after this many evaluations in a row that are no better than the best one, by the metric that judges the run
-    (`data.metric`, or the method's own). Needs held-out data. None trains all steps."""
+    (`data.metric`, or the method's own; of your own functions, higher is better). Needs held-out data. None trains all
+    steps."""
     keep_best: bool = False
     """Export the weights of the best evaluation, by the same metric, instead of the last step's. An evaluation that is
     the best so far writes a checkpoint, which stays on disk beside `keep_checkpoints` others."""

@@ -315,7 +315,7 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     if published := quantization.title(load.load_config(recipe).to_dict()):
         results["dequantized"] = published
     export.describe(run, results | (evaluation.described() if evaluation else {}), best)
-    if evaluation and evaluation.ended:
+    if evaluation and evaluation.ended and trainer.state.global_step < trainer.state.max_steps:
         results["stopped_early"] = (
             f"after step {trainer.state.global_step} of {trainer.state.max_steps}: {evaluation.ended}"
         )

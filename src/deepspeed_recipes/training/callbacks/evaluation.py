@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset
+from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
@@ -174,13 +175,16 @@ class Evaluation(TrainerCallback):
         """
         step = trainer.state.global_step if exported is None else exported
         if exported is None and with_metric and self.latest.get("step") == step and self.metric in self.latest:
+            self._answer(trainer)
             return self.latest  # the last step, which `early_stopping` or `keep_best` has judged
-        with_metric = with_metric or (self.recipe.picks and not self.recipe.eval_examples)
+        always = self.recipe.picks and not self.recipe.eval_examples
         record = {
             "step": step,
-            **self._measured(trainer, with_metric),
+            **self._measured(trainer, with_metric or always),
             **({} if exported is None else {"exported": True}),
         }
+        if with_metric:
+            self._answer(trainer)
         if distributed.is_first():
             append_jsonl(self.run.evaluations, record)
             numbers = {key: value for key, value in record.items() if key not in ("step", "exported")}
@@ -204,10 +208,17 @@ class Evaluation(TrainerCallback):
             sample = self.judged.select(range(min(self.recipe.eval_examples, len(self.judged))))
             found = self.measure_metric(trainer, sample)
             measured |= {f"sampled_{name}": found[name] for name in dict.fromkeys(missing) if name in found}
-        if with_metric and self.answer is not None:
-            try:
-                self.answer(trainer, self.judged)
-            except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # some models cannot generate
-                say(f"the report will lack answers: {type(error).__name__}: {first_line(error)}")
         trainer.model.train(training)
         return measured
+
+    def _answer(self, trainer: Trainer) -> None:
+        """Store a few answers, where the metric does not."""
+        if self.answer is None:
+            return
+        training = trainer.model.training
+        trainer.model.eval()
+        try:
+            self.answer(trainer, self.judged)
+        except (RuntimeError, ValueError, TypeError, AttributeError) as error:  # some models cannot generate
+            say(f"the report will lack answers: {type(error).__name__}: {first_line(error)}")
+        trainer.model.train(training)
