@@ -263,6 +263,7 @@ def test_a_class_that_is_no_callback_is_refused(tiny, file, name, why):
         own_code.callbacks(replace(tiny, callbacks=f"{file}:{name}"))
 
 
+@pytest.mark.slow  # imports torch
 def test_the_launcher_tries_the_code_in_a_process_of_its_own(tiny, file, tmp_path):
     wants = tmp_path / "wants.py"
     wants.write_text("print('noise')\nimport no_such_package\ndef score(answers, references): return 1\n", "utf-8")
