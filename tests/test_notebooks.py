@@ -17,21 +17,25 @@ EXTRACT = SAMPLES / "extract"
 ONE_RANK = '["--gpus", "1", "data.max_new_tokens=4", "deepspeed=zero1.json"]'
 SMALLER = {
     "first_finetune": {"EPOCHS": "1", "OPTIONS": ONE_RANK},
-    "experiment": {"RATES": "[3e-3, 3e-2]", "WIDTH": "64", "LAYERS": "1", "STEPS": "3", "OPTIONS": ONE_RANK},
+    "experiment": {
+        **{"RATES": "[3e-3, 3e-2]", "SEEDS": "[1, 2]", "WIDTH": "64", "LAYERS": "1", "STEPS": "3"},
+        "OPTIONS": ONE_RANK,
+    },
     "choose_a_config": {},
     "read_the_memory": {},
+    "zero_stages": {"STEPS": "3"},
     "why_is_my_run_slow": {"PROFILE, STEPS": '"3:4", 4'},
     "your_own_code": {"STEPS": "6", "EXAMPLES": "4", "OPTIONS": ONE_RANK},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
 OWN = {"first_finetune": ("TRAIN", "HELD_OUT", "RUNS"), "experiment": ("TRAIN", "HELD_OUT", "RUNS")}
-OWN |= {"why_is_my_run_slow": ("RUNS",), "your_own_code": ("TRAIN", "HELD_OUT", "RUNS")}
+OWN |= {"your_own_code": ("TRAIN", "HELD_OUT", "RUNS")}
+OWN |= dict.fromkeys(("why_is_my_run_slow", "zero_stages"), ("RUNS",))
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
 EXACT = ("choose_a_config", "read_the_memory")
 """Notebooks whose text is the same on every machine: they measure nothing."""
-
 
 CHOSEN = ("gemma3_vision", "gpt2", "mixtral")
 """Families that lack what the notebooks show of Llama: 4 bits, or sequence parallelism."""
@@ -115,8 +119,8 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_six_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 6
+def test_there_are_seven_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 7
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -177,19 +181,43 @@ def check_first_fine_tune(cells):
 @pytest.mark.every
 def test_the_experiment_ends_with_the_resulting_command(execute, tmp_path):
     cells = execute("experiment")
-    check_experiment(cells, 2)
-    rates = {run.name for run in (tmp_path / "runs").iterdir()}
-    assert rates == {"rate-0.003", "rate-0.03"}
+    check_experiment(cells, 4)
+    assert len(list((tmp_path / "runs").glob("trial-*/summary.json"))) == 4
     sync = text(cells["compare"]).partition("wandb sync ")[2].split()
     assert all(list(Path(folder).glob("*.wandb")) for folder in sync)
 
 
 def check_experiment(cells, count):
-    """Check the picture, a record for W&B per run, and the resulting command."""
-    assert images(cells) == 1
+    """Check the picture, a record for W&B per run, each rate's spread, and the resulting command."""
+    assert images(cells) == 1 and "spread" in text(cells["compare"])
     assert len(text(cells["compare"]).partition("wandb sync ")[2].split()) == count
     command = text(cells["choice"]).splitlines()[-1]
     assert re.match(r"python scripts/launch\.py llama3-8b lora learning_rate=\d\.\de-\d\d data\.path=", command)
+
+
+@pytest.mark.every
+def test_stages_and_layouts_learn_the_same_and_hold_less(execute):
+    check_stages(execute("zero_stages"))
+
+
+def check_stages(cells):
+    """Check what ranks hold in each way, and that the losses agree; return the tokens per second of each."""
+    held = {name: list(map(float, sizes.split())) for name, sizes in ROW.findall(text(cells["memory"]))}
+    assert len(held) == 7 and images(cells) == 1
+    whole, states = held["ZeRO-0"][0], held["ZeRO-0"][2]
+    # Half of the moments, and half of the copy of the weights that ZeRO updates.
+    assert held["ZeRO-1"][2] == pytest.approx((states + whole) / 2, rel=0.02) and held["ZeRO-1"][0] == whole
+    assert held["ZeRO-3"][0] == pytest.approx(whole / 2, rel=0.05)
+    assert max(held["tensor 2"][:2]) < whole and max(held["pipeline 2"][:2]) < whole
+    losses = {
+        name: list(map(float, found.replace(",", "").split())) for name, found in ROW.findall(text(cells["loss"]))
+    }
+    assert len(losses) == 7 and max(found[2] for found in losses.values()) < 1e-3
+    return [found[3] for found in losses.values()]
+
+
+ROW = re.compile(r"^(\S+(?: \S+)?)  +([\d.,e+-]+(?: +[\d.,e+-]+)+)$", re.MULTILINE)
+"""A row of a table that pandas prints: a name of one or two words, and numbers."""
 
 
 @pytest.mark.every
@@ -251,7 +279,8 @@ def test_committed_outputs_are_what_is_promised(path):
     cells = committed(path.stem)
     checks = {
         "first_finetune": lambda: check_first_fine_tune(cells) > 50,
-        "experiment": lambda: check_experiment(cells, 3),
+        "experiment": lambda: check_experiment(cells, 6),
+        "zero_stages": lambda: min(check_stages(cells)) > 100,
         "choose_a_config": lambda: check_choice(cells),
         "read_the_memory": lambda: check_memory(cells),
         "why_is_my_run_slow": lambda: min(check_slow_runs(cells)) > 1.1,
