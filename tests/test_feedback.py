@@ -36,4 +36,4 @@ def test_it_resumes_exactly_and_its_numbers_are_in_the_report(ranks, tmp_path, m
         for name in numbers:
             assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
     drawn = {block.title for block in curves.section(read(run.path)).blocks if isinstance(block, Chart)}
-    assert drawn >= NUMBERS[method]
+    assert drawn >= {curves.named(recipe, name) for name in NUMBERS[method]}

@@ -37,10 +37,12 @@ ELSEWHERE = {
     "export/serve/process.py": "a process's output",
     "export/quantize/gguf_answer.py": "answers in a temporary folder",
     "export/quantize/write.py": "a temporary folder, and a new one, which is renamed",
+    "launching/preflight.py": "a process's output",
     "recipe/files.py": "the draft itself",
     "training/callbacks/profiler.py": "a trace that is renamed",
     "training/callbacks/stopping.py": "a stack, written by a native thread",
     "training/methods/rollouts/worker.py": "a pipe",
+    "training/model/untrained.py": "a shard of a new name, which is renamed",
     "training/upstream.py": "a stack",
 }
 """What writes in place, and why that loses nothing."""

@@ -163,7 +163,7 @@ def test_dry_run_writes_nothing(tmp_path):
     assert (recipe["lora"]["rank"], recipe["learning_rate"]) == (8, 2e-3)
     assert re.search(r"deepspeed .*--num_gpus 2 .*--module deepspeed_recipes.training.run", command)
     brief = launch("tiny", "lora", *changes, "--dry-run").stdout.splitlines()
-    assert brief[:2] == ["learning_rate: 0.004 -> 0.002", "lora.rank: 32 -> 8"] and "deepspeed" in brief[2]
+    assert brief[:2] == ["lora.rank: 32 -> 8", "learning_rate: 0.004 -> 0.002"] and "deepspeed" in brief[2]
     assert not (tmp_path / "run").exists()
     assert done.stderr.startswith("not checked by --dry-run: the examples in tokens,") and done.stderr.count("\n") == 1
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,7 +153,9 @@ def test_the_advice_is_accepted_by_every_method(variant, ranks, family):
 def rates(tmp_path, kind, warmup, steps):
     """Return the learning rate of every update, as the run's trainer schedules it."""
     trainer = object.__new__(RunTrainer)
-    trainer.args = TrainingArguments(str(tmp_path), lr_scheduler_type=kind, warmup_steps=warmup, use_cpu=True)
+    recipe = replace(pages.find("tiny", "full"), schedule=Schedule(kind, warmup))
+    trainer.context = SimpleNamespace(recipe=recipe)
+    trainer.args = TrainingArguments(str(tmp_path), use_cpu=True)
     trainer.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     trainer.lr_scheduler = None
     schedule = trainer.create_scheduler(steps)

@@ -344,7 +344,7 @@ def test_only_the_command_line_lets_a_model_run_its_own_code(tmp_path, whole, ca
     run = stopped_after_three(whole("zero2", 2), tmp_path)
     held = read_recipe(run)
     write_recipe(run, replace(held, model=replace(held.model, trust_remote_code=True)))
-    arguments = ["tiny", "full", "--resume", "--output-dir", str(run.path), "--gpus", "2", "--dry-run"]
+    arguments = ["tiny", "full", "--resume", "--output-dir", str(run.path), "--gpus", "2", "--dry-run", "full"]
     for given, trusted in (([], False), (["model.trust_remote_code=true"], True)):
         assert launch.main([*arguments, *given]) == 0
         assert f'"trust_remote_code": {str(trusted).lower()}' in capsys.readouterr().out

@@ -13,7 +13,7 @@ from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .methods import METHODS, Method
 from .optimizers import impossible
-from .recipe import Lora, Recipe
+from .recipe import BUILT_IN, Lora, Recipe
 
 _THEIRS = {
     "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu micro_batch",
@@ -188,6 +188,11 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
         values["learning_rate"] = recipe.learning_rate * _adapters_rate(recipe)
     changed: Recipe = from_dict(values)
     _check_methods(changed.method.name, given)
+    measured = ("loss", changed.method.metric or "exact_match")
+    foreign = [name for name in changed.data.metrics if name in BUILT_IN and name not in measured]
+    if foreign and "data.metric" in given:
+        names = " and ".join(measured)
+        raise UserError(f"data.metric={foreign[0]}: {changed.method.title} measures {names}, not {foreign[0]}.")
     return changed
 
 

@@ -133,7 +133,8 @@ def requested(options: LaunchOptions) -> Request:
         folder = run_folder.to_resume(page, options.output_dir)
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides)
-    if recipe.learning_rate != page.learning_rate and "learning_rate" not in overrides.keys_of(options.overrides):
+    kept = bool(folder) or "learning_rate" in overrides.keys_of(options.overrides)  # a resumed run cannot gain adapters
+    if recipe.learning_rate != page.learning_rate and not kept:
         print(
             f"adapters on a recipe of all weights: learning_rate={recipe.learning_rate:.3g} instead of "
             f"{page.learning_rate:g}, unless you set it",
