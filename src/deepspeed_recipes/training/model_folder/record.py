@@ -46,7 +46,9 @@ def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) 
     if count := results.get("held_out") or held_out.get("examples"):
         found["held_out"] = count
     if run.environment.exists():
-        found["environment"] = portable(read_json(run.environment))
+        environment = read_json(run.environment)
+        environment.pop("started", None)  # the same weights give the same export, whenever it is written
+        found["environment"] = portable(environment)
     return Record(portable_recipe(read_recipe(run)), found)
 
 
