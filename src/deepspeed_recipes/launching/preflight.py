@@ -44,8 +44,6 @@ SPLITS = re.compile(r"(?i)(^|[^a-z])(train|training|valid|validation|val|dev|tes
 """Parts of names that show the Hub's splits."""
 STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
-
-
 REFERENCES = 4
 """Number of references on which the user's own metrics are tried."""
 

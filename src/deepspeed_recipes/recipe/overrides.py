@@ -187,12 +187,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
     if values["lora"] is not None and recipe.lora is None and "learning_rate" not in given:
         values["learning_rate"] = recipe.learning_rate * _adapters_rate(recipe)
     changed: Recipe = from_dict(values)
-    _check_methods(changed.method.name, given)
-    measured = ("loss", changed.method.metric or "exact_match")
-    foreign = [name for name in changed.data.metrics if name in BUILT_IN and name not in measured]
-    if foreign and "data.metric" in given:
-        names = " and ".join(measured)
-        raise UserError(f"data.metric={foreign[0]}: {changed.method.title} measures {names}, not {foreign[0]}.")
+    _check_methods(changed, given)
     return changed
 
 
@@ -209,18 +204,25 @@ def _adapters_rate(recipe: Recipe) -> float:
     return lora.learning_rate / full.learning_rate
 
 
-def _check_methods(method: str, given: set[str]) -> None:
-    """Refuse settings of other methods, which the run would ignore.
+def _check_methods(recipe: Recipe, given: set[str]) -> None:
+    """Refuse settings and metrics of other methods, which the run would ignore or fail to measure.
 
     Raises:
         UserError: names the first key and how to use its method.
     """
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
-        if wanted in METHODS and wanted != method:
-            taught = wanted == "distill" and method == "sft"  # a teacher turns only SFT into distillation
+        if wanted in METHODS and wanted != recipe.method.name:
+            taught = wanted == "distill" and recipe.method.name == "sft"  # a teacher turns only SFT into distillation
             how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
-            raise UserError(f"{key}: a setting of the method {wanted}, but this recipe's method is {method}; {how}.")
+            raise UserError(
+                f"{key}: a setting of the method {wanted}, but this recipe's method is {recipe.method.name}; {how}."
+            )
+    measured = ("loss", recipe.method.metric or "exact_match")
+    foreign = [name for name in recipe.data.metrics if name in BUILT_IN and name not in measured]
+    if foreign and "data.metric" in given:
+        known = " and ".join(measured)
+        raise UserError(f"data.metric={foreign[0]}: {recipe.method.title} measures {known}, not {foreign[0]}.")
 
 
 def _settle_data(data: dict[str, Any], given: set[str]) -> None:

@@ -322,7 +322,16 @@ def newest_checkpoint(run: RunFolder) -> Path | None:
     Raises:
         FileUnusable: a checkpoint cannot be read now.
     """
-    return next((one for one in checkpoints(run) if is_marked(one) and truncated(one) is None), None)
+    return next(complete_checkpoints(run), None)
+
+
+def complete_checkpoints(run: RunFolder) -> Iterator[Path]:
+    """Yield the complete checkpoints, the newest first, each checked only when it is asked for.
+
+    Raises:
+        FileUnusable: a checkpoint cannot be read now.
+    """
+    return (one for one in checkpoints(run) if is_marked(one) and truncated(one) is None)
 
 
 def judgements(run: RunFolder, recipe: Recipe) -> dict[int, float]:
@@ -347,7 +356,7 @@ def best_step(recipe: Recipe, values: Mapping[int, float]) -> int | None:
 
 def best_checkpoint(run: RunFolder, recipe: Recipe) -> Path | None:
     """Return the complete checkpoint of the best evaluation among those that have one, or None."""
-    found = {step_of(one): one for one in checkpoints(run) if is_marked(one) and truncated(one) is None}
+    found = {step_of(one): one for one in complete_checkpoints(run)}
     best = best_step(recipe, {step: value for step, value in judgements(run, recipe).items() if step in found})
     return None if best is None else found[best]
 

@@ -54,10 +54,7 @@ def check(recipe: Recipe) -> Iterator[str]:
             f"{line}: on {socket.gethostname()} the file is not the one that was launched; copy the same file to every "
             "host, and start the run again (--resume continues it)."
         )
-    for key, found in own_code.of_recipe(recipe).items():
-        for function in found:
-            if key != "reward":  # its process loads it
-                own_code.load(key, function)
+    _load_all(recipe)
     if recipe.loss:
         loss = Loss(recipe)
         value, ignores = loss.tried(vocabulary(recipe))
@@ -68,6 +65,13 @@ def check(recipe: Recipe) -> Iterator[str]:
                 "micro-batches and ranks; return the sum over the labelled tokens divided by num_items_in_batch"
             )
     yield from _notes(recipe)
+
+
+def _load_all(recipe: Recipe) -> None:
+    for key, found in own_code.of_recipe(recipe).items():
+        for function in found:
+            if key != "reward":  # its process loads it
+                own_code.load(key, function)
 
 
 def vocabulary(recipe: Recipe) -> int | None:
@@ -196,12 +200,8 @@ def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | No
         kind = own_code.load("callbacks", named)
         if not isinstance(kind, type) or not issubclass(kind, TrainerCallback):
             raise Failed(f"callbacks={named}: is not a subclass of transformers.TrainerCallback.")
-        own = {
-            name: getattr(kind, name) for name in EVENTS if getattr(kind, name) is not getattr(TrainerCallback, name)
-        }
-        watched = {
-            name: _watched(named, method, run, set() if added is None else added) for name, method in own.items()
-        }
+        names = set() if added is None else added
+        watched = {name: _watched(named, getattr(kind, name), run, names) for name in _own_events(kind)}
         try:
             # A subclass of the same name, by which transformers keeps the state of callbacks in checkpoints.
             found.append(type(kind.__name__, (kind,), watched)())
@@ -210,11 +210,16 @@ def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | No
     return found
 
 
+def _own_events(kind: type[TrainerCallback]) -> list[str]:
+    """Return the events for which a callback has a method of its own."""
+    return [name for name in EVENTS if getattr(kind, name) is not getattr(TrainerCallback, name)]
+
+
 def _notes(recipe: Recipe) -> Iterator[str]:
     """Yield lines about methods of the recipe's callbacks that are called late or never."""
     for named in own_code.functions("callbacks", recipe.callbacks):
         kind = own_code.load("callbacks", named)
-        own = [name for name in EVENTS if getattr(kind, name) is not getattr(TrainerCallback, name)]
+        own = _own_events(kind)
         for name in own:
             if name in NEVER:
                 yield f"callbacks={named}: {name} is never called: {NEVER[name]}"
@@ -298,10 +303,7 @@ def try_all(recipe: Recipe, references: Sequence[str]) -> None:
     Raises:
         UserError: one of them cannot be used.
     """
-    for key, found in own_code.of_recipe(recipe).items():
-        for function in found:
-            if key != "reward":
-                own_code.load(key, function)
+    _load_all(recipe)
     if recipe.loss:
         Loss(recipe).tried(vocabulary(recipe))
     callbacks(recipe)

@@ -156,7 +156,7 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
     if size is None:
         return recipe
     found = updates.suited(recipe, size, ranks, given)
-    steps = updates.in_all(found, size.sequences if found.packs else size.documents)
+    steps = updates.in_all(found, size.of(found))
     if changes := overrides.differences(recipe, found):
         print(
             f"for {size.examples:,} examples of about {size.tokens:,} tokens: {' '.join(changes)} (about {steps} "

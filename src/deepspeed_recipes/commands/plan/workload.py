@@ -28,8 +28,6 @@ QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
 SAMPLED = 100
 """Examples that are tokenized to estimate a tokenizer's characters per token."""
-FEW_HELD_OUT = 0.05
-"""Share of the examples that `data.validation_share=auto` holds out."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 
@@ -159,7 +157,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
         lengths = [length for length in lengths if length <= recipe.sequence_length * per_token]
     examples = min(len(lengths), recipe.data.max_examples or len(lengths))
-    left = 1 - (FEW_HELD_OUT if recipe.data.validation_share == "auto" else recipe.data.validation_share)
+    left = 1 - (updates.FEW[0] if recipe.data.validation_share == "auto" else recipe.data.validation_share)
     documents = max(1, math.ceil(examples * left))
     counted = math.ceil(left * sum(lengths) / per_token * examples / max(1, len(lengths)))
     if isinstance(recipe.method, Grpo):  # a sequence is an answer

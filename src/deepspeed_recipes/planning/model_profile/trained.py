@@ -22,7 +22,7 @@ def share(recipe: Recipe) -> float:
     """
     if not recipe.trains_some or not recipe.model.config:
         return 1.0
-    return limits.trained_share(recipe, _counts(json.dumps(dict(recipe.model.config), sort_keys=True)))
+    return limits.trained_share(recipe, _counts(recipe))
 
 
 def saved(recipe: Recipe) -> int:
@@ -34,7 +34,7 @@ def saved(recipe: Recipe) -> int:
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
     if not chosen or not recipe.model.config or recipe.method.headless:
         return 0
-    counts = _counts(json.dumps(dict(recipe.model.config), sort_keys=True))
+    counts = _counts(recipe)
     text = recipe.model.config.get("text_config") or recipe.model.config
     found = {name: {one for one in counts if f".{name}." in f".{one}"} for name in chosen}
     for name, weights in found.items():
@@ -45,8 +45,12 @@ def saved(recipe: Recipe) -> int:
     return sum(counts[one] for one in set().union(*found.values()))
 
 
+def _counts(recipe: Recipe) -> dict[str, int]:
+    return _counts_of(json.dumps(dict(recipe.model.config), sort_keys=True))
+
+
 @lru_cache
-def _counts(config: str) -> dict[str, int]:
+def _counts_of(config: str) -> dict[str, int]:
     from . import meta_device  # imports torch, and only these recipes need it
 
     return {name: weight.numel() for name, weight in meta_device.build(json.loads(config)).named_parameters()}

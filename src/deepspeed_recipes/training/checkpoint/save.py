@@ -16,10 +16,9 @@ from ...recipe.run_folder import (
     RunFolder,
     best_checkpoint,
     checkpoints,
-    is_marked,
+    complete_checkpoints,
     remove_checkpoint,
     sizes,
-    truncated,
     write_json,
 )
 from .. import distributed
@@ -93,7 +92,7 @@ class Checkpoints(TrainerCallback):
         """
         try:
             own = [one for one in checkpoints(self.run) if not one.is_symlink()]
-            complete = (one for one in own if is_marked(one) and truncated(one) is None)
+            complete = (one for one in complete_checkpoints(self.run) if one in own)
             kept, keep = list(islice(complete, self.recipe.keep_checkpoints)), self.recipe.keep_checkpoints
             best = best_checkpoint(self.run, self.recipe) if self.recipe.keep_best else None
             for old in own[own.index(kept[-1]) + 1 :] if len(kept) == keep else ():

@@ -94,7 +94,7 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
     training, held_out = sources.split_few(found, recipe.seed)
     if not held_out:
         count = sources.count(found)
-        few = f", and {sources.FEW[0]:.0%} of {count} is less than one" if count * sources.FEW[0] < 1 else ""
+        few = f", and {updates.FEW[0]:.0%} of {count} is less than one" if count * updates.FEW[0] < 1 else ""
         fifth = ", and data.validation_share=0.2 holds out a fifth" if few and len(found) == 1 and count >= 5 else ""
         say(
             f"held out: none{few}, so nothing will measure the model on examples that it was not trained on; "

@@ -36,12 +36,10 @@ from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe, names
 from . import images, text_files
 from .forms import formats, keys, turns
+from .updates import FEW
 
 Examples: TypeAlias = Dataset | IterableDataset
 Located = Iterator[tuple[str, dict[str, Any]]]
-
-FEW = (0.05, 500)
-"""Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
 
 GIVEN = {"tools": Json(), "options": Json()}
 """Arguments of the chat template in addition to the turns."""

@@ -11,6 +11,8 @@ from typing import Any
 from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Recipe, changed
 
+FEW = (0.05, 500)
+"""Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
 ENOUGH = 12
 """Fewest updates without a warning: with fewer a run learns little, since Adam spends its first on the warm-up."""
 
@@ -32,6 +34,10 @@ class Size:
     sequences: int
     tokens: int | None
     """Tokens in all sequences, or None where the method's own trainer tokenizes."""
+
+    def of(self, recipe: Recipe) -> int:
+        """Return the number of sequences in a recipe that packs documents or does not."""
+        return self.sequences if recipe.packs else self.documents
 
 
 def per_epoch(sequences: int, global_batch_size: int) -> int:
@@ -125,14 +131,14 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     best = recipe
     if "max_steps" not in given and recipe.max_steps is None:
         found = list(_suited(recipe, size, world_size, given))
-        made = [in_all(one, _sequences(one, size)) for one in found]
+        made = [in_all(one, size.of(one)) for one in found]
         for least in (GOOD, GOOD // 2):
             if chosen := next((one for one, steps in zip(found, made, strict=True) if steps >= least), None):
                 best = chosen
                 break
         else:
             best = max(zip(made, found, strict=True), key=lambda one: one[0], default=(0, recipe))[1]
-    steps = in_all(best, _sequences(best, size))
+    steps = in_all(best, size.of(best))
     changes: dict[str, Any] = {}
     if "logging_steps" not in given:
         changes["logging_steps"] = max(1, min(best.logging_steps, steps // POINTS))
@@ -140,10 +146,6 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     if measured and "eval_steps" not in given and steps >= MEASURED:
         changes["eval_steps"] = steps // MEASURED
     return replace(best, **changes)
-
-
-def _sequences(recipe: Recipe, size: Size) -> int:
-    return size.sequences if recipe.packs else size.documents
 
 
 def _suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) -> Iterator[Recipe]:
