@@ -80,6 +80,14 @@ def test_a_checkpoint_is_exported_as_it_was_written(checkpoint, tmp_path, capsys
     assert not (tmp_path / "damaged").exists()
 
 
+def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoint, tmp_path, capsys):
+    write_recipe(RunFolder(tmp_path / "run"), small(tmp_path / "moved", tmp_path / "data.jsonl"))
+    assert run_command("export", [str(checkpoint), "--output", str(tmp_path / "out")]) == 0
+    said = capsys.readouterr().out
+    assert f"warning: the run's model, {tmp_path / 'moved'}, is not on this machine; the export lacks" in said
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+
+
 def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_merged", lambda _: export.load_whole(TINY_MODEL, torch.float32))
     write_json(checkpoint / export.ADAPTER, {"base_model_name_or_path": str(TINY_MODEL)})

@@ -28,7 +28,7 @@ from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, re
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import generation_settings, heads, remote_code, untrained
+from .model import generation_settings, heads, remote_code, stored, untrained
 from .model import load as load_model
 from .model import processor as vision
 from .model_folder import base_model, complete, expected, head, intact, record, sentence_transformers, weights
@@ -437,7 +437,13 @@ def write(source: Path, output: Path, merge: bool) -> str:
             elif (run := RunFolder(source.parents[1])).recipe.exists():
                 recipe = read_recipe(run)
                 base = str(run.draft_model if recipe.draft.enabled else base_model.located(recipe.model.path))
-                untrained.add(part, base, heads.trained_by(recipe), recipe.model.trust_remote_code)
+                trained = heads.trained_by(recipe)
+                if trained in ("vocabulary", "vision") and stored.folder_of(base) is None:
+                    say(
+                        f"warning: the run's model, {base}, is not on this machine; the export lacks what the run did "
+                        "not load of it, if anything"
+                    )
+                untrained.add(part, base, trained, recipe.model.trust_remote_code)
             untrained.check(part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
         sentence_transformers.copy(source, part)

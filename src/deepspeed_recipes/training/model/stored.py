@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -25,10 +26,13 @@ NOT_LOADED: dict[str, list[str]] = {}
 
 
 def folder_of(path: str) -> Path | None:
-    """Return the folder of a model's files on this machine, or None if a Hub id has not been downloaded."""
+    """Return the folder of a model's files on this machine, or None if it is not there or not downloaded."""
     folder = Path(path)
     if not folder.is_dir():
-        cached = try_to_load_from_cache(path, "config.json")
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:  # a folder that has been moved
+            return None
         folder = Path(cached).parent if isinstance(cached, str) else folder
     return folder if any((folder / name).exists() for name in (weights.WHOLE, weights.INDEX)) else None
 
