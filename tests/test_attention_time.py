@@ -4,15 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_recipes.planning.cost import compute_time
+from deepspeed_recipes.planning.cost.compute_time import attended_tokens, attention_seconds, implementation, kernel
 from deepspeed_recipes.planning.cost.constants import constants
-from deepspeed_recipes.planning.cost.time import attention_time
-from deepspeed_recipes.planning.cost.time.attention_time import (
-    attended_tokens,
-    attention_seconds,
-    implementation,
-    kernel,
-)
-from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -55,7 +50,7 @@ def worst(attention: str, direction: str) -> float:
 @pytest.mark.parametrize(("attention", "direction"), MEASURED)
 def test_each_kernel_is_as_fast_as_published_at_every_length(attention, direction, monkeypatch):
     assert worst(attention, direction) < 0.25
-    monkeypatch.setattr(attention_time, "HALF_SPEED", 0)
+    monkeypatch.setattr(compute_time, "HALF_SPEED", 0)
     assert worst(attention, direction) > 0.3
 
 

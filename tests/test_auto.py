@@ -13,8 +13,8 @@ from deepspeed_recipes.commands.launch import borrowed
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import paths
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
-from deepspeed_recipes.planning.search import nearest as nearest_module
-from deepspeed_recipes.planning.search.nearest import nearest
+from deepspeed_recipes.planning.search import model_recipe
+from deepspeed_recipes.planning.search.model_recipe import nearest
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
@@ -65,8 +65,8 @@ def test_experts_borrow_from_experts_and_others_from_others(kind):
 
 def test_what_mixes_tokens_beside_attention_is_borrowed_from_its_like():
     """Else a decoder of 7.6B would take over Falcon-H1's adapters, and train without packing."""
-    assert nearest_module._mixers(pages.find("falcon_h1-7b", "full").model.config) == {"mamba"}
-    assert nearest_module._mixers(pages.find("lfm2-1.2b", "full").model.config) == {"conv_L"}
+    assert model_recipe._mixers(pages.find("falcon_h1-7b", "full").model.config) == {"mamba"}
+    assert model_recipe._mixers(pages.find("lfm2-1.2b", "full").model.config) == {"conv_L"}
     falcon = profile_of(pages.find("falcon_h1-7b", "full").model.config).parameters
     plain = {"hidden_size": 4096, "intermediate_size": 14592, "num_hidden_layers": 32, "vocab_size": 100_000}
     decoder = dimensions("helium", **plain, num_attention_heads=32, num_key_value_heads=8, head_dim=128)

@@ -5,9 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.planning.cost.constants import FILE, constants, resolve
-from deepspeed_recipes.planning.cost.ranges import DATASHEET, kinds_of, memory_range, speed_range
-from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.constants import (
+    DATASHEET,
+    FILE,
+    constants,
+    kinds_of,
+    memory_range,
+    resolve,
+    speed_range,
+)
+from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.recipe.recipe import Layout, Lora

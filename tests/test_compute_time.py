@@ -4,31 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.planning.cost.constants import constants
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.time import roofline
-from deepspeed_recipes.planning.cost.time.host_time import (
+from deepspeed_recipes.planning.cost import compute_time
+from deepspeed_recipes.planning.cost.compute_time import (
     ADAPTER,
     BACKWARD_HOOKS,
     EXPERT,
     FUSED_ADAPTER,
     GRADIENT_HOOK,
     KERNELS,
-    hooked_modules,
-    host_seconds,
-    kernels,
-    trained_weights,
-    waiting_seconds,
-)
-from deepspeed_recipes.planning.cost.time.roofline import (
     adapted_share,
     experts_on_rank,
     feed_forward_share,
     head_seconds,
+    hooked_modules,
+    host_seconds,
+    kernels,
     layer_seconds,
+    trained_weights,
+    waiting_seconds,
 )
-from deepspeed_recipes.planning.cost.time.step_time import step_time
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.step_time import step_time
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.recipe import Layout, Lora
@@ -288,7 +285,7 @@ def test_a_product_that_fills_few_waves_of_tiles_is_slower_by_their_share():
     gpu, kept = find("H100"), constants("H100")
     ideal = 2 * 4096 * 4096 * 4096 / (gpu.bf16_tflops * 1e12 * kept.matmul)
     for rows in (4096, 1024, 256):
-        waves = rows * 4096 / (roofline.TILE * gpu.units)
-        assert roofline._product(rows, 4096, 4096, gpu, kept) / (ideal * rows / 4096) - 1 == pytest.approx(
+        waves = rows * 4096 / (compute_time.TILE * gpu.units)
+        assert compute_time._product(rows, 4096, 4096, gpu, kept) / (ideal * rows / 4096) - 1 == pytest.approx(
             kept.waves / waves
         )

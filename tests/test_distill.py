@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_recipes.launching import paths, preflight
-from deepspeed_recipes.planning.cost.memory import weights
+from deepspeed_recipes.planning.cost import weights
 from deepspeed_recipes.planning.cost.training_setup import training_setup
 from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile

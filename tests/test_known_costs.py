@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_recipes.commands import plan
-from deepspeed_recipes.planning.cost.memory.peak_memory import peak_memory
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.time.step_time import step_time
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.memory import peak_memory
+from deepspeed_recipes.planning.cost.step_time import step_time
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.planning.model_profile.lookup import profile_of

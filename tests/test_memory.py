@@ -9,20 +9,20 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfi
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_recipes.planning.cost.memory import activations, host_memory, weights
-from deepspeed_recipes.planning.cost.memory.activations import layer_bytes
-from deepspeed_recipes.planning.cost.memory.peak_memory import (
+from deepspeed_recipes.planning.cost import activations, weights
+from deepspeed_recipes.planning.cost.activations import layer_bytes
+from deepspeed_recipes.planning.cost.memory import (
     FRAGMENTATION,
     FRAGMENTATION_SHARDED,
     NCCL,
+    SWAP_BUFFER,
     held_bytes,
     peak_memory,
     states,
 )
-from deepspeed_recipes.planning.cost.memory.stage_shards import stage_shards
-from deepspeed_recipes.planning.cost.memory.states import state_bytes
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
+from deepspeed_recipes.planning.cost.states import state_bytes
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup, training_setup
+from deepspeed_recipes.planning.cost.weights import stage_shards
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.planning.model_profile import lookup
@@ -364,7 +364,7 @@ def test_selective_checkpointing_recomputes_what_it_does_not_keep():
 
 def test_nvme_swaps_parameters_through_deepspeeds_buffers():
     defaults = DeepSpeedZeroOffloadParamConfig()
-    assert defaults.buffer_count * defaults.buffer_size == host_memory.SWAP_BUFFER
+    assert defaults.buffer_count * defaults.buffer_size == SWAP_BUFFER
 
 
 def test_a_reward_needs_no_logits():

@@ -10,9 +10,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.planning.cost.memory import activations
-from deepspeed_recipes.planning.cost.memory.weights import NF4
+from deepspeed_recipes.planning.cost import activations
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.weights import NF4
 from deepspeed_recipes.planning.model_profile import lookup
 from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
 from deepspeed_recipes.planning.model_profile.meta_device import profile_model

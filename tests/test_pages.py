@@ -17,7 +17,7 @@ from deepspeed_recipes.commands.page import docstring
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.hardware import gpus
 from deepspeed_recipes.planning.hardware.cluster import Cluster
-from deepspeed_recipes.planning.search import smallest_hardware
+from deepspeed_recipes.planning.search import extremes
 from deepspeed_recipes.planning.search.strategies import evaluate, plan_request
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
@@ -50,21 +50,21 @@ def in_the_table(name, variant):
 
 def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_hardware():
     recipe = pages.find("llama3-70b", "lora")
-    plan = smallest_hardware.smallest(recipe)
+    plan = extremes.smallest_unchanged(recipe)
     assert plan.fits and plan.recipe == recipe and (plan.setup.world_size, plan.cluster.gpu.name) == (4, "H100")
-    smaller = [*smallest_hardware.ladder(1)]
+    smaller = [*extremes.ladder(1)]
     for cluster in smaller[: smaller.index(plan.cluster)]:
         assert not evaluate(plan_request(recipe, cluster), recipe).fits
     assert in_the_table("llama3-70b", "lora") == f"4 x H100 ({plan.gpu_gib:.0f})"
-    layout = smallest_hardware.smallest(pages.find("bloom-176b", "pipeline"))
+    layout = extremes.smallest_unchanged(pages.find("bloom-176b", "pipeline"))
     assert layout.setup.world_size % 36 == 0, "GPUs come in multiples of what the layout takes"
 
 
 def test_offloading_is_shown_with_its_host_memory():
-    plan = smallest_hardware.smallest(pages.find("llama3-8b", "full_offload"))
+    plan = extremes.smallest_unchanged(pages.find("llama3-8b", "full_offload"))
     shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.host_gib:,.0f})"
     assert in_the_table("llama3-8b", "full_offload") == shown and plan.host_gib > 8 * 16
-    without = smallest_hardware.smallest(pages.find("llama3-8b", "full"))
+    without = extremes.smallest_unchanged(pages.find("llama3-8b", "full"))
     assert without.setup.offload_optimizer == "none" and without.gpu_gib > plan.gpu_gib
 
 
@@ -89,16 +89,16 @@ def test_a_layout_fits_the_hardware_that_the_page_names(family, variant):
     for size, change, nodes, each, gpu in named:
         recipe = overrides.apply(pages.find(f"{family}-{size}", variant), [change] if change else [])
         cluster = Cluster(gpus.find(gpu), int(each), 1 if nodes == "one" else int(nodes))
-        plan = smallest_hardware.plan_on(recipe, cluster)
+        plan = extremes.plan_on(recipe, cluster)
         assert plan and plan.fits, f"{size}: {plan and plan.gpu_gib:.1f} GiB"
         assert plan.recipe == recipe, "as it is written, without a larger batch"
 
 
 def test_a_layout_that_does_not_fit_is_noticed():
     """What the page of llama3 named once: 89.6 GiB by the planner."""
-    plan = smallest_hardware.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 8, 4))
+    plan = extremes.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 8, 4))
     assert plan and not plan.fits
-    assert smallest_hardware.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 4)) is None
+    assert extremes.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 4)) is None
 
 
 def test_a_size_that_does_not_exist_is_answered_with_the_nearest():

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.planning.cost import communication
 from deepspeed_recipes.recipe.layout import bubble
 from deepspeed_recipes.recipe.recipe import Layout, Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
@@ -63,9 +63,9 @@ def check_sums(run, world_size):
 
 def check_traffic(run):
     """Compare the bytes with the planner's, of every kind and process group that it counts; return these."""
-    rows = conclude.conclude(run.profile, zero_traffic.of_run)["traffic"]
+    rows = conclude.conclude(run.profile, communication.traffic_of_run)["traffic"]
     counted = {(row["kind"], tuple(row["ranks"])): row for row in rows if row["predicted_bytes"]}
-    planned = zero_traffic.of_run(traces(run)[0].about)
+    planned = communication.traffic_of_run(traces(run)[0].about)
     assert planned and {key: row["predicted_bytes"] for key, row in counted.items()} == planned
     for key, size in planned.items():
         assert counted[key]["bytes"] == pytest.approx(size, rel=0.01), key
@@ -86,10 +86,10 @@ def test_a_lost_share_is_noticed(sharded):
 def test_a_zero_3_run_sends_what_the_planner_counts(sharded):
     assert check_traffic(sharded) == {("all-gather", (0, 1)), ("reduce-scatter", (0, 1))}
     about = dict(traces(sharded)[0].about)
-    assert zero_traffic.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
-    assert zero_traffic.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2) * 10**9
-    assert zero_traffic.of_run(about | {"layout": {"tensor": 2}}) == {}, "no two ranks hold the same"
-    assert zero_traffic.of_run(about | {"layout": {"expert": 2}}) == {}
+    assert communication.zero_traffic(2, 1000, 1000, 4, 2) == {"all-reduce": 8000, "all-gather": 4000}
+    assert communication.zero_traffic(3, 3 * 10**9, 10, 1, 2)["all-gather"] == 2 * (3 + 2) * 10**9
+    assert communication.traffic_of_run(about | {"layout": {"tensor": 2}}) == {}, "no two ranks hold the same"
+    assert communication.traffic_of_run(about | {"layout": {"expert": 2}}) == {}
 
 
 @pytest.mark.every
@@ -100,7 +100,7 @@ def test_zero_3_gathers_twice_what_it_does_not_keep(profiled, teacher_folder, tm
     check_traffic(run)
     about = traces(run)[0].about
     once = about["held"]["total"] * 4 * about["micro_batches"]
-    assert zero_traffic.of_run(about)["all-gather", (0, 1)] == 2 * once
+    assert communication.traffic_of_run(about)["all-gather", (0, 1)] == 2 * once
     assert verdict._gathers_again(verdict.of_trace(traces(run)[0]), about)
 
 
@@ -155,9 +155,9 @@ def test_operators_are_named_with_their_modules_forward_and_backward(sharded):
 
 
 def test_the_verdict_is_printed_and_kept(sharded, capsys):
-    conclude.at_end(sharded, zero_traffic.of_run)
+    conclude.at_end(sharded, communication.traffic_of_run)
     screen = capsys.readouterr().out
-    found = conclude.conclude(sharded.profile, zero_traffic.of_run)
+    found = conclude.conclude(sharded.profile, communication.traffic_of_run)
     assert (sharded.profile / "verdict.json").exists()
     assert found["steps"] == [3, 4] and found["other_step_seconds"] is None, "steps 1 and 2 are the warm-up"
     for rank in found["ranks"]:
@@ -167,7 +167,7 @@ def test_the_verdict_is_printed_and_kept(sharded, capsys):
 
 
 def test_the_report_shows_the_numbers_of_the_verdict(sharded):
-    conclude.at_end(sharded, zero_traffic.of_run)
+    conclude.at_end(sharded, communication.traffic_of_run)
     found = read_json(sharded.profile / "verdict.json")
     page = write.render(write.document(run_data.read(sharded.path)))
     shown = re.findall(r'<data value="([^"]+)" data-from="(profile/verdict.json:[^"]+)"', page)
@@ -212,7 +212,7 @@ def test_the_time_that_a_profile_takes_is_not_in_the_logged_speed(sharded):
 def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
     run = profiled(deepspeed, world_size, layout, micro_batch_size=1 if deepspeed == "zero3_hpz.json" else 2)
     check_sums(run, world_size)
-    found = conclude.conclude(run.profile, zero_traffic.of_run)
+    found = conclude.conclude(run.profile, communication.traffic_of_run)
     replicas = [
         rank for rank in range(world_size) if (rank % layout.tensor, rank // (world_size // layout.pipeline)) == (0, 0)
     ]

@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 
 from deepspeed_recipes.launching import paths
-from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.planning.cost import communication
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
@@ -45,7 +45,7 @@ def train(hosts, ranks, tmp_path):
         finally:
             if rate:
                 hosts.unthrottle()
-        found = conclude.conclude(folder.profile, zero_traffic.of_run)
+        found = conclude.conclude(folder.profile, communication.traffic_of_run)
         assert len(found["ranks"]) == 2 * slots
         speed = median(row["tokens_per_second"] for row in read_jsonl(folder.metrics)[2:])
         print(f"{name}: {found['step_seconds']:.2f} s, {speed:,.0f} tokens/s, {found['words']}")

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from deepspeed_recipes.commands import launch, main
-from deepspeed_recipes.planning.cost.time import zero_traffic
+from deepspeed_recipes.planning.cost import communication
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Profile
@@ -245,7 +245,7 @@ SENT = {"stage": 3, "held": {"total": 100, "trained": 100}, "weight_bytes": 2, "
     ],
 )
 def test_what_zero_sends_is_counted_by_group(more, sent):
-    assert zero_traffic.of_run(SENT | more) == sent
+    assert communication.traffic_of_run(SENT | more) == sent
 
 
 @pytest.mark.parametrize(("ranks", "more"), [(waiting(), {}), (waiting(2), {"partition_size": 2})])

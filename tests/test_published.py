@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_recipes.planning.cost import memory
 from deepspeed_recipes.planning.cost.constants import FILE, constants
-from deepspeed_recipes.planning.cost.memory import peak_memory
 from deepspeed_recipes.recipe.run_folder import read_json
 from scripts.maintain.calibration import accuracy, fit_answers, published_errors, published_models
 from scripts.maintain.calibration.published_errors import rank_correlation
@@ -384,7 +384,7 @@ def forgotten():
 @pytest.mark.parametrize("constant", ["CONTEXT", "FRAGMENTATION", "FRAGMENTATION_SHARDED"])
 def test_a_missing_part_of_the_memory_is_noticed(forgotten, monkeypatch, constant):
     right = error_on_our_stack()
-    monkeypatch.setattr(peak_memory, constant, 0)
+    monkeypatch.setattr(memory, constant, 0)
     assert error_on_our_stack() > right + 0.005
 
 

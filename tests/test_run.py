@@ -17,7 +17,7 @@ from deepspeed_recipes.commands import generate as generate_script
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.launching.paths import locate
-from deepspeed_recipes.planning.cost.memory.states import state_bytes
+from deepspeed_recipes.planning.cost.states import state_bytes
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Schedule, Wandb

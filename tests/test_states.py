@@ -10,7 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
-from deepspeed_recipes.planning.cost.memory.states import (
+from deepspeed_recipes.planning.cost.states import (
     ADAM_MOMENTS,
     EIGHT_BIT,
     WIDTH,

@@ -7,15 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from deepspeed_recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send, zero_traffic
+from deepspeed_recipes.planning.cost.compute_time import model_flops
 from deepspeed_recipes.planning.cost.constants import constants
-from deepspeed_recipes.planning.cost.memory.stage_shards import stage_ranges
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.time.communication import Group, all_reduce, all_to_all, gather, send
-from deepspeed_recipes.planning.cost.time.optimizer_time import CORE_ADAM, CPU_STEP, updated_bytes
-from deepspeed_recipes.planning.cost.time.roofline import model_flops
-from deepspeed_recipes.planning.cost.time.step_time import StepTime, step_time
-from deepspeed_recipes.planning.cost.time.zero_traffic import zero_traffic
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time, updated_bytes
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
+from deepspeed_recipes.planning.cost.weights import stage_ranges
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.layout import bubble, rank_position

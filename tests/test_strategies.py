@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.planning.cost.memory.peak_memory import GpuMoment, Memory
+from deepspeed_recipes.planning.cost.memory import GpuMoment, Memory
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import forecast, model_recipe, suggestions
 from deepspeed_recipes.planning.search.plans import (

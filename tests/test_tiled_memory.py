@@ -12,11 +12,10 @@ from trl.kernels import chunked_logprob
 from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
-from deepspeed_recipes.planning.cost.memory import activations
+from deepspeed_recipes.planning.cost import activations
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from deepspeed_recipes.planning.model_profile import meta_device
-from deepspeed_recipes.planning.model_profile.allocations import Kernels, measure
-from deepspeed_recipes.planning.model_profile.batch_fit import decoder_layers
+from deepspeed_recipes.planning.model_profile.allocations import Kernels, decoder_layers, measure
 from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.planning.model_profile.profile import ModelProfile
 from deepspeed_recipes.recipe import pages

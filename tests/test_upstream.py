@@ -21,9 +21,8 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from deepspeed_recipes.machine import ops
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.time.optimizer_time import REDUCTION, updated_bytes
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.step_time import REDUCTION, updated_bytes
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora
@@ -112,7 +111,7 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
 @pytest.mark.every
 @pytest.mark.parametrize(("world_size", "held"), [(2, 1), (1, 0)])
 def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ranks, tmp_path):
-    """`held_by_autograd` in cost/memory/weights.py can go when ZeRO-3 releases what autograd saved slices of."""
+    """`held_by_autograd` in cost/weights.py can go when ZeRO-3 releases what autograd saved slices of."""
     ranks.check(held_experts.main, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"held (\S+) of the experts", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(held, rel=0.1)
@@ -123,7 +122,7 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, fused, world_size, ranks, tmp_path):
-    """`updated_bytes`, `REDUCTION` in time/optimizer_time.py; a rank's part of the gradients is 8 bytes more."""
+    """`updated_bytes`, `REDUCTION` in cost/step_time.py; a rank's part of the gradients is 8 bytes more."""
     ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())
@@ -139,7 +138,7 @@ def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, f
     [(0.0, "all-linear", 0), (0.1, "all-linear", 2 * HIDDEN + INNER), (0.0, "q_proj,v_proj", HIDDEN + INNER)],
 )
 def test_zero3_saves_the_inputs_of_frozen_matrices(dropout, target_modules, inputs, ranks, tmp_path):
-    """`_frozen_inputs` in cost/memory/activations.py can go when `LinearFunctionForZeroStage3` saves what it needs."""
+    """`_frozen_inputs` in cost/activations.py can go when `LinearFunctionForZeroStage3` saves what it needs."""
     ranks.check(saved_inputs.main, dropout, target_modules, world_size=1, log=tmp_path / "log")
     said = re.search(r"more (\S+) bytes", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(2 * inputs, abs=8)

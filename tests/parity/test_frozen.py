@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
-from deepspeed_recipes.planning.model_profile import trained
+from deepspeed_recipes.planning.model_profile import counts
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
@@ -60,7 +60,7 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
     )
     assert f"trained: {len(moved)} of {len(named)} weights, {count / total:.1%} of the parameters" in screen
     config = read_json(model_folder / "config.json")
-    planned = trained.share(replace(recipe, model=replace(recipe.model, config=config)))
+    planned = counts.trained_share(replace(recipe, model=replace(recipe.model, config=config)))
     assert planned == pytest.approx(count / total)
 
 
@@ -79,7 +79,7 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
 def test_what_matches_nothing_or_everything_is_refused_before_ranks_start(settings, message):
     recipe = locate(overrides.apply(pages.find("tiny", "full"), settings))
     with pytest.raises(UserError, match=message):
-        trained.check(preflight.with_dimensions(recipe))
+        counts.check_trained(preflight.with_dimensions(recipe))
 
 
 @pytest.mark.parametrize(

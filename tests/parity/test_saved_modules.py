@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
-from deepspeed_recipes.planning.model_profile import trained
+from deepspeed_recipes.planning.model_profile import counts
 from deepspeed_recipes.prove.samples import random_qwen3
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -86,10 +86,10 @@ def test_the_plan_counts_them_and_unknown_ones_are_refused(model_folder, convers
     ):
         model = replace(recipe.model, config=sizes | {"tie_word_embeddings": tied})
         lora = replace(LORA, modules_to_save=names)
-        assert trained.saved(replace(recipe, model=model, lora=lora)) == count * matrix
+        assert counts.saved_parameters(replace(recipe, model=model, lora=lora)) == count * matrix
     page = locate(overrides.apply(pages.find("tiny", "lora"), ["lora.modules_to_save=embed_tokens,hat"]))
     with pytest.raises(UserError, match=r"lora.modules_to_save=embed_tokens,hat: the model has no module hat"):
-        trained.check(preflight.with_dimensions(page))
+        counts.check_trained(preflight.with_dimensions(page))
 
 
 def test_pipelines_refuse_them():

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from deepspeed_recipes.planning.cost.ranges import DATASHEET
+from deepspeed_recipes.planning.cost.constants import DATASHEET
 
 from .published_errors import Comparison, Measure, comparisons, layout, order, speeds_of_strangers
 from .published_rows import SHARES, PublishedRow

@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from deepspeed_recipes.planning.cost.constants import FILE, constants, resolve
-from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.recipe import files
 
 from . import published_errors, ranges

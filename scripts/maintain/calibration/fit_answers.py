@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deepspeed_recipes.planning.cost.ranges import memory_range
+from deepspeed_recipes.planning.cost.constants import memory_range
 from deepspeed_recipes.planning.search.plans import shortfalls
 
 from .published_errors import planned_memory

@@ -20,7 +20,7 @@ from . import MEASUREMENTS
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One row of a table, with the arguments of `cost.time.step_time`."""
+    """One row of a table, with the arguments of `cost.step_time`."""
 
     table: str
     """Name of the table and of its part."""
@@ -39,7 +39,7 @@ def runs() -> list[MeasuredRun]:
 
     The rows to fit on were chosen before the first fit, as whole parts of tables: the A100 40GB and the smaller H100
     runs of llm-foundry, and the first four days of BigScience, when only tensor 8 was tried. The error on the held-out
-    rows was inspected about seven times while the terms of `cost.time.step_time` were chosen.
+    rows was inspected about seven times while the terms of `cost.step_time` were chosen.
     """
     return [*_llm_foundry(), *_bigscience(), *_own_runs()]
 
@@ -128,7 +128,7 @@ def _bigscience() -> Iterator[MeasuredRun]:
 def _own_runs() -> Iterator[MeasuredRun]:
     """Yield the project's own training runs measured by `scripts/benchmark.py`, one per case of a benchmark.
 
-    Other trainers are omitted, and so are runs for which `cost.time.step_time` has no terms: compiled layers, fused
+    Other trainers are omitted, and so are runs for which `cost.step_time` has no terms: compiled layers, fused
     kernels and adapters, selective checkpointing and padded sequences. Cases of `planner_error` are held out.
     """
     for name, result in gpu_results.results(MEASUREMENTS).items():

@@ -13,8 +13,8 @@ from functools import cache
 from typing import Literal
 
 from deepspeed_recipes.planning.cost.constants import constants
-from deepspeed_recipes.planning.cost.memory.peak_memory import Memory, peak_memory
-from deepspeed_recipes.planning.cost.time.step_time import step_time
+from deepspeed_recipes.planning.cost.memory import Memory, peak_memory
+from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.recipe.errors import UserError
 
 from .published_models import profile_of

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from deepspeed_recipes.planning.cost.software import Software
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
+from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import Gpu, find, with_memory
 from deepspeed_recipes.recipe.deepspeed_file import KEPT_WEIGHTS

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from deepspeed_recipes.planning.cost.ranges import ALL, DATASHEET, kinds_of
+from deepspeed_recipes.planning.cost.constants import ALL, DATASHEET, kinds_of
 
 from .published_errors import Comparison, Measure, comparisons, speeds_of_strangers
 from .published_rows import SHARES, PublishedRow

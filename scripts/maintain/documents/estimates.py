@@ -7,7 +7,7 @@ from typing import Any
 
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, recipe_of
 from deepspeed_recipes.benchmarks.tables import markdown
-from deepspeed_recipes.planning.cost.memory.stage_shards import stage_shards
+from deepspeed_recipes.planning.cost.weights import stage_shards
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.planning.search import strategies

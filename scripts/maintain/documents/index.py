@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from deepspeed_recipes.planning.cost.ranges import highest_memory
-from deepspeed_recipes.planning.search.smallest_hardware import GPU, MOST, SINGLE, smallest
+from deepspeed_recipes.planning.cost.constants import highest_memory
+from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Recipe
 
@@ -50,7 +50,7 @@ DeepSpeed file, micro-batch, sequence length and checkpointing. Single GPUs are 
 2, 4, 8 and more {GPU}, eight per node; if there are more GPUs than sequences in the batch, each GPU gets a micro-batch.
 In brackets: GiB on the fullest GPU, and with offloading also GiB of host memory per node. The memory leaves room for
 {more} times as much, the most that published runs of the same kind took. A dash: the page has no such variant, or it
-does not fit on {MOST:,} GPUs.
+does not fit on {LARGEST:,} GPUs.
 
 """
 
@@ -70,7 +70,7 @@ def _line(cells: list[str]) -> str:
 
 
 def _hardware(recipe: Recipe) -> str:
-    plan = smallest(recipe)
+    plan = smallest_unchanged(recipe)
     if plan is None:
         return UNSHOWN
     host = f", host {plan.host_gib:,.0f}" if plan.setup.offload_optimizer != "none" else ""

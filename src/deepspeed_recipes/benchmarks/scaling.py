@@ -20,7 +20,7 @@ from typing import Any
 from ..launching import paths
 from ..launching.command import deepspeed_command, launcher_command, rank_environment
 from ..machine import children
-from ..planning.cost.time.zero_traffic import zero_traffic
+from ..planning.cost.communication import zero_traffic
 from ..planning.search import forecast, strategies
 from ..recipe import pages
 from ..recipe.errors import UserError

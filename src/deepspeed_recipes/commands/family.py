@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..planning.model_profile.lookup import profile_of
-from ..planning.search.smallest_hardware import GPU, MOST, SINGLE, smallest
+from ..planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from ..recipe import pages
 from ..recipe.errors import UserError, first_line
 from ..recipe.project import PACKAGE
@@ -79,11 +79,11 @@ def _hardware(sizes: Sequence[str], recipes: dict[str, list[Recipe]]) -> str:
         return f"  No hardware is predicted: {first_line(error)}"
     meaning = (
         f"  Predicted, not measured: the smallest hardware on which each variant fits, one {' or '.join(SINGLE)},\n"
-        f"  or several {GPU}; {NONE}: not on {MOST:,}. ds-recipes plan shows other GPUs, the memory and the speed.\n"
+        f"  or several {GPU}; {NONE}: not on {LARGEST:,}. ds-recipes plan shows other GPUs, the memory and the speed.\n"
     )
     return meaning + "\n" + _table([("variant", *sizes), *rows])
 
 
 def _smallest(recipe: Recipe) -> str:
-    plan = smallest(recipe)
+    plan = smallest_unchanged(recipe)
     return f"{plan.setup.world_size} x {plan.cluster.gpu.name}" if plan else NONE

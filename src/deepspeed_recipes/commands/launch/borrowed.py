@@ -11,7 +11,7 @@ from typing import Any
 from ...planning.model_profile import decoders
 from ...planning.model_profile.lookup import profile_of
 from ...planning.search import model_recipe
-from ...planning.search.nearest import nearest
+from ...planning.search.model_recipe import nearest
 from ...recipe import overrides, pages
 from ...recipe.errors import UserError
 from ...recipe.recipe import Model, Recipe

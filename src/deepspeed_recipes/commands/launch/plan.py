@@ -14,7 +14,7 @@ from ...launching.ssh import hostfile
 from ...launching.ssh.hostfile import HostPool
 from ...machine import capacity, run_lock
 from ...planning.hardware.cluster import Cluster
-from ...planning.model_profile import trained
+from ...planning.model_profile import counts
 from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
 from ...recipe import deepspeed_file, overrides, own_code, pages, run_folder
@@ -257,7 +257,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, machines.ranks, machines.ranks_each)
-    trained.check(preflight.with_dimensions(recipe))
+    counts.check_trained(preflight.with_dimensions(recipe))
     if request.folder:
         universal.check(recipe, request.folder, file, machines.ranks)
         if changed := overrides.differences(request.page, recipe):

@@ -14,7 +14,7 @@ from ...launching.ray import submit
 from ...launching.ray.attempts import RayAttempts
 from ...launching.supervise import Outcome
 from ...machine import run_lock
-from ...planning.cost.time import zero_traffic
+from ...planning.cost import communication
 from ...planning.search import forecast
 from ...recipe import run_folder
 from ...recipe.conversions import to_dict
@@ -107,7 +107,7 @@ def start(plan: LaunchPlan) -> int:
             )
             forecast.compare(folder, plan.forecast)
         finally:
-            conclude.at_end(folder, zero_traffic.of_run)
+            conclude.at_end(folder, communication.traffic_of_run)
             write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
         afterwards.upload(folder)
         if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):

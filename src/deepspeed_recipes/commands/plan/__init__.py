@@ -39,9 +39,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ...planning.search import asked_layout, extremes, model_recipe, strategies, suggestions
-from ...planning.search.plans import PlanRequest, SearchResult
-from ...planning.search.run_cost import Workload
+from ...planning.search import extremes, model_recipe, strategies, suggestions
+from ...planning.search.plans import PlanRequest, SearchResult, Workload
 from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
@@ -78,8 +77,8 @@ def main(words: Sequence[str] | None = None) -> int:
             print(remark)
         remarks = _remarks(arguments, request, result, work)
         table.show(request, result, console(), arguments.explain, work, remarks)
-        asked = any(asked_layout.is_pinned(key) for key in overrides.keys_of(arguments.overrides))
-        if asked and (rank := asked_layout.rank(request, result)):
+        asked = any(suggestions.is_layout_key(key) for key in overrides.keys_of(arguments.overrides))
+        if asked and (rank := suggestions.asked_compared(request, result)):
             print(f"\n{rank}")
     if result.best is None:
         print(f"{program('plan')}: {suggestions.sentence(request, result)}", file=sys.stderr)
@@ -111,7 +110,7 @@ def _remarks(
         yield efficiency
     if larger := suggestions.larger_batch(request, result.best):
         yield larger
-    if added := asked_layout.added(request, result.best):
+    if added := suggestions.added_sizes(request, result.best):
         yield added
     if others := suggestions.other_methods(request):
         yield others

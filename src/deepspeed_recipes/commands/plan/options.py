@@ -8,10 +8,10 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ...planning.cost.software import KNOWN, named
+from ...planning.cost.training_setup import KNOWN, named
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, with_measurements
-from ...planning.search import asked_layout, model_recipe, past_runs, strategies
+from ...planning.search import model_recipe, plans, strategies, suggestions
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
 from ...recipe.errors import UserError
@@ -141,7 +141,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
         try:
             check_layout(recipe, hardware, keys)
         except UserError as error:
-            lacking = asked_layout.beyond(strategies.plan_request(recipe, hardware), recipe.layout)
+            lacking = suggestions.beyond_deepspeed(strategies.plan_request(recipe, hardware), recipe.layout)
             raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
     request = strategies.plan_request(recipe, hardware, keys)
     if tower := model_recipe.tower_parameters(arguments.model):
@@ -166,7 +166,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     hardware = with_measurements(
         hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr), measured
     )
-    hardware = replace(hardware, corrections=past_runs.corrections(hardware))
+    hardware = replace(hardware, corrections=plans.corrections(hardware))
     if arguments.network is None:
         return hardware
     if not 0 < arguments.network < math.inf:

@@ -11,9 +11,9 @@ from rich.table import Table
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
 from ...planning.hardware.instances import prices
-from ...planning.search import strategies, which_gpu
-from ...planning.search.run_cost import Workload, in_words
-from ...planning.search.which_gpu import Choice
+from ...planning.search import extremes, strategies
+from ...planning.search.extremes import Choice
+from ...planning.search.plans import Workload, in_words
 from ...planning.show import table
 from ...recipe.errors import UserError
 from ...recipe.files import Json
@@ -47,8 +47,8 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         raise UserError(f"--price {work.prices.any_node:g}: name the instance, for example --price p5.48xlarge=55.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None
     request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
-    priced = which_gpu.by_price(request, work, hours)
-    least = which_gpu.smallest(request, work, hours)
+    priced = extremes.by_price(request, work, hours)
+    least = extremes.smallest_choice(request, work, hours)
     shown = _rows(priced, least)
     if not shown:
         raise UserError(_nothing(arguments, request, work, hours))
@@ -83,12 +83,12 @@ def _nothing(
 ) -> str:
     """Return the message that no hardware fits, or that none meets the deadline, with the fastest hardware."""
     if hours is None:
-        return f"{arguments.model} does not fit on any hardware of the catalogue, up to {which_gpu.NODES[-1]} nodes."
-    near = which_gpu.fastest(request, work)
+        return f"{arguments.model} does not fit on any hardware of the catalogue, up to {extremes.NODES[-1]} nodes."
+    near = extremes.fastest(request, work)
     if near is None:
         return f"{arguments.model} does not fit on any hardware of the catalogue, whatever the deadline."
     return (
-        f"--deadline {arguments.deadline}: no hardware meets it with up to {which_gpu.NODES[-1]} nodes; the fastest "
+        f"--deadline {arguments.deadline}: no hardware meets it with up to {extremes.NODES[-1]} nodes; the fastest "
         f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
     )
 

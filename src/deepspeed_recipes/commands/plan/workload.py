@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...planning.hardware.instances import Prices, prices
-from ...planning.search.plans import Plan
-from ...planning.search.run_cost import Workload
+from ...planning.search.plans import Plan, Workload
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.methods import Grpo

@@ -44,7 +44,7 @@ class Cluster:
     instance: str = ""
     """The rented instance, a name in `instances.INSTANCES`, even if not all its GPUs are used; empty if unknown."""
     corrections: Mapping[str, Correction] = field(default_factory=dict)
-    """By the kinds of `search.past_runs`; empty without past runs."""
+    """By the kinds of `search.plans.kind_of`; empty without past runs."""
     machine: Machine | None = None
     """Measurements of one of its nodes, or None if only datasheets are known."""
 

@@ -100,7 +100,7 @@ def digest(config: Mapping[str, Any]) -> str:
 @lru_cache
 def profiler_digest() -> str:
     """Return a digest of the code that profiles models, so that a change of the code invalidates the cache."""
-    names = ("profile.py", "meta_device.py", "batch_fit.py", "allocations.py")
+    names = ("profile.py", "meta_device.py", "allocations.py")
     sources = [Path(__file__).with_name(name).read_bytes() for name in names]
     return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
 

@@ -28,7 +28,7 @@ from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.recipe import Lora
 from . import decoders
-from .batch_fit import Fit, combined, decoder_layers, difference, fit, measure_batch
+from .allocations import Fit, combined, decoder_layers, difference, fit, measure_batch
 from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)

@@ -11,7 +11,7 @@ from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder, read_json, write_json
 from ..hardware.cluster import Cluster, this_machine, with_measurements
-from . import past_runs, suggestions
+from . import plans, suggestions
 from .plans import Plan
 from .strategies import evaluate, plan_request, search
 
@@ -25,7 +25,7 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     if here is None:
         return None
     cluster = with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
-    return replace(cluster, corrections=past_runs.corrections(cluster))
+    return replace(cluster, corrections=plans.corrections(cluster))
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
@@ -107,7 +107,7 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
         "tokens_per_second": summary["tokens_per_second"],
     }
     predicted = _predicted(plan) if plan else dict.fromkeys(measured)
-    if plan and (steady := past_runs.steady_speed(run)):
+    if plan and (steady := plans.steady_speed(run)):
         measured["steady_tokens_per_second"] = steady
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
 
@@ -119,7 +119,7 @@ def _predicted(plan: Plan) -> dict[str, Any]:
         "gpu_reserved_gib": reserved,
         "tokens_per_second": plan.speed * plan.setup.world_size,
         "uncorrected_tokens_per_second": plan.time.tokens_per_second_per_gpu * plan.setup.world_size,
-        "kind": past_runs.kind_of(plan.setup),
-        "rates": past_runs.rates_of(plan.cluster),
+        "kind": plans.kind_of(plan.setup),
+        "rates": plans.rates_of(plan.cluster),
         "components_gib": dict(plan.components),
     }

@@ -2,9 +2,11 @@
 
 import difflib
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from ...recipe import pages
 from ...recipe.compatibility import positions
@@ -14,7 +16,62 @@ from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
 from ..model_profile.lookup import profile_of
-from .nearest import nearest
+from ..model_profile.profile import ModelProfile
+
+MIXERS = ("mamba", "linear_", "conv_L")
+"""Parts of the configuration keys of models whose layers mix tokens by other means than attention. Adapters of such
+layers have names of their own, and documents cannot be packed."""
+FAR = 10
+"""Factor between two models' parameters above which size determines the settings more than architecture does."""
+
+
+def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
+    """Return the page's recipe that suits a model best.
+
+    MoE models borrow from MoE pages only, and dense models from dense pages, because adapters and layouts name the
+    experts. Pages of vision-language models are never borrowed from. The criteria, in order of priority: a size within
+    a factor of ten, the same `model_type`, the same mixers besides attention (state-space layers, linear attention,
+    convolutions, or none), the nearest size.
+
+    Args:
+        config: the decoder's configuration, as in a `config.json`.
+        variant: the page's variant to return.
+
+    Raises:
+        UserError: no page of this kind of model has the variant.
+    """
+    own = profile_of(config)
+    modules = [pages.page(family) for family in pages.families() if family != "tiny"]  # its rates suit it alone
+    alike = [
+        module
+        for module in modules
+        if not any(model.vision for model in module.SIZES.values())
+        and _is_moe(profile_of(next(iter(module.SIZES.values())).config)) == _is_moe(own)
+    ]
+    suitable = [module for module in alike if variant in pages.variants(module)]
+    recipes = [pages.build(module, size, variant) for module in suitable for size in module.SIZES]
+    if not recipes:
+        known = dict.fromkeys(name for module in alike for name in pages.variants(module))
+        kind = "mixture of experts" if _is_moe(own) else "decoder"
+        raise UserError(f"{variant}: no page of a {kind} has this variant; choose from: {', '.join(known)}.")
+    return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
+
+
+def _is_moe(profile: ModelProfile) -> bool:
+    return any(kind.experts_per_token for kind in profile.layer_kinds)
+
+
+def _mixers(config: Mapping[str, Any]) -> set[str]:
+    return {mixer for mixer in MIXERS if any(mixer in name for name in config)}
+
+
+def _distance(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, float]:
+    one, other = profile_of(theirs), profile_of(own)
+    size = abs(math.log(one.parameters / other.parameters))
+    linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (one, other)]
+    kinds = one.model_type != other.model_type, _mixers(theirs) != _mixers(own), linear[0] != linear[1]
+    return size > math.log(FAR), *kinds, size
+
 
 METHODS = ("full", "lora", "qlora")
 """In descending order of memory."""
@@ -224,7 +281,7 @@ def _check_heads(config: Json, name: str) -> None:
 
 
 def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
-    """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest.py`).
+    """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest`).
 
     Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own. If the architecture
     differs, attention and chat template are not borrowed either.

@@ -1,20 +1,72 @@
-"""Plans: one way to train and its cost, whether it fits, and how plans are ranked."""
+"""Plans: one way to train with its cost, duration and price, whether it fits, and how plans are ranked."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 
 from ...recipe.deepspeed_file import DeepSpeedFile
+from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.recipe import Recipe
-from ..cost.memory.peak_memory import Memory
-from ..cost.ranges import memory_range, speed_range
-from ..cost.software import OWN, Software
-from ..cost.time.step_time import StepTime
-from ..cost.training_setup import TrainingSetup
+from ...recipe.run_folder import RunFolder, read_json, read_jsonl
+from ..cost.constants import memory_range, speed_range
+from ..cost.memory import Memory
+from ..cost.step_time import StepTime
+from ..cost.training_setup import OWN, Software, TrainingSetup
 from ..hardware.cluster import Cluster, Correction
+from ..hardware.instances import Prices
 from ..model_profile.profile import ModelProfile
-from .past_runs import kind_of
+
+RUNS = Path("runs")
+"""The folder in which the launcher keeps runs by default."""
+NEWEST = 50
+"""Number of runs that are read, the newest ones."""
+
+
+def kind_of(setup: TrainingSetup) -> str:
+    """Return the kind of a run: runs of one kind are predicted too fast or too slow by similar factors."""
+    method = "full" if setup.lora is None else "qlora" if setup.quantized else "lora"
+    sharded = f"ZeRO-{setup.zero_stage}" if setup.zero_stage == 3 else "ZeRO-0 to 2"
+    layout = [f"{name} {size}" for name, size in vars(setup.layout).items() if size > 1]
+    offload = [] if setup.offload_optimizer == "none" else [f"optimizer on {setup.offload_optimizer}"]
+    return ", ".join([method, sharded, *layout, *offload])
+
+
+def corrections(cluster: Cluster, runs: Path = RUNS) -> dict[str, Correction]:
+    """Return the median of measured / predicted by kind, over finished runs on GPUs and rates like the cluster's.
+
+    Args:
+        cluster: where the plan is for; its corrections do not matter.
+        runs: the folder with the run folders, `RECIPE/TIME`; a run that cannot be read does not count.
+    """
+    found: dict[str, list[float]] = {}
+    rates = rates_of(cluster)
+    for file in sorted(runs.glob("*/*/summary.json"), key=lambda file: file.parent.name)[-NEWEST:]:
+        try:
+            summary = read_json(file)
+            predicted, measured = summary.get("predicted") or {}, summary.get("measured") or {}
+            if predicted.get("rates") == rates and measured.get("steady_tokens_per_second"):
+                ratio = measured["steady_tokens_per_second"] / predicted["uncorrected_tokens_per_second"]
+                found.setdefault(predicted["kind"], []).append(ratio)
+        except (UserError, OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
+            continue  # cut off, or by hand
+    return {kind: Correction(statistics.median(ratios), len(ratios)) for kind, ratios in found.items()}
+
+
+def rates_of(cluster: Cluster) -> str:
+    """Return the GPU and where its rates are from; predictions by other rates are corrected by other factors."""
+    source = f"measured on {cluster.machine.date}" if cluster.machine else "datasheet"
+    return f"{cluster.gpu.name}, {source}"
+
+
+def steady_speed(run: RunFolder) -> float | None:
+    """Return the median tokens per second after the first logged step, which compiles kernels and fills caches."""
+    speeds = [row["tokens_per_second"] for row in read_jsonl(run.metrics) if row.get("tokens_per_second")]
+    return statistics.median(speeds[1:]) if len(speeds) > 1 else None
+
 
 REFUSE = 0.95
 """Usable share of a node's memory and NVMe: a plan whose likely need is higher does not fit. A GPU's memory counts in
@@ -125,7 +177,7 @@ class Plan:
 
     @property
     def gpu_gib_range(self) -> tuple[float, float]:
-        """The low and high values of `gpu_gib`, from published runs of the same kind (`cost.ranges`)."""
+        """The low and high values of `gpu_gib`, from published runs of the same kind (`cost.constants`)."""
         factors = memory_range(self.setup)
         return factors.low * self.gpu_gib, factors.high * self.gpu_gib
 
@@ -247,3 +299,64 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
         if need > REFUSE * have
     ]
     return tuple(lacking)
+
+
+RESTART = 0.25
+"""Hours from an interruption to the next step: getting a node, starting the ranks, loading the weights. Assumed."""
+HOPELESS = 50.0
+"""Average number of interruptions per checkpoint interval above which a run makes no progress."""
+
+
+def in_words(hours: float) -> str:
+    """Return a duration in a readable unit: `40 min`, `4.6 h`."""
+    return f"{hours:,.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The amount of training, and the prices of nodes."""
+
+    tokens: float
+    """Total over all epochs."""
+    prices: Prices = field(default_factory=Prices)
+    about: str = ""
+    """How the number of tokens was determined, if the user did not give it."""
+    document_length: float | None = None
+    """As in `TrainingSetup`; None if the data was not read."""
+    node_hours: float | None = None
+    """Average hours until a node is interrupted, for spot instances. None if nodes are never interrupted."""
+
+    def hours(self, plan: Plan) -> float:
+        """Return the hours of training, interruptions included; loading, evaluation and checkpoints are not."""
+        return self.training_hours(plan) + self.interrupted_hours(plan)
+
+    def steps(self, plan: Plan) -> int:
+        """Return the number of optimizer steps."""
+        return math.ceil(self.tokens / plan.setup.tokens_per_step)
+
+    def training_hours(self, plan: Plan) -> float:
+        """Return the hours of training without interruptions."""
+        return self.tokens / (plan.speed * plan.setup.world_size) / 3600
+
+    def interrupted_hours(self, plan: Plan) -> float:
+        """Return the hours lost to restarts and to repeating the steps since the newest checkpoint.
+
+        Interruptions are independent of each other, and an interruption of any node stops the whole run: J. T. Daly
+        2006, equation 13 (doi:10.1016/j.future.2004.11.016), without the time to write a checkpoint.
+        """
+        if self.node_hours is None:
+            return 0.0
+        training, mean = self.training_hours(plan), self.node_hours / plan.cluster.nodes
+        interval = min(training, (plan.recipe.save_steps or math.inf) * plan.time.seconds / 3600)
+        each = (mean + RESTART) * math.expm1(min(interval / mean, HOPELESS))
+        return training / interval * each - training
+
+    def dollars(self, plan: Plan) -> float | None:
+        """Return the price of the run in dollars, or None if the nodes' price is unknown."""
+        hourly = self.per_hour(plan.cluster)
+        return None if hourly is None else hourly * self.hours(plan)
+
+    def per_hour(self, cluster: Cluster) -> float | None:
+        """Return the price of all nodes of a cluster in US dollars per hour, or None if it is unknown."""
+        node = self.prices.of_node(cluster.instance)
+        return None if node is None else node * cluster.nodes

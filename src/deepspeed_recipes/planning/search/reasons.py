@@ -6,9 +6,9 @@ from typing import Any
 
 from ...recipe.layout import bubble
 from ...recipe.recipe import Layout
-from ..cost.memory.peak_memory import peak_memory
-from ..cost.ranges import memory_range
-from ..cost.time.step_time import COMPONENTS
+from ..cost.constants import memory_range
+from ..cost.memory import peak_memory
+from ..cost.step_time import COMPONENTS
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest
 

@@ -1,7 +1,7 @@
 """Searches all feasible ways to train a model on a cluster, and returns them best first.
 
 A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. The launcher's own rules
-(`recipe.limits`) drop candidates that cannot run, `cost.memory` drops those that do not fit, and `cost.time.step_time`
+(`recipe.limits`) drop candidates that cannot run, `cost.memory` drops those that do not fit, and `cost.step_time`
 ranks the rest.
 """
 
@@ -18,10 +18,9 @@ from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe, changed
-from ..cost.memory.peak_memory import peak_memory
-from ..cost.software import OWN
-from ..cost.time.step_time import step_time
-from ..cost.training_setup import TrainingSetup, training_setup
+from ..cost.memory import peak_memory
+from ..cost.step_time import step_time
+from ..cost.training_setup import OWN, TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
 from .plans import (
@@ -95,7 +94,9 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], lis
     fitting: list[Plan] = []
     tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
-    for name, recipes in _candidates(request, tier):
+    # Every file with each group of layouts that differ only in sequence parallelism, smallest first.
+    candidates = ((name, _possible(request, name, layouts)) for layouts in _layouts(request) for name in tier)
+    for name, recipes in candidates:
         wide: list[Plan] = []
         narrow: list[Plan] = []
         for recipe in recipes:
@@ -169,13 +170,6 @@ def _with_supported_precision(request: PlanRequest) -> Recipe:
     if "precision" in request.fixed:
         raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
     return replace(recipe, precision="fp16")
-
-
-def _candidates(request: PlanRequest, files: Sequence[str]) -> Iterator[tuple[str, Iterator[Recipe]]]:
-    """Yield every file with each group of layouts that differ only in sequence parallelism, smallest first."""
-    for layouts in _layouts(request):
-        for name in files:
-            yield name, _possible(request, name, layouts)
 
 
 def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
@@ -253,7 +247,9 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     file = template(recipe.deepspeed, request.cluster)
     setup = _setup(request, recipe, file)
     sequences = recipe.global_batch_size // setup.data_parallel_size
-    sizes = _micro_batches(request, sequences)
+    least, asked = request.recipe.method.least_micro_batch, request.recipe.micro_batch_size
+    tried = [asked] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
+    sizes = [size for size in tried if size >= least and sequences % size == 0]
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):
         for size in sizes:
@@ -271,12 +267,6 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 if smallest and checkpointing:
                     return
                 break
-
-
-def _micro_batches(request: PlanRequest, sequences: int) -> list[int]:
-    least, size = request.recipe.method.least_micro_batch, request.recipe.micro_batch_size
-    sizes = [size] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
-    return [size for size in sizes if size >= least and sequences % size == 0]
 
 
 def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:

@@ -11,17 +11,15 @@ from rich.table import Table
 from ...recipe import overrides, pages, project
 from ...recipe.methods.grpo import Grpo
 from ...recipe.recipe import Checkpointing, Layout, Recipe
+from ..cost.compute_time import KERNELS
 from ..cost.constants import constants
-from ..cost.time.host_time import KERNELS
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
-from ..search.past_runs import kind_of
-from ..search.plans import GIB, Plan, PlanRequest, SearchResult, are_alike
+from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, are_alike, kind_of
 from ..search.reasons import behind, why
-from ..search.run_cost import RESTART, Workload
 
 SHOWN = 8
 """Number of plans in the table."""

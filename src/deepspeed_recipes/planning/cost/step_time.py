@@ -5,20 +5,147 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ....recipe.recipe import Precision
-from ...hardware.cluster import Cluster
-from ...hardware.gpus import Gpu
-from ...hardware.machine_file import Machine
-from ...model_profile.profile import LayerProfile, ModelProfile
-from .. import measured
-from ..constants import Constants, constants
-from ..memory import activations
-from ..memory.stage_shards import stage_ranges
-from ..training_setup import TrainingSetup
-from . import communication, host_time, roofline
-from .communication import Group
-from .optimizer_time import copy_seconds, launch_seconds, optimizer_seconds
-from .zero_traffic import zero_traffic
+from ...recipe.recipe import Precision
+from ..hardware.cluster import Cluster
+from ..hardware.gpus import Gpu
+from ..hardware.machine_file import Machine, attention_operations
+from ..model_profile.profile import LayerProfile, ModelProfile
+from . import activations, communication, compute_time
+from .communication import Group, zero_traffic
+from .compute_time import HALF_SPEED, KERNELS, TILE
+from .constants import Constants, constants
+from .training_setup import TrainingSetup
+from .weights import stage_ranges
+
+ADAM = 28
+"""Bytes of GPU memory that Adam moves per updated fp32 parameter, as a single kernel: 12 + 4 read, 12 written."""
+FOREACH = 3.0
+"""Factor on these bytes if torch's Adam runs operation by operation, as without `fused`: 80 bytes in torch's own loop
+and 84 in DeepSpeed's (torch 2.13)."""
+ZERO_STEP, ZERO_STEP_BF16 = 44, 32
+"""Bytes per parameter that the rest of DeepSpeed's step moves: the norm in fp64 18, clipping 8, gradients to fp32 10,
+weights to bf16 6, and at ZeRO-1 and ZeRO-2 4 for the overflow check; with states in bf16 less is converted (deepspeed
+0.19.8 on CPU ranks, by the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and ZeRO-2, 42
+and 30 at ZeRO-3)."""
+CLIPPING = 12
+"""The same without ZeRO: the norm of an fp32 gradient 4, and clipping 8 (counted likewise)."""
+REDUCTION = 12
+"""Bytes moved per trained parameter of a rank for each reduction of gradients, in addition to the collective: into the
+bucket, into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
+CPU_ADAM = 4e9 / 256
+"""Parameters per second that DeepSpeed's CPU Adam updates, per GB/s of the host's memory bandwidth: ZeRO-Offload,
+arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
+CORE_ADAM = 0.88e9
+"""The maximum of the same per core (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70 billion)."""
+CPU_STEP = 2.2
+"""Ratio of DeepSpeed's whole step on the host (norm, clipping, conversions and copies too) to Adam alone: 2.2 for Qwen2
+72B on four nodes of A100s, 10 s (deepspeed issue 6834), and for Qwen2.5 3B on two (its pull request 7474, 2.38 s with
+bound cores); 2.05 at ZeRO-2 and 1.93 at ZeRO-3 with 0.4 billion parameters on one rank with two threads (0.19.8)."""
+SWAPPED = 32
+"""Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
+
+
+def copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
+    """Return the seconds in which a rank's gradients are copied and divided, over all reductions of a step."""
+    micro_batches = setup.gradient_accumulation_steps
+    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
+    return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+
+
+def updated_bytes(setup: TrainingSetup) -> float:
+    """Return the bytes that an optimizer step on the GPU moves per updated parameter of a rank."""
+    width = 0.5 if setup.bf16_states else 1.0
+    adam = width * ADAM * (FOREACH if setup.software.foreach_adam else 1.0)
+    if setup.zero_stage == 0:
+        return adam + width * CLIPPING
+    return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
+
+
+def _host_adam(cluster: Cluster) -> float:
+    """Return the parameters per second that Adam updates on a node's host; clouds count two threads per core."""
+    if cluster.machine and (measured := cluster.machine.host_adam):
+        return measured
+    cores = cluster.cores / 2 or math.inf
+    return min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * cores)
+
+
+def optimizer_seconds(
+    parameters: float, updated: float, setup: TrainingSetup, cluster: Cluster, known: Constants
+) -> tuple[float, float, float]:
+    """Return the seconds of Adam, of transfers to and from the host, and of transfers to and from the drives."""
+    own = updated / (setup.zero_ranks if setup.zero_stage else 1)
+    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
+    offload = nvme = 0.0
+    if setup.offload_optimizer == "none":
+        moved = own * updated_bytes(setup)
+        adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+    else:
+        adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)
+        # The gradients of every micro-batch go to the host, the weights come back.
+        offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
+    if setup.offload_optimizer == "nvme":
+        nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
+    if setup.offload_parameters == "nvme":
+        fetched = 2 * setup.weight_bytes * parameters / setup.zero_ranks * setup.gradient_accumulation_steps
+        nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
+    return adam, offload, nvme
+
+
+TRAINED = 0.84
+"""Share of the rate of a large product by itself that products reach in a run, where the clock falls with the power:
+0.63 of an H100's peak fitted to published runs, against 745 of 989 TFLOP/s alone (an H100 of ours, 2026-11-26)."""
+LAYER_MODULES = 9
+"""Modules with weights in a Llama layer, which ZeRO-3 fetches and releases one by one."""
+
+
+def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) -> Constants:
+    """Return the cost model's constants, with those measured on a machine in place of the assumed ones.
+
+    Args:
+        machine: the measurements.
+        assumed: the constants of this kind of GPU.
+        gpu: the GPU whose peak the shares are of.
+        precision: the run's; fp32 has rates of its own.
+    """
+    dtype = "fp32" if precision == "fp32" else "bf16"
+    peak = gpu.bf16_tflops * 1e12
+    plain, sharded = (machine.seconds[f"layer {name}"] for name in ("zero1", "zero3"))
+    found = {
+        "matmul": TRAINED * _product_rate(machine, dtype, assumed.waves * TILE * gpu.units) / peak,
+        "memory": 1.0,
+        "link": 1.0,
+        "peer": 1.0 if assumed.peer else 0.0,
+        "launch": plain["forward"] / KERNELS,
+        "hook": max(0.0, sharded["forward"] - plain["forward"]) / LAYER_MODULES,
+        "step": plain["step"],
+        "step_sharded": sharded["step"],
+        "kernels": {**assumed.kernels, **_kernels(machine, dtype, peak)},
+        "measured": True,
+    }
+    if "all_gather small" in machine.seconds:
+        found["latency"] = machine.seconds["all_gather small"]
+        found["waiting"] = 0.0  # the hooks were measured on all ranks of the node
+    return replace(assumed, **found)
+
+
+def _kernels(machine: Machine, dtype: str, peak: float) -> dict[str, tuple[float, float]]:
+    """Return the share of the peak that each attention kernel would reach on long sequences, by pass."""
+    length, taken = machine.sizes["length"], machine.seconds["attention"]
+    operations = attention_operations(machine.sizes) * (1 + HALF_SPEED / length)
+    found = {}
+    for name in {key.split()[0] for key in taken if f" {dtype} " in key}:
+        ahead, both = (taken[f"{name} {dtype} {which}"] for which in ("forward", "both"))
+        if both > ahead:
+            found[name] = (operations / ahead / peak, 2.5 * operations / (both - ahead) / peak)
+    return found
+
+
+def _product_rate(machine: Machine, dtype: str, lost: float) -> float:
+    """Return the operations per second of a product without the `lost` elements, by the largest product measured."""
+    seconds = {int(name.split()[0]): taken for name, taken in machine.seconds["products"].items() if dtype in name}
+    side = max(seconds)
+    return float(2 * side**3 / seconds[side] * (1 + lost / side**2))
+
 
 COMPONENTS = {
     "matmul": "products",
@@ -95,9 +222,9 @@ def step_time(
     transfers, overlap = collectives + fetches, known.overlap if setup.overlap_comm else 0.0
     visible = 1 - overlap * min(transfers, compute.total) / transfers if transfers else 1.0
     optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    launches = launch_seconds(stage.trained_weights, setup, known)
+    launches = (known.step_sharded if setup.zero_stage == 3 else known.step) * stage.trained_weights  # by the host
     components = {
-        **{name: micro_batches * getattr(compute, name) for name in roofline.ComputeSeconds.__dataclass_fields__},
+        **{name: micro_batches * getattr(compute, name) for name in compute_time.ComputeSeconds.__dataclass_fields__},
         "tensor": micro_batches * stage.tensor,
         "sequence": micro_batches * stage.sequence,
         "expert": micro_batches * stage.expert,
@@ -113,7 +240,7 @@ def step_time(
         components,
         tokens=setup.tokens_per_step,
         gpus=setup.world_size,
-        model_flops=roofline.model_flops(profile, setup),
+        model_flops=compute_time.model_flops(profile, setup),
         peak_flops=cluster.gpu.bf16_tflops * 1e12,
         measured=known.measured,
     )
@@ -123,7 +250,7 @@ def step_time(
 def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Constants:
     known = constants(gpu.name)
     if machine:
-        return measured.constants(machine, known, gpu, precision)
+        return measured_constants(machine, known, gpu, precision)
     if precision != "fp32":
         return known
     # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
@@ -136,7 +263,7 @@ class _StageTime:
     """One micro-batch on a rank of one pipeline stage, in seconds, and the parameters of that rank."""
 
     layers: int
-    compute: roofline.ComputeSeconds
+    compute: compute_time.ComputeSeconds
     tensor: float
     sequence: float
     expert: float
@@ -164,11 +291,11 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
     """Return one entry for each kind of pipeline stage, or a single entry without a pipeline."""
     layout, kinds = setup.layout, profile.layer_kinds
     ranges = stage_ranges(profile, layout.pipeline)
-    seconds = [roofline.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
+    seconds = [compute_time.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
     split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
     elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
-    adapters = [roofline.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
-    weights = [host_time.trained_weights(kind, setup) for kind in kinds]
+    adapters = [compute_time.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
+    weights = [compute_time.trained_weights(kind, setup) for kind in kinds]
     gathers = [_gathers(kind, profile, setup) for kind in kinds]
     moved = [activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0 for kind in kinds]
     tensor, sequence, expert = zip(
@@ -185,7 +312,9 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
         def total(each: Sequence[float], counts: list[int] = counts) -> float:
             return sum(count * value for count, value in zip(counts, each, strict=True))
 
-        compute = roofline.head_seconds(profile, setup, cluster.gpu, known) if is_last else roofline.ComputeSeconds()
+        compute = (
+            compute_time.head_seconds(profile, setup, cluster.gpu, known) if is_last else compute_time.ComputeSeconds()
+        )
         for count, value in zip(counts, seconds, strict=True):
             compute += value * count
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
@@ -210,7 +339,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
 
 def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a micro-batch's activations between two layers on one rank."""
-    return 2 * roofline.tokens_per_pass(setup) * profile.hidden_size
+    return 2 * compute_time.tokens_per_pass(setup) * profile.hidden_size
 
 
 def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
@@ -258,8 +387,8 @@ def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) ->
     matrices = len(kind.linears)
     if not matrices or setup.software.fsdp:
         return 1.0
-    if experts := 0.0 if setup.software.grouped_experts else roofline.experts_on_rank(kind, setup):
-        return matrices + host_time.EXPERT_MATRICES * experts
+    if experts := 0.0 if setup.software.grouped_experts else compute_time.experts_on_rank(kind, setup):
+        return matrices + compute_time.EXPERT_MATRICES * experts
     ahead = setup.prefetched(profile.hidden_size, kind.parameters)
     return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
 

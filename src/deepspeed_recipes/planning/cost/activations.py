@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
-from ...model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
-from ..training_setup import TrainingSetup
+from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 from .states import WIDTH
+from .training_setup import TrainingSetup
 
 Number = TypeVar("Number", float, SavedBytes)
 

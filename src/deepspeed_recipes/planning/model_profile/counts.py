@@ -1,20 +1,45 @@
-"""The model's own weights that `train`, `freeze` and `lora.modules_to_save` choose to be trained, by their names."""
+"""Counts the parameters of a run's teacher, and those that `train`, `freeze` and `lora.modules_to_save` train."""
 
 import json
 from functools import lru_cache
+from math import prod
+from pathlib import Path
 
-from ...recipe import limits
+from ...recipe import limits, pages
 from ...recipe.errors import UserError
+from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe, names
 
 
-def check(recipe: Recipe) -> None:
+def teacher_parameters(recipe: Recipe) -> int:
+    """Return the number of parameters of the teacher that is held during training.
+
+    0 if there is none, or if the number is unknown, as for a model on the Hub without a page.
+    """
+    method = recipe.method
+    if not isinstance(method, Distill) or not method.teacher or method.top_k is not None:  # top_k frees it early
+        return 0
+    path = method.teacher
+    if files := list(Path(path).glob("*.safetensors")):
+        return sum(map(_stored, files))
+    models = (model for family in pages.families() for model in pages.page(family).SIZES.values())
+    return next((model.parameters for model in models if model.path == path), 0)
+
+
+def _stored(file: Path) -> int:
+    """Return the number of elements in a safetensors file, whose JSON header follows its length in 8 bytes."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
+
+
+def check_trained(recipe: Recipe) -> None:
     """Refuse names that the model does not have, if its dimensions are known; raises UserError."""
-    share(recipe)
-    saved(recipe)
+    trained_share(recipe)
+    saved_parameters(recipe)
 
 
-def share(recipe: Recipe) -> float:
+def trained_share(recipe: Recipe) -> float:
     """Return the share of the parameters that is trained in a recipe without adapters.
 
     Raises:
@@ -25,7 +50,7 @@ def share(recipe: Recipe) -> float:
     return limits.trained_share(recipe, _counts(recipe))
 
 
-def saved(recipe: Recipe) -> int:
+def saved_parameters(recipe: Recipe) -> int:
     """Return the number of parameters of the modules that `lora.modules_to_save` trains whole.
 
     Raises:

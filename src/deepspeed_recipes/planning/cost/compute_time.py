@@ -1,16 +1,203 @@
-"""Compute time: seconds of a layer on one rank, from its arithmetic and the bytes that it moves (a roofline)."""
+"""Compute time: seconds of a layer on one rank.
 
+They follow from its arithmetic and the bytes that it moves (a roofline), from the attention kernel of the GPU, and from
+the time in which Python launches kernels, which matters if the GPU is faster.
+
+A kernel's share of the peak grows with the sequence length, since blocks on the diagonal are computed as a whole and
+short sequences leave multiprocessors idle. The shares in `constants.json` are for long sequences with causal masks.
+"""
+
+from collections.abc import Container
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
-from ....recipe.recipe import Lora
-from ...hardware.gpus import Gpu
-from ...model_profile.profile import LayerProfile, ModelProfile
-from ..constants import Constants
-from ..memory.activations import TILE_COLUMNS, TILE_TOKENS
-from ..training_setup import TrainingSetup
-from .attention_time import attention_seconds
-from .host_time import adapted_share, host_seconds, waiting_seconds
+from ...recipe.recipe import Lora
+from ..hardware.gpus import Gpu
+from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
+from .activations import TILE_COLUMNS, TILE_TOKENS
+from .constants import Constants
+from .training_setup import TrainingSetup
+
+Kernel = Literal["flash_2", "flash_3", "cudnn", "flex", "efficient"]
+
+HALF_SPEED = 380
+"""Sequence length at which a fused kernel reaches half of its speed: arXiv:2407.08608, figures 5 and 6, width 128
+(FlashAttention-2 forward, 512 to 16k tokens: 191 to 335 TFLOP/s; -3: 292 to 616; backward: 214 to 322, 316 to 561)."""
+
+
+def kernel(attention: str, masked: bool, known: Container[str]) -> Kernel:
+    """Return the kernel that computes `Model.attention`.
+
+    Args:
+        attention: a fused implementation, so not `eager`.
+        masked: whether attention gets a full mask.
+        known: the kernels available on this kind of GPU; if cuDNN's is among them, torch 2.13's SDPA uses it (compute
+            capability 9.0 and 10.0: `check_prefer_cudnn_attention` in `sdp_utils.cpp`).
+    """
+    if attention == "sdpa":
+        return "cudnn" if "cudnn" in known else "efficient" if masked else "flash_2"
+    if attention == "flex_attention":
+        return "flex"
+    if attention == "flash_attention_3" and "flash_3" in known:
+        return "flash_3"
+    return "flash_2"  # also for `varlen`, torch's copy of it
+
+
+def implementation(setup: TrainingSetup) -> str:
+    """Return `Model.attention`, with `auto` resolved as in `training.model.attention` on a GPU."""
+    if setup.attention != "auto":
+        return setup.attention
+    return "varlen" if setup.packing and setup.layout.pipeline == 1 else "sdpa"
+
+
+def attended_tokens(kind: LayerProfile, length: float) -> float:
+    """Return the average number of tokens that a token attends to, causally: half of its sequence, or its window."""
+    if kind.window is None or kind.window >= length:
+        return length / 2
+    return kind.window * (1 - kind.window / (2 * length))
+
+
+def attention_seconds(
+    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
+) -> tuple[float, float]:
+    """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass.
+
+    Args:
+        kind: the layer.
+        tokens: number of tokens of a micro-batch on one rank.
+        setup: the training setup, with the implementation and the sequence length.
+        gpu: the GPU, whose peak the shares refer to.
+        constants: the shares.
+    """
+    length, peak = float(setup.sequence_length), gpu.bf16_tflops * 1e12
+    per_key = 4 * kind.attention_width / setup.layout.tensor * tokens / peak
+    if setup.attention == "eager":
+        forward = per_key * length / constants.matmul
+        return forward, 2 * forward
+    # Fused kernels recompute the scores in the backward pass: five products instead of four.
+    if not constants.kernels:
+        forward = per_key * attended_tokens(kind, length) / constants.attention
+        return forward, 2.5 * forward
+    attention = implementation(setup)
+    masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
+    if setup.packing and setup.document_length and not masked:  # with a mask, hidden pairs are computed as well
+        length = min(length, setup.document_length)
+    keys = length if masked else attended_tokens(kind, length)
+    ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]
+    slowdown = 1 + HALF_SPEED / length
+    return per_key * keys / ahead * slowdown, 2.5 * per_key * keys / back * slowdown
+
+
+KERNELS = 100
+"""Kernels of a Llama layer's forward pass in transformers 5.22.2, products and memory operations included."""
+ADAPTER, FUSED_ADAPTER = 6, 3
+"""Kernels per adapted matrix: dropout, two products, the scale, the sum, and a cast; with `lora.fused` the first
+three."""
+DORA = 14
+"""More of them with DoRA: the unit matrix, two products, the sum, the norm, its ratio, and what scales the outputs."""
+DEQUANTIZE = 3
+"""Kernels per 4-bit matrix: for the scales of its blocks, their offset, and the weights."""
+EXPERT = 14
+"""Kernels per expert that is computed alone: finding and gathering its tokens, three products, the activation function,
+the weighting and the sum into the result."""
+EXPERT_MATRICES = 3
+"""Matrices of a gated expert."""
+FUSED = 0.5
+"""Share of a layer's kernels that remains if element-wise operations are fused: 7 products, attention, and one for each
+norm, the rotary embedding, the activation function and the sums, with their copies."""
+
+ONE_BY_ONE = 2
+"""Products per expert and pass on GPUs without a grouped kernel, where torch's grouped call computes one after the
+other, after waiting for the experts' token counts (torch 2.13, `_grouped_mm_fallback`)."""
+
+NODE = 8
+"""Ranks of a node, the maximum that a rank's hooks wait for: more ranks were not measured."""
+BACKWARD_LAUNCHES, BACKWARD_HOOKS = 2.0, 0.7
+"""Ratio of a layer's backward to its forward pass. Launches follow the number of operations. ZeRO-3's hooks were
+measured: 2.2 ms backward and 3.1 ms forward more per layer than under ZeRO-1 (deepspeed 0.19.8, a Llama of 16 layers
+64 wide, two CPU ranks, process time)."""
+GRADIENT_HOOK = 3e-5
+"""Seconds in which ZeRO processes a trained weight's gradient in a backward pass, at stage 1 only in the last pass of a
+step (deepspeed 0.19.8, Llamas of 8 and 24 layers 64 wide, one CPU rank, compared with plain torch: 20 to 45 us, with
+all weights trained or with adapters)."""
+
+
+def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
+    """Return the number of kernels that a layer's forward pass launches on one rank, with `experts` experts there."""
+    count = KERNELS * (FUSED if setup.fuses else 1.0)
+    per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) + DORA * setup.lora.dora if setup.lora else 0
+    quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
+    return (
+        count
+        + per_matrix * adapted_matrices(kind, setup)
+        + quantized
+        + (0 if setup.software.grouped_experts else EXPERT * experts)
+    )
+
+
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup, experts: float = 0.0) -> float:
+    """Return the number of modules per layer that ZeRO-3 fetches and releases: its own, and two per adapter.
+
+    Experts that are modules, as in transformers 4, have three each, and an adapter of each if all linear layers have.
+    """
+    each = 0 if setup.software.grouped_experts else EXPERT_MATRICES * (3 if setup.lora else 1)
+    return kind.modules + 2 * adapted_matrices(kind, setup) + each * experts
+
+
+def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of trained weights of a layer: one per module, or two per adapted matrix."""
+    return 2 * adapted_matrices(kind, setup) if setup.lora else kind.modules
+
+
+def adapted_matrices(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of a layer's linear layers with adapters."""
+    return len(kind.linears) * adapted_share(kind, setup) if setup.lora else 0.0
+
+
+def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the share of a layer's linear layers with adapters, by width."""
+    per_rank = kind.adapter_parameters.get(f"{training_mode(setup.lora)} rank")
+    widths = sum(map(sum, kind.linears))
+    return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)
+
+
+def waiting_seconds(experts: float, products: float, setup: TrainingSetup, constants: Constants) -> float:
+    """Return the seconds of a pass in which the GPU waits for the next expert's product to be launched.
+
+    Args:
+        experts: number of the layer's experts on one rank.
+        products: seconds of their products in the pass.
+        setup: the training setup, with grouped experts or not.
+        constants: the seconds per kernel.
+    """
+    # torch computes all experts in one kernel on compute capability 9 and 10, where it also uses cuDNN's attention.
+    in_one_kernel = setup.precision == "bf16" and "cudnn" in constants.kernels
+    if not setup.software.grouped_experts or in_one_kernel:
+        return 0.0
+    return max(0.0, ONE_BY_ONE * experts * constants.launch - products)
+
+
+def host_seconds(
+    kind: LayerProfile, setup: TrainingSetup, constants: Constants, experts: float = 0.0
+) -> tuple[float, float]:
+    """Return the host's seconds for a layer's forward pass and for its backward pass.
+
+    Args:
+        kind: the layer.
+        setup: the training setup; adapters, 4-bit weights, ungrouped experts and ZeRO-3 add host time.
+        constants: the seconds per kernel and per module that ZeRO-3 fetches.
+        experts: number of the layer's experts on one rank.
+    """
+    others = min(NODE, setup.zero_ranks) - 1
+    hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
+    hooks = hooked_modules(kind, setup, experts) * hook
+    launches = kernels(kind, setup, experts) * constants.launch
+    taken = 0.0 if setup.software.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
+    if setup.zero_stage == 1:
+        taken /= setup.gradient_accumulation_steps
+    return launches + hooks, BACKWARD_LAUNCHES * launches + BACKWARD_HOOKS * hooks + taken
+
 
 TILE = 128 * 256
 """Elements of a matrix product's result that a streaming multiprocessor computes at a time: cuBLAS's largest tile."""
@@ -170,13 +357,9 @@ def tokens_per_pass(setup: TrainingSetup) -> float:
 
 def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the number of a layer's experts on one rank, or 0 if it has none."""
-    used = kind.active_weights - _dense_weights(kind)
+    # Weights outside routed experts are those that every token is multiplied with.
+    used = kind.active_weights - min(kind.active_weights, kind.parameters - kind.expert_parameters)
     return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
-
-
-def _dense_weights(kind: LayerProfile) -> float:
-    """Return the number of weights of a layer outside routed experts, which every token is multiplied with."""
-    return min(kind.active_weights, kind.parameters - kind.expert_parameters)
 
 
 def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> ComputeSeconds:

@@ -1,1 +1,0 @@
-"""Predicts the memory that training takes on GPUs, hosts, NVMe drives and disks."""

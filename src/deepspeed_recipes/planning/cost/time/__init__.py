@@ -1,1 +1,0 @@
-"""Predicts the time of an optimizer step."""
