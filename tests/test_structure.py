@@ -313,7 +313,10 @@ OTHERS = {
         "control.should_training_stop",
     },
     "callbacks/metrics.py": {"control.should_log"},
-    "callbacks/stopping.py": {"control.should_save", "control.should_training_stop"},
+    "callbacks/stopping.py": {
+        *("control.should_epoch_stop", "control.should_evaluate", "control.should_log", "control.should_save"),
+        "control.should_training_stop",
+    },
     "trainer.py": {"self.control.should_training_stop"},
     "methods/distillation/divergence.py": {"ctx.dtypes"},
     "model/fused_lora.py": {"ctx.scaling"},

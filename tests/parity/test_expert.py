@@ -32,6 +32,7 @@ from deepspeed_recipes.training.checkpoint import universal
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.parallel import expert
 from tests import ROOT
+from tests.conftest import write_rows
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import untrained
@@ -210,6 +211,22 @@ def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conve
     before = (mixture(family) / "model.safetensors").read_bytes()
     assert (run.export / "model.safetensors").read_bytes() == before
     assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("stage", tiered([1, 3], {1}))
+def test_answers_of_different_lengths_are_all_written(ranks, tmp_path, mixture, stage):
+    """A rank that has ended its answer computes on: it holds experts that the others' tokens need."""
+    run, long = RunFolder(tmp_path / "run"), "0 1 2 3 4 5 6 7 8 9 " * 3
+    turns = [[("user", f"Q{one}?"), ("assistant", answer)] for one, answer in enumerate(["Yes.", long])]
+    data = write_rows(
+        tmp_path / "data.jsonl",
+        [{"messages": [{"role": role, "content": text} for role, text in pair]} for pair in turns],
+    )
+    recipe = recipe_for(mixture("qwen3_moe"), data, tmp_path, stage, global_batch_size=2, micro_batch_size=1)
+    data = replace(recipe.data, validation=str(data), metric="exact_match")
+    write_recipe(run, replace(recipe, data=data, max_steps=60, learning_rate=5e-3, weight_decay=0.0))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    assert read_json(run.summary)["after"] == 1.0, "both answers are learned, so their lengths differ"
 
 
 @pytest.mark.every

@@ -207,6 +207,15 @@ def late(outputs, labels, num_items_in_batch):
 
 def by_rank(answers, references):
     return float(os.environ["RANK"])
+
+class OnOneRank(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "0" and state.global_step == 2:
+            control.should_save = control.should_evaluate = True
+
+    def on_log(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "1" and state.global_step == 3:
+            control.should_training_stop = True
 """
 
 
@@ -241,3 +250,25 @@ def test_a_metric_that_differs_between_ranks_is_refused_before_training(
     said = read_logs(tmp_path / "log")[0]
     assert "returned {'by_rank': 0.0} on rank 0 and {'by_rank': 1.0} on rank 1 for the same answers" in said
     assert not run.metrics.exists()
+
+
+def test_what_the_callback_of_one_rank_asks_for_happens_on_all(
+    ranks, tmp_path, model_folder, questions, conversations, failing
+):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(model_folder, questions, conversations, callbacks=f"{failing}:OnOneRank", save_steps=0)
+    write_recipe(run, replace(recipe, data=replace(recipe.data, metric="loss")))
+    ranks.check(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
+    assert newest_checkpoint(run) == run.checkpoints / "checkpoint-2"
+    assert [row["step"] for row in read_jsonl(run.evaluations)] == [0, 2, 3]
+    assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3] and run.export.exists()
+
+
+def test_an_evaluation_without_held_out_examples_is_refused(
+    ranks, tmp_path, model_folder, questions, conversations, failing
+):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of(model_folder, questions, conversations, callbacks=f"{failing}:OnOneRank", save_steps=0)
+    write_recipe(run, replace(recipe, data=replace(recipe.data, validation=None, metric="loss")))
+    assert ranks.run(code.train, str(run.path), str(tmp_path), log=tmp_path / "log") == [2, 2]
+    assert "control.should_evaluate is set after step 2, and no examples are held out" in read_logs(tmp_path / "log")[0]

@@ -254,7 +254,7 @@ class Recipe:
     callbacks: Annotated[str | None, Several()] = None
     """Your own subclasses of transformers' TrainerCallback: `FILE.py:CLASS`, separated by commas. Each is created
     without arguments on every rank, before the run's own callbacks, so that what it adds to `logs` in `on_log` is in
-    metrics.jsonl too."""
+    metrics.jsonl too. All ranks log, evaluate, save or stop where the callback of any rank sets `control.should_*`."""
     loss: str | None = None
     """Your own loss of `sft` and `pretrain`, `FILE.py:FUNCTION`, with the signature of transformers' compute_loss_func:
     `function(outputs, labels, num_items_in_batch)` returns the sum over a micro-batch divided by `num_items_in_batch`,

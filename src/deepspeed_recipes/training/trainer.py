@@ -32,7 +32,7 @@ from .callbacks.loss_guard import LossGuard
 from .callbacks.metrics import Metrics, Progress
 from .callbacks.profiler import Phases, Profiler
 from .callbacks.routing import Routing
-from .callbacks.stopping import StopOnSignal, Watchdog
+from .callbacks.stopping import Agreement, StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
 from .checkpoint import digests, pickles, universal
 from .checkpoint.save import Checkpoints
@@ -143,6 +143,8 @@ class RunHooks(Hooked):
         yield EngineSetup(self.on_engine_ready)
         if isinstance(context.phases, Profiler):
             yield context.phases  # ends a step before other callbacks take time in it
+        if context.recipe.callbacks:
+            yield Agreement()  # after the user's, before those that read what these have asked for
         yield context.guard  # reads a log before Metrics writes it
         yield context.checkpoints
         yield Progress()
@@ -318,7 +320,12 @@ class RunHooks(Hooked):
 
     def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
         """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""
-        assert self.context.evaluation, "only called by Evaluation"
+        if self.context.evaluation is None:
+            raise UserError(
+                f"callbacks={self.context.recipe.callbacks}: control.should_evaluate is set after step "
+                f"{self.state.global_step}, and no examples are held out; add data.validation=FILE or "
+                "data.validation_share=0.05."
+            )
         measured = self.context.evaluation.measure(self, with_metric=False)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, measured)
         return measured

@@ -1,4 +1,4 @@
-"""Stops a run cleanly on a signal, or ends one that hangs and records the stack of each rank."""
+"""Stops a run cleanly on a signal or by the user's callbacks, or ends one that hangs and records each rank's stack."""
 
 import faulthandler
 import os
@@ -88,6 +88,35 @@ def _live_siblings() -> int:
         return sum(one.ppid() not in parents for one in alive)  # a rank's forks have its command too
     except psutil.NoSuchProcess:
         return 0
+
+
+class Agreement(TrainerCallback):
+    """Makes what the user's callbacks ask of the Trainer on any rank happen on all ranks.
+
+    Logging, evaluating, saving and stopping are collectives: a callback that asks for one of them on rank 0 only would
+    hang the run. The ranks agree wherever the Trainer reads its flags next.
+    """
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Make a group that does not wait for the GPU."""
+        self.group = dist.new_group(backend="gloo")
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Set the flags that are set on any rank."""
+        asked = torch.tensor(
+            [
+                *(control.should_log, control.should_evaluate, control.should_save),
+                *(control.should_epoch_stop, control.should_training_stop),
+            ],
+            dtype=torch.int32,
+        )
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
+        log, evaluate, save, end_epoch, end_run = map(bool, asked.numpy().tolist())
+        control.should_log, control.should_evaluate, control.should_save = log, evaluate, save
+        control.should_epoch_stop, control.should_training_stop = end_epoch, end_run
+        return control
+
+    on_substep_end = on_log = on_evaluate = on_save = on_epoch_end = on_step_end
 
 
 class Watchdog(TrainerCallback):

@@ -98,7 +98,8 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
             trainer.processing_class,
             examples,
             recipe.data.max_new_tokens,
-            synced_gpus=not gather and trainer.context.file.stage == 3,
+            # Each token is a collective also of ranks that share the experts of a layer.
+            synced_gpus=recipe.layout.expert > 1 or (not gather and trainer.context.file.stage == 3),
             layout=recipe.layout,
             on_answer=keep,
             **({"ask": _ask(trainer), "batch_size": answers.AT_ONCE} if recipe.model.vision else {}),
