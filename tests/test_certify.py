@@ -204,6 +204,14 @@ def test_an_effect_below_the_bound_still_tells_the_base(adapter):
     assert found.difference < found.bound and found.like_base and not found.agrees
 
 
+def test_tensors_are_read_only_where_answers_differ(whole, monkeypatch):
+    wanted, read = certificate.read(whole), []
+    monkeypatch.setattr(expected, "digests", lambda folder: read.append(folder) or wanted["tensors"])
+    assert certificate.compare(wanted, wanted["texts"], whole, read_tensors=False).agrees and not read
+    other = [{**text, "logprobs": [value - 1 for value in text["logprobs"]]} for text in wanted["texts"]]
+    assert not certificate.compare(wanted, other, whole, read_tensors=False).agrees and read == [whole]
+
+
 def test_answers_that_are_no_numbers_do_not_agree(whole):
     wanted = certificate.read(whole)
     nothing = [{**text, "logprobs": [float("nan")] * len(text["logprobs"])} for text in wanted["texts"]]

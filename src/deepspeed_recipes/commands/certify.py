@@ -4,6 +4,7 @@
     ds-recipes certify my-model                                    # a folder that ds-recipes export wrote
     ds-recipes certify http://127.0.0.1:8000 --folder my-model     # what a server answers, for a folder that you have
     ds-recipes certify my-model --server vllm                      # starts the server, asks it, and ends it
+    ds-recipes certify my-gguf                                     # a GGUF file, by llama.cpp
 
 Every export holds `expected.json`: the trained model's log-probabilities of sixteen fixed answers. They are computed
 again and compared. A difference beyond the bound is printed with the causes that the folder shows: tensors that are
@@ -19,6 +20,7 @@ from ..export.evaluate import server as servers
 from ..export.serve import engines, process, served
 from ..machine import children
 from ..recipe.errors import UserError
+from ..training.model_folder.base_model import ADAPTER
 from ..training.rendezvous import free_port
 from .main import Parser
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from ..export.certificate import Certificate
 
 HOST = "127.0.0.1"
+SERVERS = ("none", "transformers", "vllm", "llama.cpp")
 WORST = 3
 """Number of texts that are shown where a model differs."""
 
@@ -43,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, metavar="F", help="with a URL: the folder whose model it should be")
     parser.add_argument("--model", dest="name", metavar="NAME", help="with a URL: the model's or adapter's name there")
     parser.add_argument(
-        "--server", choices=("none", "transformers", "vllm"), default="none", help="start this server and ask it"
+        "--server", choices=SERVERS, default="none", help="start this server and ask it; llama.cpp: on a converted copy"
     )
     parser.add_argument("--json", action="store_true", help="print the comparison of each text as JSON")
     options = parser.parse_trusting(arguments)
@@ -57,16 +60,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         if options.folder or options.name:
             raise UserError(f"{options.model}: --folder and --model are for a server's address.")
-        folder = served.model_folder(Path(options.model))
-        found = certificate.of_folder(folder) if options.server == "none" else _by_server(folder, options.server)
+        found = certificate_of(Path(options.model), options.server)
     print(json.dumps(as_dict(found), indent=2) if options.json else "\n".join(shown(options.model, found)))
     return 0 if found.agrees else 1
 
 
-def _by_server(folder: Path, engine: str) -> "Certificate":
-    """Start a server on a free port, and return the certificate of what it answers."""
+def certificate_of(folder: Path, engine: str) -> "Certificate":
+    """Return the certificate of a folder: by transformers in this process, by llama.cpp, or by a server on a free port.
+
+    Raises:
+        UserError: no model, or a server that is not installed, cannot serve it, or does not start.
+    """
     from ..export import certificate
 
+    if any(folder.glob("*.gguf")):
+        if engine not in ("none", "llama.cpp"):
+            raise UserError(f"{folder}: holds a GGUF file, which only llama.cpp reads; leave out --server {engine}.")
+        return certificate.of_llama_cpp(folder.resolve())
+    folder = served.model_folder(folder)
+    if engine == "none":
+        return certificate.of_folder(folder)
+    if engine == "llama.cpp":
+        if (folder / ADAPTER).exists():
+            raise UserError(
+                f"{folder}: an adapter; merge it for llama.cpp: ds-recipes export {folder} --merge --output DIR."
+            )
+        return certificate.of_llama_cpp(folder)
     found = served.find(folder, None, [])
     chosen, port = engines.choose(engine, found), free_port()
     with children.scratch("ds-recipes-certify-") as place:

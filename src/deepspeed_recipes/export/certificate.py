@@ -110,20 +110,39 @@ def of_folder(folder: Path) -> Certificate:
     return compare(wanted, found, folder)
 
 
-def of_server(server: Server, folder: Path) -> Certificate:
+def of_llama_cpp(folder: Path) -> Certificate:
+    """Return the certificate of a folder's GGUF file, or of its whole model in fp32, as llama.cpp computes it.
+
+    Raises:
+        UserError: llama.cpp is not installed, or cannot convert the model.
+    """
+    from .quantize import write
+
+    wanted = read(folder)
+    return compare(wanted, write.log_probabilities(folder, wanted["texts"]), folder)
+
+
+def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certificate:
     """Return the certificate of a model on a server, against the `expected.json` of a folder on this machine.
+
+    Args:
+        server: the server.
+        folder: the model or adapter that it should serve.
+        read_tensors: compare the folder's tensors even if the answers agree, which reads all of its weights.
 
     Raises:
         UserError: the server does not answer, or gives no log-probabilities.
     """
     wanted = read(folder)
     found = [servers.log_probabilities(server, one["tokens"], one["start"]) for one in wanted["texts"]]
-    certificate = compare(wanted, found, folder)
+    certificate = compare(wanted, found, folder, read_tensors)
     return replace(certificate, causes=(*certificate.causes, *_prompts(server, wanted)))
 
 
-def compare(wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path) -> Certificate:
-    """Return the certificate of answers, with the causes that the folder shows."""
+def compare(
+    wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path, read_tensors: bool = True
+) -> Certificate:
+    """Return the certificate of answers, with the causes that the folder shows; `read_tensors` as for `of_server`."""
     results, base = [], []
     for text, one in zip(wanted["texts"], found, strict=True):
         off = _apart(text["logprobs"], one["logprobs"])
@@ -132,12 +151,14 @@ def compare(wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path
         named = text["messages"][-1]["content"] if "messages" in text else text["text"]
         others = sum(mine != theirs for mine, theirs in zip(text["likeliest"], one["likeliest"], strict=True))
         results.append(Result(str(named).strip(), off, others, len(one["logprobs"])))
-    quantized = (
-        bool(base_model.config_of(folder).get("quantization_config")) if (folder / "config.json").exists() else False
-    )
-    bound = QUANTIZED if quantized else BOUNDS.get(wanted["dtype"], BOUNDS["bfloat16"])
+    bound = BOUNDS.get(wanted["dtype"], BOUNDS["bfloat16"])
+    if file := next(folder.glob("*.gguf"), None):
+        bound = max(bound, BOUNDS["float16"]) if file.stem.endswith("-f16") else QUANTIZED
+    elif (folder / "config.json").exists() and base_model.config_of(folder).get("quantization_config"):
+        bound = QUANTIZED
     like_base = sum(from_trained for from_trained, _ in base) > sum(from_base for _, from_base in base)
-    return Certificate(tuple(results), bound, tuple(causes(wanted, folder)), like_base)
+    alone = Certificate(tuple(results), bound, like_base=like_base)
+    return replace(alone, causes=tuple(causes(wanted, folder, read_tensors or not alone.agrees)))
 
 
 def _apart(wanted: list[float], found: list[float]) -> float:
@@ -148,10 +169,10 @@ def _apart(wanted: list[float], found: list[float]) -> float:
     return mean if mean == mean else float("inf")  # a NaN is no agreement
 
 
-def causes(wanted: Mapping[str, Any], folder: Path) -> Iterator[str]:
+def causes(wanted: Mapping[str, Any], folder: Path, read_tensors: bool = True) -> Iterator[str]:
     """Yield what is in a folder otherwise than it was written: tensors, settings, end tokens, the chat template."""
-    now = expected.described(folder)
-    before, after = wanted["tensors"], now["tensors"]
+    now = expected.described(folder, read_tensors)
+    before, after = (wanted["tensors"], now["tensors"]) if read_tensors else ({}, {})
     for title, names in (
         ("lacks", sorted(set(before) - set(after))),
         ("has, and was not trained with", sorted(set(after) - set(before))),

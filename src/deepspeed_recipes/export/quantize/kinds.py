@@ -57,6 +57,9 @@ KINDS: Mapping[tuple[Option, str], Kind] = {
 }  # fmt: skip
 """The kinds by option and name."""
 
+UNROUNDED = Kind("--gguf", "f32", "32-bit weights", "llama.cpp", "f32", LLAMA)
+"""To compare llama.cpp's computation with the trained model's; no kind to choose."""
+
 
 def names(option: Option) -> list[str]:
     """Return the names of an option's kinds."""

@@ -12,7 +12,7 @@ from ...recipe.errors import UserError
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model, complete, expected, head, record
 from ..serve import environment
-from .kinds import Kind
+from .kinds import UNROUNDED, Kind
 
 if TYPE_CHECKING:
     from ..evaluate.held_out import HeldOut
@@ -79,8 +79,8 @@ def write(
             found = measure.answers(whole, held_out, say, lambda asked: _answer(file, asked, kind, place))
         else:
             _quantize(whole, part, kind, held_out, place)
-            expected.copy(whole, part)
             found = measure.tokens(whole, part, held_out, say)
+        expected.copy(whole, part)
         before, after = (size(folder) for folder in (whole, part))
         if found and (reason := measure.lost(found, allowed)):
             others = f"{kind.wider}, and --allow-drop 5" if kind.wider else "--allow-drop 5"
@@ -165,8 +165,20 @@ def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     return file
 
 
-def _answer(file: Path, asked: dict[str, Any], kind: Kind, place: Path) -> dict[str, Any]:
-    """Return the tokens of the prompts and of llama.cpp's answers (`gguf_answer.py`)."""
+def log_probabilities(folder: Path, sequences: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return llama.cpp's log-probabilities of tokens (`gguf_answer.py`), by a folder's GGUF file or its model in fp32.
+
+    Raises:
+        UserError: llama.cpp is not installed, or cannot convert the model.
+    """
+    with children.scratch("ds-recipes-gguf-") as place:
+        file = next(folder.glob("*.gguf"), None) or _convert(folder, place, UNROUNDED, place)
+        found: list[dict[str, Any]] = _answer(file, {"sequences": sequences}, UNROUNDED, place)
+        return found
+
+
+def _answer(file: Path, asked: dict[str, Any], kind: Kind, place: Path) -> Any:
+    """Return the tokens of the prompts and of llama.cpp's answers, or its log-probabilities (`gguf_answer.py`)."""
     questions, answers = place / "questions.json", place / "answers.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")
     _run(kind, place, environment.require_llama_cpp(kind.typed)[0], ANSWER, file, questions, answers)

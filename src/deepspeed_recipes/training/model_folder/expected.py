@@ -155,8 +155,8 @@ def copy(source: Path, folder: Path) -> None:
         write_json(folder / base_model.EXPECTED, read_json(source / base_model.EXPECTED) | described(folder))
 
 
-def described(folder: Path) -> dict[str, Any]:
-    """Return what tells why a copy differs: settings, end tokens, digests of the tensors and of the template."""
+def described(folder: Path, tensors: bool = True) -> dict[str, Any]:
+    """Return what tells why a copy differs: settings, end tokens, digests of the template and of the tensors."""
     import xxhash
 
     adapter = folder / base_model.ADAPTER
@@ -171,7 +171,7 @@ def described(folder: Path) -> dict[str, Any]:
         "base": _base_digest(folder) if adapter.exists() else None,
         "end_tokens": generation.get("eos_token_id"),
         "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
-        "tensors": digests(folder),
+        **({"tensors": digests(folder)} if tensors else {}),
     }
 
 
@@ -197,9 +197,14 @@ def _base_digest(adapter: Path) -> str | None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of every tensor in a folder's weight files: of its dtype, its shape and its bytes."""
+    """Return the digest of every tensor in a folder's weight files: of its dtype, its shape and its bytes.
+
+    A GGUF file, which llama.cpp writes and reads, counts as one tensor.
+    """
     import xxhash
 
+    if gguf := list(folder.glob("*.gguf")):
+        return {file.name: xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in gguf}
     adapter = folder / "adapter_model.safetensors"
     found = {}
     for file in [adapter] if adapter.exists() else weights.files(folder):
