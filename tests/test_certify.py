@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.commands import certify
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.evaluate.server import Server
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training.model_folder import base_model, complete, expected
+from deepspeed_recipes.training.model_folder import base_model, complete, expected, record
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -247,6 +249,22 @@ def test_a_copy_is_described_anew(whole, tmp_path):
     complete.of_copy(folder, whole, folder)
     found = certificate.of_folder(folder)
     assert not found.agrees and not found.causes  # its tensors are as written; its answers are not the trained model's
+
+
+def test_the_certificate_is_written_into_the_card_and_not_into_a_copys(whole, tmp_path):
+    folder, copy = copied(whole, tmp_path), tmp_path / "other"
+    with pytest.raises(UserError, match="has no training/"):
+        certify.main([str(folder), "--card"])
+    record.write(folder, record.Record(pages.find("tiny-3m", "full"), {}), None)
+    assert certify.main([str(folder), "--card"]) == 0
+    row = "within 0 nats of the trained model's (bound 0.002) | 500 of 500 the same |"
+    assert f"| transformers {version('transformers')} | {row}" in (folder / "README.md").read_text()
+    export.write(folder, copy, merge=False)
+    assert "## Certificate" not in (copy / "README.md").read_text()
+    assert record.CERTIFICATES not in record.read(copy).results
+    change(folder, lambda tensors: tensors["model.norm.weight"].mul_(2))
+    before = (folder / "README.md").read_text()
+    assert certify.main([str(folder), "--card"]) == 1 and (folder / "README.md").read_text() == before
 
 
 def test_a_server_asks_for_log_probabilities_and_its_own_template(whole, monkeypatch):

@@ -344,16 +344,24 @@ def test_four_bit_weights_are_served_where_there_are_kernels_for_them(tmp_path, 
     assert engines.choose("vllm", model) == "vllm"
 
 
-def test_an_adapter_of_experts_is_merged_before_vllm_serves_it(tmp_path, monkeypatch):
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
-    found = served.Served("small", tmp_path, tmp_path, (served.Adapter("experts", tmp_path, 4),))
-    write_json(tmp_path / base_model.ADAPTER, {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj"]})
-    assert engines.choose("auto", found) == "transformers", "which merges it"
-    with pytest.raises(UserError, match=r"target_parameters.*\n?.*--merge --output DIR"):
-        engines.choose("vllm", found)
+def test_an_adapter_of_a_model_with_experts_is_merged_before_vllm_serves_it_on_a_cpu(tmp_path, monkeypatch):
+    write_json(tmp_path / "config.json", {"num_experts": 4})
     write_json(tmp_path / base_model.ADAPTER, {"r": 4, "target_parameters": None})
+    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
+    whole = served.Served("small", tmp_path, tmp_path)
+    found = replace(whole, adapters=(served.Adapter("attention", tmp_path, 4),))
+    assert engines.choose("auto", found) == "transformers", "which merges it"
+    with pytest.raises(UserError, match=r"kernels on GPUs only; merge it first .*--merge --output DIR"):
+        engines.choose("vllm", found)
+    assert engines.choose("auto", whole) == "vllm"
+    monkeypatch.setattr(engines, "_on_gpu", lambda: True)
     assert engines.choose("auto", found) == "vllm"
+    assert engines.MIXED not in engines.vllm(found, "127.0.0.1", 8000).command
+    write_json(tmp_path / base_model.ADAPTER, {"r": 4, "target_parameters": ["mlp.experts.gate_up_proj"]})
+    words = engines.vllm(found, "127.0.0.1", 8000).command
+    stacked = json.loads(words[words.index("--lora-modules") + 1])
+    assert engines.MIXED in words
+    assert stacked == {"name": "attention", "path": str(tmp_path), "is_3d_lora_weight": True}
 
 
 def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):

@@ -48,10 +48,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--server", choices=SERVERS, default="none", help="start this server and ask it; llama.cpp: on a converted copy"
     )
+    parser.add_argument(
+        "--card", action="store_true", help="write the result into the folder's model card if it agrees"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison of each text as JSON")
     options = parser.parse_trusting(arguments)
     from ..export import certificate  # takes seconds, and --help does without
 
+    if options.card and servers.is_address(options.model):
+        raise UserError(f"--card: {options.model} does not tell its version; use --server NAME with the folder.")
     if servers.is_address(options.model):
         if options.folder is None:
             raise UserError(f"{options.model}: add --folder F, the folder of the model that the server should have.")
@@ -61,6 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.folder or options.name:
             raise UserError(f"{options.model}: --folder and --model are for a server's address.")
         found = certificate_of(Path(options.model), options.server)
+    if options.card and found.agrees:
+        folder = Path(options.model).resolve()
+        folder = folder if (gguf := any(folder.glob("*.gguf"))) else served.model_folder(folder)
+        if not found.record(folder, "llama.cpp" if gguf else options.server.replace("none", "transformers")):
+            raise UserError(f"--card: {folder} has no training/, and so no model card of this project.")
     print(json.dumps(as_dict(found), indent=2) if options.json else "\n".join(shown(options.model, found)))
     return 0 if found.agrees else 1
 

@@ -88,6 +88,8 @@ def certified(folder: Path) -> int:
         return 0
     found = certificate.of_folder(folder.resolve())
     print("\n".join(shown(str(folder), found)))
+    if found.agrees:
+        found.record(folder, "transformers")
     return 0 if found.agrees else 1
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from ..recipe.errors import UserError
 from ..recipe.run_folder import read_json
-from ..training.model_folder import base_model, expected, weights
+from ..training.model_folder import base_model, complete, expected, weights
 from .evaluate import server as servers
 from .evaluate.server import Server
+from .serve import environment
 
 BOUNDS = {"float32": 0.002, "float16": 0.03, "bfloat16": 0.06}
 """Mean difference of a token's log-probability, in nats, that rounding explains, by the dtype of the training.
@@ -57,15 +58,33 @@ class Certificate:
         """Whether the model is the trained one."""
         return not self.difference > self.bound and not self.like_base and not self.causes
 
+    @property
+    def places(self) -> int:
+        """The number of tokens that were compared."""
+        return sum(result.places for result in self.results)
+
+    @property
+    def same(self) -> int:
+        """The number of places at which the likeliest token is the trained model's."""
+        return self.places - sum(result.likeliest for result in self.results)
+
     def __str__(self) -> str:
         """Return the verdict in a line."""
-        places = sum(result.places for result in self.results)
-        other = sum(result.likeliest for result in self.results)
         verdict = "agrees with" if self.agrees else "DIFFERS from"
         return (
             f"{verdict} the trained model: log-probabilities within {self.difference:.2g} nats (bound {self.bound:g}), "
-            f"{places - other} of {places} likeliest tokens the same"
+            f"{self.same} of {self.places} likeliest tokens the same"
         )
+
+    def record(self, folder: Path, server: str) -> bool:
+        """Write that the model agrees into the folder's results and model card, or return False if it has none.
+
+        Args:
+            folder: the model's.
+            server: what computed the answers: `transformers`, `vllm` or `llama.cpp`.
+        """
+        verdict = {"difference": self.difference, "bound": self.bound, "same": self.same, "places": self.places}
+        return complete.of_certificate(folder, environment.titled(server), verdict)
 
 
 def read(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The servers and their commands: vLLM if it is installed, otherwise transformers' own (`one_model.py`)."""
 
 import importlib.util
+import json
 import os
 import platform
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...recipe.compatibility import EXPERT_COUNTS
 from ...recipe.errors import UserError
 from ...recipe.project import python_path
 from ...recipe.run_folder import read_json
@@ -19,6 +21,7 @@ from .served import Served
 ENGINES = ("auto", "vllm", "transformers")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum LoRA ranks that vLLM can be started with."""
+MIXED = "--enable-mixed-moe-lora-format"
 WEB = ("fastapi", "uvicorn", "openai", "multipart")
 """Packages that `transformers serve` imports in addition to transformers."""
 INSTALL = 'pip install "deepspeed-recipes[serve]"'
@@ -43,15 +46,15 @@ def choose(engine: str, served: Served) -> str:
         UserError: no engine is installed, or the installed engine cannot serve this model.
     """
     runs = not is_packed(served.model) or has_packed_kernels()
-    experts = [one.folder for one in served.adapters if read_json(one.folder / ADAPTER).get("target_parameters")]
+    adapts = not (served.adapters and has_experts(served.model)) or _on_gpu()
     if engine == "auto":
-        engine = "vllm" if environment.python("vllm") and runs and not experts else "transformers"
+        engine = "vllm" if environment.python("vllm") and runs and adapts else "transformers"
     if engine == "vllm":
-        if experts:
+        if not adapts:
+            folder = served.adapters[0].folder
             raise UserError(
-                f"{experts[0]}: an adapter of experts (target_parameters), which vLLM leaves out or reads transposed "
-                f"(vllm#41384); merge it first (ds-recipes export {experts[0]} --merge --output DIR), or use --engine "
-                "transformers."
+                f"{folder}: an adapter of a model with experts, for which vLLM has kernels on GPUs only; merge "
+                f"it first (ds-recipes export {folder} --merge --output DIR), or use --engine transformers."
             )
         environment.require("vllm", "--engine vllm")
         if not runs:
@@ -112,7 +115,13 @@ def vllm(served: Served, host: str, port: int) -> Engine:
                 "(ds-recipes export --merge)."
             )
         words += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(len(served.adapters))]
-        words += ["--lora-modules", *(f"{adapter.name}={adapter.folder}" for adapter in served.adapters)]
+        modules = [f"{adapter.name}={adapter.folder}" for adapter in served.adapters]
+        for at, adapter in enumerate(served.adapters):
+            if read_json(adapter.folder / ADAPTER).get("target_parameters"):
+                # vLLM 0.32 expects a matrix per expert, or is told that the experts' are stacked, as PEFT stores them.
+                modules[at] = json.dumps({"name": adapter.name, "path": str(adapter.folder), "is_3d_lora_weight": True})
+                words += [] if MIXED in words else [MIXED]
+        words += ["--lora-modules", *modules]
     variables = _variables(environment.variables())
     if not _on_gpu():
         words.append("--enforce-eager")  # compiling takes minutes
@@ -161,6 +170,13 @@ def _weight_bits(model: Path) -> set[int]:
     """Return the bit widths of a model's quantised weights in compressed-tensors' format."""
     groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
     return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
+
+
+def has_experts(model: Path) -> bool:
+    """Return True if a model is a mixture of experts: on a CPU vLLM 0.32 has no adapters for it, even for attention."""
+    config = config_of(model)
+    text = config.get("text_config") or config
+    return any((text.get(name) or 0) > 1 for name in EXPERT_COUNTS)
 
 
 def has_packed_kernels() -> bool:

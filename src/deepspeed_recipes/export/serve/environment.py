@@ -3,6 +3,8 @@
 These packages pin other versions of transformers than training does, so they run there in separate processes.
 """
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -31,6 +33,15 @@ def python(package: str) -> Path | None:
     place = folder()
     found = next(place.glob(f"lib/python*/site-packages/{package}"), None)
     return place / "bin" / "python" if found else None
+
+
+def titled(server: str) -> str:
+    """Return the package of a server (`transformers`, `vllm` or `llama.cpp`) with its version."""
+    package = "llama-cpp-python" if server == "llama.cpp" else server
+    files = folder().glob(f"lib/python*/site-packages/{package.replace('-', '_')}*.dist-info")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{package} {importlib.metadata.version(package)}"
+    return next((f"{package} {file.stem.rpartition('-')[2]}" for file in files), package)
 
 
 def require(package: str, purpose: str) -> Path:

@@ -93,7 +93,22 @@ def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> 
     _finish(folder, place)
 
 
+def of_certificate(folder: Path, asked: str, verdict: Mapping[str, Any]) -> bool:
+    """Record a certificate in `training/results.json` and in the card; return False if the folder has no record.
+
+    Args:
+        folder: the export.
+        asked: the software that computed its answers, with the version.
+        verdict: `difference`, `bound`, `same` and `places`.
+    """
+    if (held := record.read(folder)) is None:
+        return False
+    record.add(folder, {record.CERTIFICATES: {**held.results.get(record.CERTIFICATES, {}), asked: dict(verdict)}})
+    return card.write(folder)
+
+
 def _finish(folder: Path, place: Path) -> None:
+    record.add(folder, {record.CERTIFICATES: None})
     base_model.make_portable(folder, place)
     response_template.write(folder)
     card.write(folder)

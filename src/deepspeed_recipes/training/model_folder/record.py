@@ -15,6 +15,8 @@ FOLDER = "training"
 RECIPE, DEEPSPEED, RESULTS = "recipe.json", "deepspeed.json", "results.json"
 QUANTIZATION = "quantization"
 """Key in results.json of a quantised copy that describes the quantisation."""
+CERTIFICATES = "certificates"
+"""Key in results.json: who compared the folder's model with the trained one, and the verdict. A copy starts without."""
 RESULT_KEYS = ("metric", "before", "after", "logit_difference", "dequantized")
 """Keys that an export's results take from the run's summary.json."""
 PROGRESS = {"steps": "step", "tokens": "tokens", "seconds": "seconds"}
@@ -70,10 +72,11 @@ def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
 
 
 def add(folder: Path, results: Mapping[str, Any]) -> None:
-    """Add results to those of an exported folder, if it has a record."""
+    """Add results to those of an exported folder, if it has a record; None removes what was there."""
     file = folder / FOLDER / RESULTS
     if file.exists():
-        write_json(file, {**read_json(file), **results})
+        merged = {**read_json(file), **results}
+        write_json(file, {name: value for name, value in merged.items() if value is not None})
 
 
 def read(folder: Path) -> Record | None:
