@@ -140,6 +140,6 @@ def draw_curves(run: RunFolder, name: str, loss: str) -> Path | None:
     for axis in axes[1]:
         axis.set_xlabel("optimizer step")
     figure.suptitle(name)
-    figure.savefig(run.report, dpi=120)
+    figure.savefig(run.report, dpi=90)
     pyplot.close(figure)
     return run.report

@@ -1,12 +1,18 @@
 """Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+import tokenizers
+import transformers
 from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets.fingerprint import Hasher
 from jinja2 import TemplateError
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
@@ -15,7 +21,7 @@ from trl import pack_dataset
 from ...recipe.errors import UserError, first_line
 from ...recipe.recipe import Recipe
 from ..console import say
-from ..model import stored
+from ..model import control_tokens, stored
 from ..model.control_tokens import Turns, conversation_tokens
 from ..model.shown import shown
 from ..model_folder import weights
@@ -34,6 +40,18 @@ SEEN = Features({**TOKENS, **sources.PICTURES})
 
 SHUFFLED = 1000
 """Examples in the shuffle buffer of a stream."""
+
+
+TOKENIZED_BY = hashlib.blake2b(
+    b"".join(
+        path.read_bytes()
+        for folder in (__file__, control_tokens.__file__)
+        for path in sorted(Path(folder).parent.glob("*.py"))
+    )
+    + f"{transformers.__version__} {tokenizers.__version__}".encode(),
+    digest_size=8,
+).hexdigest()
+"""Identifies this version of the code that tokenizes; what another version has left in the cache is tokenized again."""
 
 
 class Stream(TorchIterableDataset):
@@ -202,12 +220,27 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
-    progress = {"desc": "tokenizing"} if isinstance(raw, Dataset) else {}
     batched = recipe.method.name == "pretrain"
     tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
     features = SEEN if recipe.model.vision else TOKENS
     unread = [name for name in raw.column_names if name not in features]
-    return raw.map(tokenize, batched=batched, remove_columns=unread, features=features, **progress)
+    options: dict[str, Any] = {"batched": batched, "remove_columns": unread, "features": features}
+    if isinstance(raw, Dataset):
+        # datasets would pickle whole modules for its own key: half a second of every start, on every rank.
+        key = Hasher.hash([raw._fingerprint, TOKENIZED_BY, options, _state(tokenize)])
+        options |= {"desc": "tokenizing", "new_fingerprint": key}
+    return raw.map(tokenize, **options)
+
+
+def _state(value: Any) -> Any:
+    """Return what a function computes with besides its code and its globals, which `TOKENIZED_BY` identifies."""
+    if isinstance(value, FunctionType):
+        return [
+            value.__qualname__,
+            value.__defaults__,
+            *(_state(cell.cell_contents) for cell in value.__closure__ or ()),
+        ]
+    return value
 
 
 def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -216,14 +249,15 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
     rows = weights.embedding_rows(folder) if folder else None
     if rows is None or max(tokenizer.get_vocab().values(), default=-1) < rows:
         return tokenize
+    batched, path = recipe.method.name == "pretrain", recipe.model.path
 
     def look(given: Any) -> dict[str, Any]:
         found = tokenize(given)
-        documents = found["input_ids"] if recipe.method.name == "pretrain" else [found["input_ids"]]
+        documents = found["input_ids"] if batched else [found["input_ids"]]
         if beyond := [token for document in documents for token in document if token >= rows]:
             raise UserError(
                 f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "
-                f"embeddings of model.path={recipe.model.path} have {rows:,} rows; remove it from the data."
+                f"embeddings of model.path={path} have {rows:,} rows; remove it from the data."
             )
         return found
 
@@ -238,26 +272,28 @@ def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
 def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     template, mark = chat_templates.marker(recipe, tokenizer)
     with_tools = chat_templates.renders_tools(tokenizer, template)
+    # The recipe stays out of the closure, so that a run at another learning rate finds its tokens in the cache.
+    reasoning, loss_on, path = recipe.data.thinking, recipe.loss_on, recipe.model.path
 
     def tokenize(example: dict[str, Any]) -> dict[str, Any]:
         turns, tools, given, options = example["messages"], example["tools"], example["given"], example.get("options")
-        if recipe.data.thinking == "strip":
+        if reasoning == "strip":
             turns = thinking.stripped(turns)
-        if recipe.loss_on == "last":
+        if loss_on == "last":
             turns = chat_templates.only_last_learned(turns)
         if not with_tools and (tools or any("tool_calls" in turn for turn in turns)):
             raise UserError(
-                f"model.path={recipe.model.path}: its chat template drops tool calls, and the data has some; "
+                f"model.path={path}: its chat template drops tool calls, and the data has some; "
                 "choose another model, or model.chat_template=chatml."
             )
         try:
-            with chat_templates.bounded(f"model.path={recipe.model.path}"):
+            with chat_templates.bounded(f"model.path={path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 tokens, assistant = mark(found.turns, tools, options)
-                if recipe.loss_on == "all":
+                if loss_on == "all":
                     chat_templates.check_all_learned(turns)
                     assistant, given = [True] * len(tokens), 0
-                if recipe.data.thinking == "read":
+                if reasoning == "read":
                     assistant = thinking.unlearned(tokenizer, turns, tokens, assistant)
                 before = [0]
                 if given:
