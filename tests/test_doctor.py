@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deepspeed_recipes.machine import software, system
+from deepspeed_recipes.machine import ops, software, system
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,14 +70,14 @@ def test_no_key_is_ever_shown(tmp_path: Path):
 
 def test_a_second_build_waits_for_the_first(tmp_path: Path):
     """While the test holds the lock, no build starts; nothing is compiled."""
-    with open(tmp_path / ".build.lock", "w") as lock:
+    with open(tmp_path / f".{ops.OPS['cpu'][0].name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         command = [sys.executable, str(ROOT / "scripts" / "doctor.py"), "--build"]
         environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "DS_ACCELERATOR": "cpu"}
         waiting = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         try:
             said = next(line for line in waiting.stdout if line.strip())
-            assert b"another build is running" in said
+            assert b"another build of deepspeed_shm_comm is running" in said
             assert waiting.poll() is None
             assert not list(tmp_path.glob("*/*"))
         finally:

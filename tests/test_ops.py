@@ -3,6 +3,7 @@
 That DeepSpeed asks for these ops and no others is tested on real ranks, in test_configs_run.py.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -117,7 +118,9 @@ def test_the_lock_of_a_killed_build_is_removed(tmp_path, monkeypatch, capsys):
     held.parent.mkdir()
     for file in (*left, held):
         file.touch()
-    with held.open(), ops.lock(op.name for op in ops.OPS["cpu"]):
+    with held.open(), contextlib.ExitStack() as locks:
+        for op in ops.OPS["cpu"]:
+            locks.enter_context(ops.lock(op.name))
         assert held.exists() and not any(file.exists() for file in left)
     assert capsys.readouterr().err.count("which a build that was killed has left") == 2
 

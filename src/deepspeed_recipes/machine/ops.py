@@ -168,12 +168,11 @@ def build(ops: Iterable[Op]) -> None:
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().device_name() == "cpu"
-    ops = tuple(ops)
-    with lock(op.name for op in ops):
-        for op in ops:
-            if op is ASYNC_IO and not has_libaio():
-                print(f"DeepSpeed op {op.name} ({op.purpose}): left out, install libaio-dev for it", flush=True)
-                continue
+    for op in ops:
+        if op is ASYNC_IO and not has_libaio():
+            print(f"DeepSpeed op {op.name} ({op.purpose}): left out, install libaio-dev for it", flush=True)
+            continue
+        with lock(op.name):
             absent = bool(missing([op]))
             if absent:
                 estimate = f"about {op.seconds} s on two cores" if on_cpu else "this can take minutes"
@@ -199,8 +198,8 @@ def has_libaio() -> bool:
 
 
 @contextlib.contextmanager
-def lock(names: Iterable[str]) -> Iterator[None]:
-    """Wait until no other process of this project compiles, and make others wait during a `with` block.
+def lock(name: str) -> Iterator[None]:
+    """Wait until no other process of this project compiles an op, and make others wait during a `with` block.
 
     The operating system releases this lock when its holder dies. torch has its own lock, a file in the folder of each
     op, which survives a killed build, so that later builds would wait forever. This project takes torch's lock only
@@ -208,17 +207,16 @@ def lock(names: Iterable[str]) -> Iterator[None]:
     """
     folder = extensions_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".build.lock", "w") as file:
+    with open(folder / f".{name}.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("another build is running; waiting for it to end", file=sys.stderr, flush=True)
+            print(f"another build of {name} is running; waiting for it to end", file=sys.stderr, flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
-        for name in names:
-            left = folder / name / "lock"
-            if left.exists() and not _is_open(left):
-                print(f"removing {left}, which a build that was killed has left", file=sys.stderr, flush=True)
-                left.unlink(missing_ok=True)
+        left = folder / name / "lock"
+        if left.exists() and not _is_open(left):
+            print(f"removing {left}, which a build that was killed has left", file=sys.stderr, flush=True)
+            left.unlink(missing_ok=True)
         yield
 
 

@@ -116,15 +116,14 @@ def build() -> list[Check]:
     """Build all ops that runs on this machine may need, one after the other."""
     accelerator = built_ops.kind()
     os.environ.setdefault("DS_ACCELERATOR", accelerator)
-    wanted = built_ops.OPS[accelerator]
-    with built_ops.lock(op.name for op in wanted):
-        return [_build(op) for op in wanted]
+    return [_build(op) for op in built_ops.OPS[accelerator]]
 
 
 def _build(op: Op) -> Check:
     started = time.monotonic()
     try:
-        built_ops.load(op)
+        with built_ops.lock(op.name):
+            built_ops.load(op)
     except Exception as error:  # a compiler can fail in any way
         return Check(f"build {op.name}", "error", built_ops.why(error), "see g++, ninja, libaio and nvcc above")
     return Check(f"build {op.name}", "ok", f"{time.monotonic() - started:.0f} s")

@@ -81,7 +81,7 @@ def compile_ops_once(stack: Path) -> None:
             try:
                 loaded = compiled(builder.name)
                 if loaded is None:
-                    with ops.lock([builder.name]):
+                    with ops.lock(builder.name):
                         loaded = compiled(builder.name) or compile_here(builder, verbose)
             finally:
                 faulthandler.cancel_dump_traceback_later()
