@@ -12,7 +12,7 @@ from deepspeed_recipes.launching import paths
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.training.console import highlighted
-from deepspeed_recipes.training.data import tokenize
+from deepspeed_recipes.training.data import load, tokenize
 from deepspeed_recipes.training.data.collate import IGNORED, Collator
 from deepspeed_recipes.training.data.report import pieces
 from deepspeed_recipes.training.methods.preferences import pairs
@@ -243,4 +243,30 @@ def test_tokens_are_found_again(family, variant):
     recipe = paths.locate(pages.find(family, variant))
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
     function = tokenize._texts if variant == "pretrain" else tokenize.of_conversation
-    assert Hasher.hash(function(recipe, tokenizer)) == Hasher.hash(function(recipe, tokenizer))
+    states = [tokenize._state(function(recipe, tokenizer)) for _ in range(2)]
+    assert Hasher.hash(states[0]) == Hasher.hash(states[1])
+
+
+def test_tokens_are_found_again_only_where_they_would_be_the_same(tmp_path, model_folder, monkeypatch):
+    turns = [("user", "Why?"), ("assistant", "<think>\nSo.\n</think>\n\nSo."), ("user", "And?"), ("assistant", "So.")]
+    path = write(tmp_path / "chat.jsonl", [{"messages": [{"role": role, "content": said} for role, said in turns]}])
+    recipe = small(model_folder, path)
+
+    def key(recipe=recipe, **template):
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, **template)
+        raw, _ = load.read_examples(recipe, tokenizer)
+        return tokenize._tokens(raw, recipe, tokenizer)._fingerprint
+
+    first = key()
+    assert first == key() == key(replace(recipe, learning_rate=2 * recipe.learning_rate, seed=1))
+    template = AutoTokenizer.from_pretrained(model_folder).chat_template
+    others = [
+        key(replace(recipe, loss_on="last")),
+        key(replace(recipe, data=replace(recipe.data, thinking="strip"))),
+        key(chat_template=template.replace("<|assistant|>", "<|assistant|> ")),
+        key(pad_token="<|end|>"),
+    ]
+    monkeypatch.setattr(tokenize, "TOKENIZED_BY", "another version")
+    assert len({first, *others, key()}) == 6
+    write(tmp_path / "chat.jsonl", [{"messages": [{"role": role, "content": said} for role, said in turns[:2]]}])
+    assert key() != first
