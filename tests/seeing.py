@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from deepspeed_recipes.prove import plain
-from deepspeed_recipes.prove.settings import Settings, of_settings
+from deepspeed_recipes.prove.techniques import Settings, of_settings
 from deepspeed_recipes.recipe.recipe import Model, Recipe
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model import processor as vision

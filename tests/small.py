@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_recipes.planning.model_profile import decoders
-from deepspeed_recipes.prove.settings import small
+from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from tests import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.benchmarks import measure, own_process, tables
+from deepspeed_recipes.benchmarks import cases, measure, own_process
 from deepspeed_recipes.benchmarks.cases import ALL, BENCHMARKS, CASE, LIMIT, STEPS, WARM_UP, Benchmark, Case, recipe_of
 from deepspeed_recipes.commands import benchmark
 from deepspeed_recipes.planning.cost.constants import FILE
@@ -117,7 +117,7 @@ def test_a_failure_is_reported_and_not_retried(on_gpu):
     start, asked = of([FOUND, {"error": "out of memory"}, FOUND])
     result = benchmark.run(TWO, on_gpu, start)
     assert asked == ["limits", "a", "b", "a"]
-    assert "| b |" in tables.table(result) and "out of memory" in tables.table(result)
+    assert "| b |" in cases.table(result) and "out of memory" in cases.table(result)
     assert not benchmark.broken(result), "that is what was measured"
 
 
@@ -188,13 +188,13 @@ def test_a_draft_is_never_kept_among_the_measurements(monkeypatch, tmp_path):
 
 def test_a_table_shows_medians_and_shares():
     runs = {"a": [FOUND], "b": [{**FOUND, "step_seconds": [1.0] * 20, "peak_allocated_gib": 12.34}], "c": []}
-    table = tables.table({"runs": runs, **MACHINE})
+    table = cases.table({"runs": runs, **MACHINE})
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     assert rows[2][:4] == ["a", "200", "20.0%", "1.000"]
     assert rows[2][4] == f"{2e12 / 989.4e12:.1%}" and rows[2][5] == "50.0%"
     assert rows[3][1] == "100" and rows[3][3] == "0.500" and rows[3][6] == "12.3"
     assert rows[4] == ["c", *[""] * 6, "not reached"]
-    assert "reserved GiB" in tables.COLUMNS and "reserved" not in table, "nothing of it was measured"
+    assert "reserved GiB" in cases.COLUMNS and "reserved" not in table, "nothing of it was measured"
 
 
 @pytest.mark.parametrize(

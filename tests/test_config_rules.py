@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepspeed_recipes.config import model, schema
+from deepspeed_recipes.config import schema
 from deepspeed_recipes.config.lint import ask_deepspeed, judge, lint
 from deepspeed_recipes.config.read import parse
-from deepspeed_recipes.config.rule import REJECTED, Facts
+from deepspeed_recipes.config.rule import REJECTED, Facts, hidden_size
 from deepspeed_recipes.config.rules import RULES, parallel
 from tests.versions import needs
 
@@ -585,6 +585,6 @@ def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):
 
 def test_the_trainer_finds_a_hidden_size_in_a_part_and_a_bare_accelerator_does_not():
     config = {"model_type": "gemma3", "text_config": {"hidden_size": 8}}
-    assert model.hidden_size(config) == 8 and model.hidden_size(config, nested=False) is None
-    assert model.hidden_size({"hidden_size": 4, "text_config": {"hidden_size": 8}}) == 4
-    assert model.hidden_size({"model_type": "none", "text_config": [8]}) is None
+    assert hidden_size(config) == 8 and hidden_size(config, nested=False) is None
+    assert hidden_size({"hidden_size": 4, "text_config": {"hidden_size": 8}}) == 4
+    assert hidden_size({"model_type": "none", "text_config": [8]}) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.launching import command, variables
-from deepspeed_recipes.launching.ray import cluster, submit
+from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh import remote
 from deepspeed_recipes.recipe.project import IMPORT_ROOT, SCRIPTS, python_path
 from deepspeed_recipes.recipe.run_folder import RunFolder
@@ -91,7 +91,7 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
     assert ranks["PYTHONSAFEPATH"] == cluster.environment({})["PYTHONSAFEPATH"] == "1"
     assert variables.forwarded(ranks)["PYTHONSAFEPATH"] == "1"  # SLURM, Kubernetes, SageMaker, pdsh
     assert "PYTHONSAFEPATH=1" in shlex.split(remote.module_command("x"))
-    assert "PYTHONSAFEPATH=1" in submit.command("a", ["tiny", "full"], {})
+    assert "PYTHONSAFEPATH=1" in cluster.job_command("a", ["tiny", "full"], {})
     for typed in command.other_launchers(RunFolder(tmp_path), 2, 2).values():
         assert "PYTHONSAFEPATH=1" in typed
     (tmp_path / "data" / ".deepspeed_env").write_text("LD_PRELOAD=/data/evil.so\n")

@@ -18,11 +18,10 @@ from tests import ROOT
 from tests.test_disk import full as full
 
 ELSEWHERE = {
-    "benchmarks/clock.py": "a result in a temporary folder",
     "benchmarks/measure.py": "a result in a temporary folder",
     "benchmarks/own_process.py": "an order in a temporary folder, and a process's output",
     "benchmarks/probe.py": "the null device",
-    "benchmarks/turns.py": "a process's output",
+    "benchmarks/overhead.py": "a process's output",
     "commands/doctor/measure.py": "a process's output",
     "commands/export.py": "a new folder, which is renamed",
     "commands/sweep/trials.py": "a process's output",
@@ -31,7 +30,7 @@ ELSEWHERE = {
     "machine/run_lock.py": "the lock, which is linked",
     "export/shrink.py": "a new folder",
     "prove/samples.py": "data in a temporary folder",
-    "prove/show.py": "a new folder for each report",
+    "prove/command.py": "a new folder for each report",
     "scripts/maintain/samples/make_data.py": "imports nothing of the project; git has the old file",
     "scripts/maintain/samples/pretrain.py": "imports nothing of the project; git has the old file",
     "export/serve/process.py": "a process's output",

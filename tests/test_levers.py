@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, masking_utils
 from trl.trainer import utils as trl_utils
 
-from deepspeed_recipes.benchmarks.clock import Reads
+from deepspeed_recipes.benchmarks.measure import Reads
 from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss

@@ -10,7 +10,7 @@ from deepspeed_recipes.recipe.layout import bubble
 from deepspeed_recipes.recipe.recipe import Layout, Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.report import run_data, write
-from deepspeed_recipes.report.profiler import conclude, operators, shares, trace, verdict, words
+from deepspeed_recipes.report.profiler import conclude, shares, trace, verdict
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.metrics import Metrics
 from tests.small import small, with_zero
@@ -147,7 +147,7 @@ def test_an_evaluation_does_not_double_what_zero_3_gathers(profiled):
 def test_operators_are_named_with_their_modules_forward_and_backward(sharded):
     read = traces(sharded)[0]
     assert len(verdict.of_trace(read).operators) == 10
-    every = operators.most_expensive(read, count=10**4)  # a busy machine's first ten may be others
+    every = shares.most_expensive(read, count=10**4)  # a busy machine's first ten may be others
     products = [one for one in every if one.name == "aten::mm"]
     assert products
     assert all(one.module for one in products), "backward too"
@@ -161,8 +161,8 @@ def test_the_verdict_is_printed_and_kept(sharded, capsys):
     assert (sharded.profile / "verdict.json").exists()
     assert found["steps"] == [3, 4] and found["other_step_seconds"] is None, "steps 1 and 2 are the warm-up"
     for rank in found["ranks"]:
-        assert f"  rank {rank['rank']:<3} {words.bar(rank['shares'])}" in screen
-        assert len(words.bar(rank["shares"])) == words.WIDTH
+        assert f"  rank {rank['rank']:<3} {conclude.bar(rank['shares'])}" in screen
+        assert len(conclude.bar(rank["shares"])) == conclude.WIDTH
     assert "planner" in screen and f"change       {found['change']}" in screen
 
 

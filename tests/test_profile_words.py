@@ -12,19 +12,10 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder
-from deepspeed_recipes.report.profiler import (
-    collectives,
-    nsys,
-    operators,
-    shares,
-    trace,
-    verdict,
-    window,
-    words,
-)
+from deepspeed_recipes.report.profiler import collectives, conclude, shares, trace, verdict, window
 from deepspeed_recipes.report.profiler.collectives import Collective
-from deepspeed_recipes.report.profiler.intervals import both, length, union, without
 from deepspeed_recipes.report.profiler.shares import Shares
+from deepspeed_recipes.report.profiler.trace import both, length, union, without
 from deepspeed_recipes.report.profiler.verdict import Rank
 
 EVEN = Shares(0.9, 0.1, 0.04, 0.02, 0.03, 0.01)
@@ -98,8 +89,8 @@ def test_ranks_of_several_hosts():
 def test_the_words_of_nsight_systems(tmp_path, capsys):
     run = RunFolder(tmp_path)
     assert launch.main(["tiny", "full", "--nsys", "--dry-run", "--output-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{shlex.join(nsys.command(run))} ")
-    assert nsys.command(run) == [
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{shlex.join(window.nsys_command(run))} ")
+    assert window.nsys_command(run) == [
         *("nsys", "profile", "--trace=cuda,nvtx,osrt,cublas", "--sample=none", "--cpuctxsw=none"),
         *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true"),
         f"--output={tmp_path}/profile/nsys",
@@ -150,7 +141,7 @@ def test_an_offloaded_optimizer_is_the_hosts_work():
 
 
 def test_a_gpus_kernels_belong_to_operators_and_modules():
-    best = operators.most_expensive(on_gpu())[0]
+    best = shares.most_expensive(on_gpu())[0]
     assert (best.name, best.module, best.calls) == ("aten::mm", "model.layers.*.mlp", 1)
     assert best.seconds == pytest.approx(30e-6)
 
@@ -268,7 +259,7 @@ def test_stages_that_all_wait_are_not_slow():
 
 def test_bars_are_as_long_as_the_step():
     shares = {"compute": 0.5, "communication_waited": 0.3, "data": 0.0, "host": 0.1, "idle": 0.1}
-    assert words.bar(shares) == "#" * 25 + "~" * 15 + "h" * 5 + "." * 5
+    assert conclude.bar(shares) == "#" * 25 + "~" * 15 + "h" * 5 + "." * 5
 
 
 def test_a_trace_of_somebody_else_is_refused(tmp_path):

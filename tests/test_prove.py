@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.prove import command, defects, prove, show
+from deepspeed_recipes.prove import command, defects, prove
 from deepspeed_recipes.prove.techniques import TECHNIQUES
 from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
 from deepspeed_recipes.recipe.project import CONFIGS
@@ -54,12 +54,12 @@ def test_the_command_shows_and_writes_what_it_finds(launcher, tmp_path):
     assert not list(Path("/tmp").glob("proof-*/zero3"))
 
     folder = tmp_path / "reports" / "gradient_norm"
-    report = (folder / show.REPORT).read_text()
+    report = (folder / command.REPORT).read_text()
     assert defect["detail"] in report and f"deepspeed {result['environment']['packages']['deepspeed']}" in report
-    command = DEFECTS["gradient_norm"].command(show.SCRIPT).split()
-    assert f"    {' '.join(command)}\n" in report
+    words = DEFECTS["gradient_norm"].command(command.SCRIPT).split()
+    assert f"    {' '.join(words)}\n" in report
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    ran = subprocess.run([str(TORCHRUN), *command[1:]], cwd=folder, env=alone, capture_output=True, text=True)
+    ran = subprocess.run([str(TORCHRUN), *words[1:]], cwd=folder, env=alone, capture_output=True, text=True)
     assert f"PRESENT: {defect['detail']}" in ran.stdout, ran.stderr
 
 
@@ -70,14 +70,14 @@ def test_a_gradient_that_is_twice_as_large_is_found_and_named(shop, name):
     assert found.state == "different" and "gradient norm off by 1.0e+00" in found.detail
     right = prove.prove(shop, KNOWN[name])
     assert right.state == "equal"
-    assert show.status([right]) == 0 and show.status([right, found]) == 1
-    assert show.summary([right, found], []) == f"planted_{name}: not what plain PyTorch trains."
+    assert command.exit_status([right]) == 0 and command.status([right, found]) == 1
+    assert command.summary([right, found], []) == f"planted_{name}: not what plain PyTorch trains."
 
 
 def test_a_technique_that_does_not_train_is_named_with_the_reason(shop):
     found = prove.prove(shop, replace(KNOWN["zero1"], name="fails", train=doubled_gradients.fail))
     assert found.state == "failed" and found.detail == "ValueError: no training in run"
-    assert show.status([found]) == 1
+    assert command.exit_status([found]) == 1
 
 
 MENDED = ["gradient_norm", "step_of_zeros", "resume_intervals", "rotary_frequencies", "expert_gradient_norm"]

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.prove.settings import small
+from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from deepspeed_recipes.launching.options import LaunchOptions
-from deepspeed_recipes.launching.ray import cluster, output, rank, submit
+from deepspeed_recipes.launching.ray import cluster, output, rank
 from deepspeed_recipes.launching.ray.cluster import Node
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
@@ -96,21 +96,21 @@ def test_a_dashboards_address_makes_a_job_of_the_command(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     words = ["tiny", "full", "--ray", "--address", "http://head:8265", "--nodes", "2", "data.path=a file.jsonl"]
     given = {"NCCL_DEBUG": "INFO", "WANDB_API_KEY": "secret", "HOME": "/root"}
-    command = submit.command("http://head:8265", [*words, "--submit"], given)
+    command = cluster.job_command("http://head:8265", [*words, "--submit"], given)
     job = command[command.index("--") + 1 :]
     assert job[:3] == ["env", "-C", str(tmp_path)] and "NCCL_DEBUG=INFO" in job
     assert not any("secret" in word or "HOME" in word for word in job)
     assert job[job.index("launch") + 1 :] == [*words[:3], *words[5:], "--address", "auto"]
-    assert submit.run("http://head:8265", words, submit=False) == 0
+    assert cluster.submit_job("http://head:8265", words, submit=False) == 0
     assert "job submit --address http://head:8265 -- env -C" in capsys.readouterr().out
     with pytest.raises(UserError, match="may not have"):
-        submit.command("http://head:8265", ["data.path=$HOME/x"], {})
+        cluster.job_command("http://head:8265", ["data.path=$HOME/x"], {})
 
 
 def test_a_job_is_submitted_by_ray(monkeypatch):
     monkeypatch.setattr(cluster.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="--ray: Ray is not installed here"):
-        submit.run("http://head:8265", ["tiny", "full"], submit=True)
+        cluster.submit_job("http://head:8265", ["tiny", "full"], submit=True)
 
 
 def test_what_ranks_print_is_shown_once_and_in_whole_lines(tmp_path, capfd):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.prove.settings import small
+from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe

@@ -9,7 +9,7 @@ import pytest
 
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.config import schema
-from deepspeed_recipes.machine import supported
+from deepspeed_recipes.machine import software
 from scripts.maintain.schema import derive, names
 from scripts.maintain.schema.pydantic_types import type_of
 from tests import ROOT
@@ -30,13 +30,13 @@ def test_the_schema_is_what_deepspeed_reads():
 
 def test_the_oldest_and_the_newest_tested_deepspeed_have_a_schema():
     found = {file.name for file in schema.SCHEMAS.glob("*")}
-    assert found == {f"deepspeed-{version}.json" for version in supported.RANGES["deepspeed"]}
-    for version in supported.RANGES["deepspeed"]:
+    assert found == {f"deepspeed-{version}.json" for version in software.RANGES["deepspeed"]}
+    for version in software.RANGES["deepspeed"]:
         assert schema.read(schema.file_of(version))["deepspeed"] == version
 
 
 def test_an_older_schema_is_its_differences_from_the_newest():
-    oldest, newest = (schema.read(schema.file_of(version)) for version in supported.RANGES["deepspeed"])
+    oldest, newest = (schema.read(schema.file_of(version)) for version in software.RANGES["deepspeed"])
     written = json.loads(schema.file_of(oldest["deepspeed"]).read_text())
     assert written["differs_from"] == newest["deepspeed"]
     assert written["differences"] == list(derive.differences(newest, oldest)) and oldest != newest

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands import launch, main
-from deepspeed_recipes.commands.launch import keys
+from deepspeed_recipes.commands.launch import options
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
 from deepspeed_recipes.training import console
@@ -32,7 +32,7 @@ def shown(capsys, *words):
 
 def test_help_explains_every_key_with_type_default_and_meaning(capsys):
     screen = shown(capsys, "--help")
-    known = keys.keys()
+    known = options.keys()
     assert set(known) == set(overrides.override_keys())
     assert all(key.meaning and key.short() in screen for key in known.values())
     assert "typing." not in screen and "true | false | selective | feed_forward (default: true)" in screen

@@ -12,7 +12,7 @@ import yaml
 from deepspeed_recipes.export.serve import environment as serving
 from deepspeed_recipes.launching import command, kubernetes, paths, slurm, variables
 from deepspeed_recipes.launching.options import Allocation
-from deepspeed_recipes.launching.ray import submit
+from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
@@ -254,4 +254,4 @@ def test_a_job_that_others_can_read_is_given_no_credential():
     with pytest.raises(UserError, match=r"(tags|vllm)=\S*\*\*\*\S*: its credential could be read in the job"):
         kubernetes.files(secret_recipe())
     with pytest.raises(UserError, match=r"grpo\.vllm=http://\*\*\*@h: its credential could be read in the Ray"):
-        submit.command("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], {})
+        cluster.job_command("http://a", ["tiny", "grpo", f"grpo.vllm=http://ada:{PASSWORD}@h"], {})

@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
 from deepspeed_recipes.prove import samples
-from deepspeed_recipes.prove.settings import small
+from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe import quantization
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.machine import software, supported
-from deepspeed_recipes.machine.supported import pins
+from deepspeed_recipes.machine import software
+from deepspeed_recipes.machine.software import pins
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.training import upstream
@@ -20,16 +20,16 @@ STACKS = ROOT / "tests" / "stacks"
 def test_each_range_runs_from_the_oldest_stack_to_the_pins():
     oldest, newest = pins(STACKS / "oldest.txt"), pins(ROOT / "constraints.txt")
     for name in software.NEEDED:
-        first, last = supported.RANGES[name]
-        assert supported.within(name, newest[name]) and newest[name].startswith(last), name
+        first, last = software.RANGES[name]
+        assert software.within(name, newest[name]) and newest[name].startswith(last), name
         assert oldest.get(name, newest[name]).startswith(first), name
 
 
 def test_the_package_asks_for_the_same_ranges():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = dict(re.findall(r"^([a-z]+)>=([\d.]+)", "\n".join(project["optional-dependencies"]["train"]), re.MULTILINE))
-    assert asked == {name: supported.RANGES[name][0] for name in software.NEEDED}
-    assert project["requires-python"] == f">={supported.RANGES['python'][0]}"
+    assert asked == {name: software.RANGES[name][0] for name in software.NEEDED}
+    assert project["requires-python"] == f">={software.RANGES['python'][0]}"
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_doctor_says_what_is_outside_and_what_is_lost(name, version, state, said
 
 
 def test_only_what_a_version_itself_lacks_is_said():
-    assert len(supported.lacking("torch", "2.9.1")) == len(supported.lacking("torch", "2.10.0")) == 1
-    assert supported.lacking("torch", "2.13.0") == supported.lacking("accelerate", "1.13.0") == []
+    assert len(software.lacking("torch", "2.9.1")) == len(software.lacking("torch", "2.10.0")) == 1
+    assert software.lacking("torch", "2.13.0") == software.lacking("accelerate", "1.13.0") == []
 
 
 def test_a_stack_replaces_pins_and_adds_none():
@@ -68,9 +68,9 @@ def test_a_stack_replaces_pins_and_adds_none():
         assert own and own <= found and len(found) == len(newest) and found - newest == own
 
 
-@pytest.mark.parametrize("key", supported.LAYOUTS)
+@pytest.mark.parametrize("key", software.LAYOUTS)
 def test_a_layout_that_an_old_deepspeed_gets_wrong_is_refused(monkeypatch, key):
-    first, why = supported.LAYOUTS[key]
+    first, why = software.LAYOUTS[key]
     layout = Layout(**{key: 2})
     monkeypatch.setattr(upstream.metadata, "version", lambda _: "0.19.0")
     with pytest.raises(

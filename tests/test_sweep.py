@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.commands.launch import keys
-from deepspeed_recipes.commands.sweep import space, table, trials
+from deepspeed_recipes.commands.launch import options
+from deepspeed_recipes.commands.sweep import space, trials
 from deepspeed_recipes.commands.sweep.trials import Result
 from deepspeed_recipes.recipe import overrides
 from deepspeed_recipes.recipe.errors import UserError
@@ -47,7 +47,7 @@ def test_random_trials_differ_and_repeat_with_their_seed():
 
 
 def test_keys_whose_values_have_commas_are_known():
-    said = {name for name, key in keys.keys().items() if "commas" in key.meaning}
+    said = {name for name, key in options.keys().items() if "commas" in key.meaning}
     assert said | {"data.validation"} == overrides.comma_keys()
 
 
@@ -109,7 +109,7 @@ def test_the_best_trial_comes_first():
     assert [one.trial for one in trials.ranked(right)] == [4, 3, 2, 1]
     same = [replace(one, metric="exact_match", score=0.5) for one in results[1:]]
     assert [one.trial for one in trials.ranked(same)] == [2, 3, 4], "of equal scores the lower held-out loss"
-    assert table.draw([lost], ["seed"], None) is False
+    assert trials.draw([lost], ["seed"], None) is False
 
 
 def sweep_words(folder, model_folder, conversations, *words):

@@ -5,8 +5,7 @@ import sys
 import psutil
 import pytest
 
-from deepspeed_recipes.benchmarks.overhead import WARM_UP, steady
-from deepspeed_recipes.benchmarks.turns import Contender, Turn, take_turns
+from deepspeed_recipes.benchmarks.overhead import WARM_UP, Contender, Turn, steady, take_turns
 
 COUNTS = """
 import json, sys, time

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepspeed_recipes.benchmarks.tables import cells, completed_runs, tokens_per_second
+from deepspeed_recipes.benchmarks.cases import cells, completed_runs, tokens_per_second
 
 
 @dataclass(frozen=True)

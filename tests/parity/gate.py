@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from deepspeed_recipes.prove.settings import of_settings as recipe_for
+from deepspeed_recipes.prove.techniques import of_settings as recipe_for
 from deepspeed_recipes.recipe.run_folder import RunFolder, forget_after, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from tests.parity import plain

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.prove.settings import Settings
+from deepspeed_recipes.prove.techniques import Settings
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import export

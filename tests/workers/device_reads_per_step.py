@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.masking_utils import find_packed_sequence_indices
 from trl import KTOTrainer
 
-from deepspeed_recipes.benchmarks.clock import Reads
+from deepspeed_recipes.benchmarks.measure import Reads
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_recipe
 from deepspeed_recipes.training import distributed, run
 from deepspeed_recipes.training.data import chat_templates, tokenize

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.launching import attempts, supervise
+from deepspeed_recipes.launching import restarts, supervise
 from deepspeed_recipes.recipe.run_folder import append_jsonl, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from tests.ranks import free_port
@@ -29,7 +29,7 @@ def quick_launch(arguments: list[str], log: str) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.argv = ["launch.py", *arguments]
-    attempts.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
+    restarts.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
     supervise.subprocess, supervise.find_ranks = SimpleNamespace(Popen=Forked), find_ranks
     status = main.run("launch", arguments)
     sys.stdout.flush()

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, recipe_of
-from deepspeed_recipes.benchmarks.tables import markdown
+from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, markdown, recipe_of
 from deepspeed_recipes.planning.cost.weights import stage_shards
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find

@@ -5,7 +5,7 @@ python -m scripts.maintain.schema.model_types   # after an upgrade of transforme
 
 import json
 
-from deepspeed_recipes.config.model import DIMENSIONS, MODEL_TYPES
+from deepspeed_recipes.config.rule import DIMENSIONS, MODEL_TYPES
 from deepspeed_recipes.recipe import files
 
 

@@ -1,9 +1,17 @@
-"""Run one contender once, as a process: `python -m deepspeed_recipes.benchmarks.measure ORDER.json RESULT.json`."""
+"""Run one contender once, as a process: `python -m deepspeed_recipes.benchmarks.measure ORDER.json RESULT.json`.
 
-from ..training import peft_without_bitsandbytes  # noqa: F401, I001  # first: before anything imports PEFT
+Steps are timed without synchronising the device, and the places where Python waits for it are counted.
+"""
 
 import json
+import os
+import resource
+import statistics
 import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,27 +19,140 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from ..recipe import deepspeed_file
-from ..recipe.project import CONFIGS
 from ..recipe.conversions import to_dict
+from ..recipe.files import Json
+from ..recipe.gpus import GIB
+from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_json, write_recipe
-from ..training import distributed, run, upstream
+from ..training import (
+    distributed,
+    peft_without_bitsandbytes,  # noqa: F401  # first: before anything imports PEFT
+    run,
+    upstream,
+)
 from ..training.arguments import common_arguments, gather_layers
+from ..training.callbacks.metrics import training_flops
 from ..training.data.collate import Collator
 from ..training.data.load import Datasets
 from ..training.environment import describe
 from ..training.methods import sft
-from ..training.model import lora as adapters
 from ..training.model import load, transforms
-from ..training.callbacks.metrics import training_flops
+from ..training.model import lora as adapters
 from ..training.tracking.trackers import Trackers
 from . import probe, synthetic
 from .cases import Case, recipe_of
-from .clock import Clock
+
+OF_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
+"""Operations whose result or output shape depends on the values: `item()`, `bool()`, `x[mask]`."""
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of tensors' values by Python, and blocking copies from a GPU, backward passes included.
+
+    Only this thread is counted: on a GPU, not the threads that PyTorch starts for the backward pass.
+    """
+
+    def __init__(self, places: bool = False) -> None:
+        """`places`: also record the lines that cause reads, which is slow."""
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.places: Counter[str] | None = Counter() if places else None
+
+    @property
+    def total(self) -> int:
+        """The number of reads."""
+        return self.counts.total()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        options = options or {}
+        name = function.overloadpacket.__name__
+        if name in OF_VALUES or _selects(name, arguments) or _leaves_the_device(name, arguments, options):
+            self.counts[name] += 1
+            if self.places is not None:
+                self.places["".join(traceback.format_stack(limit=6)[:-1])] += 1
+        return function(*arguments, **options)
+
+
+def _selects(name: str, arguments: Any) -> bool:
+    """Return whether a mask determines the number of elements; assigning a single value does not depend on it."""
+    if name == "index" or (name in ("index_put", "index_put_", "_index_put_impl_") and arguments[2].numel() != 1):
+        masks = arguments[1]
+    else:
+        return False
+    return any(mask is not None and mask.dtype == torch.bool for mask in masks)
+
+
+def _leaves_the_device(name: str, arguments: Any, options: Json) -> bool:
+    if name == "_to_copy":
+        target = torch.device(options.get("device") or "meta")
+        return arguments[0].is_cuda and target.type == "cpu" and not options.get("non_blocking")
+    if name == "copy_":
+        return arguments[1].is_cuda and arguments[0].device.type == "cpu" and not (len(arguments) > 2 and arguments[2])
+    return False
+
+
+class Clock:
+    """Times the steps after a warm-up, counts the device reads of one more step, and ends the process.
+
+    On a GPU it uses CUDA events, so that measuring does not synchronise.
+    """
+
+    def __init__(self, result: Path, warm_up: int, steps: int, facts: Json) -> None:
+        """`facts`: written to `result` with the numbers."""
+        self.result, self.warm_up, self.steps, self.facts = result, warm_up, steps, facts
+        self.on_gpu = torch.cuda.is_available()
+        self.marks: list[Any] = []
+        self.done = 0
+        self.reads = Reads()
+
+    def step(self, loss: Callable[[], float | None] = lambda: None) -> None:
+        """Mark the end of a step; `loss` reads the last loss. The last call does not return."""
+        self.done += 1
+        if self.done == self.warm_up and self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if self.warm_up <= self.done <= self.warm_up + self.steps:
+            self.marks.append(self._mark())
+        if self.done == self.warm_up + self.steps:
+            self.reads.__enter__()
+        if self.done == self.warm_up + self.steps + 1:
+            self.reads.__exit__(None, None, None)
+            self._write(loss())
+
+    def _mark(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _write(self, loss: float | None) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+            seconds = [a.elapsed_time(b) / 1000 for a, b in zip(self.marks, self.marks[1:], strict=False)]
+            memory = {
+                "peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+                "peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            }
+        else:
+            seconds = [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+            memory = {}
+        step = statistics.median(seconds)
+        numbers = {
+            "step_seconds": seconds,
+            "tokens_per_second": self.facts["tokens_per_step"] / step,
+            "flops_per_second": self.facts["flops_per_step"] / step,
+            "host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+            "reads_per_step": self.reads.total,
+            "loss": loss,
+        }
+        self.result.write_text(json.dumps({**self.facts, **numbers, **memory}))
+        os._exit(0)  # skip the rest of the run, such as the export
 
 
 def main(order: str, result: str) -> None:
@@ -58,7 +179,7 @@ def limits() -> dict[str, float]:
     return found | ({"from_host_bytes": sizes["copy"] / copies["from_host"]} if "from_host" in copies else {})
 
 
-def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Any, attention: str) -> dict[str, Any]:
+def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Any, attention: str) -> Json:
     """Return the model, the recipe and the size of a step: tokens without padding, and their operations."""
     tokens, squares = synthetic.mean_lengths(sequences)
     total, trainable = load.parameter_counts(trained)
@@ -82,17 +203,17 @@ def config_file(recipe: Recipe) -> Path:
     return config if config.is_file() else CONFIGS / config.name
 
 
-def clock(result: Path, asked: dict[str, Any], described: dict[str, Any]) -> Clock:
+def clock(result: Path, asked: Json, described: Json) -> Clock:
     """Return the clock of a run."""
     return Clock(result, asked["warm_up"], asked["steps"], described)
 
 
-def vocabulary_of(recipe: Recipe, asked: dict[str, Any]) -> int:
+def vocabulary_of(recipe: Recipe, asked: Json) -> int:
     """Return the size of the vocabulary that documents are drawn from."""
     return synthetic.config_of(recipe, asked["draft"]).get_text_config().vocab_size
 
 
-def sequences_for(recipe: Recipe, asked: dict[str, Any]) -> Any:
+def sequences_for(recipe: Recipe, asked: Json) -> Any:
     """Return the sequences of eight steps; training repeats them."""
     return synthetic.sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
 
@@ -108,7 +229,7 @@ class Ticks(TrainerCallback):
         self.clock.step()
 
 
-def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
+def of_recipe(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train the recipe through the steps of `run.execute`, on synthetic weights and sequences."""
     sequences, tokenizer = sequences_for(recipe, asked), synthetic.tokenizer()
     folder = RunFolder(result.with_suffix(".run"))
@@ -135,7 +256,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -
     trainer.train()
 
 
-def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
+def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train with a typical fast loop: no DeepSpeed, a causal mask over whole sequences, fused AdamW.
 
     Packed documents attend to each other here, since the loop has no mask between them.
@@ -171,7 +292,7 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any
             watch.step(loss.item if watch.done > watch.warm_up + watch.steps - 1 else lambda: None)
 
 
-def of_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
+def of_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train with `transformers.Trainer`'s defaults: fp32 weights under autocast, a dense mask for packed sequences."""
     sequences = sequences_for(recipe, asked)
     trained = synthetic.random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
@@ -192,7 +313,7 @@ def of_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) 
     )
     collate = Collator(0)
 
-    def model_inputs(chosen: Any) -> dict[str, Any]:
+    def model_inputs(chosen: Any) -> Json:
         batch = collate(chosen)
         return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
 
@@ -202,7 +323,7 @@ def of_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) 
     ).train()
 
 
-def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: dict[str, Any]) -> None:
+def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train with TRL's `SFTTrainer`'s defaults, which do not pack: about as many tokens per step, padded."""
     from trl import SFTConfig, SFTTrainer
 

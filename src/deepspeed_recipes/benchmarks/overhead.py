@@ -1,28 +1,152 @@
 """`overhead`: compares a small recipe, run by the command, with the same training without this project.
 
 Tokens per second and peak memory are compared with (a) recipes/plain_loop.py and (b) a bare transformers.Trainer
-(`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. On CPU
-ranks the three take turns of LOG_EVERY steps (`turns.py`); on GPUs they run one after the other. The first steps of
-each run are warm-up. The measurement includes the launcher's allocator setting: the peers run without it, like a plain
-`deepspeed` command.
+(`peer_trainer.py`), on the same model, data, ranks, ZeRO stage, dtype, optimizer, batch and logging interval. The first
+steps of each run are warm-up. The measurement includes the launcher's allocator setting: the peers run without it, like
+a plain `deepspeed` command.
+
+On CPU ranks the three take turns of LOG_EVERY steps: one computes up to its next record while the others are stopped.
+The speed of a shared machine changes by a third within minutes, which alone makes consecutive runs differ; a cycle of
+turns takes seconds, so that such a change affects all runs alike. On GPUs they run one after the other: stopping a
+process does not stop the kernels that it has queued, and such a kernel may be waiting for another rank's.
 """
 
 import argparse
+import contextlib
+import json
 import os
+import signal
 import statistics
+import subprocess
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from ..launching import paths
 from ..launching.command import deepspeed_command, rank_environment
+from ..machine.children import killed_with_this_process
 from ..recipe import pages
+from ..recipe.files import Json
 from ..recipe.project import PACKAGE, PAGES
 from ..recipe.recipe import Precision, Schedule, Wandb
 from ..recipe.run_folder import RunFolder, write_recipe
-from .turns import Contender, Turn, take_turns
+
+POLL = 0.005
+"""Seconds between two checks for a new record; a turn is a thousand times as long."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of a run: the work up to its next record."""
+
+    record: Json
+    """The record that ended the turn."""
+    tokens: int
+    """Tokens since the previous record."""
+    seconds: float
+
+
+@dataclass
+class Contender:
+    """A running command that appends JSON records, one per line, to a file."""
+
+    command: list[str]
+    environment: Mapping[str, str]
+    records: Path
+    """The file with the records: one that the command writes, or its output."""
+    output: Path
+    """The file with the command's output."""
+    turns: list[Turn] = field(default_factory=list)
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the command in its own session."""
+        with self.output.open("wb") as out:
+            self.process = subprocess.Popen(
+                self.command, env=dict(self.environment), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def take_turn(self, most: float = float("inf")) -> None:
+        """Compute up to the next record, for `most` seconds.
+
+        Raises:
+            RuntimeError: the run has ended without another record, or takes longer.
+        """
+        self.signal(signal.SIGCONT)
+        began = time.perf_counter()
+        ended = False
+        while (record := self._next_record()) is None:
+            if ended:  # it had ended before the last check, so there are no more records
+                self.finish()
+                raise RuntimeError(f"{' '.join(self.command)} ended before its last step")
+            if time.perf_counter() - began > most:
+                raise RuntimeError(f"{' '.join(self.command)} has not come further in {most:.0f} s\n{self.tail()}")
+            time.sleep(POLL)
+            ended = self.running.poll() is not None
+        seconds = time.perf_counter() - began
+        self.signal(signal.SIGSTOP)
+        before = self.turns[-1].record["tokens"] if self.turns else 0
+        self.turns.append(Turn(record, record["tokens"] - before, seconds))
+
+    def finish(self) -> None:
+        """Let the command run to its end.
+
+        Raises:
+            RuntimeError: the command failed; the message ends with its last output.
+        """
+        self.signal(signal.SIGCONT)
+        if self.running.wait():
+            raise RuntimeError(f"{' '.join(self.command)}\n{self.tail()}")
+
+    def tail(self) -> str:
+        """Return the end of the command's output."""
+        return self.output.read_text(errors="replace")[-6000:]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all processes of the command."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.running.pid, number)
+
+    def end(self) -> None:
+        """Kill all processes of the command."""
+        self.signal(signal.SIGKILL)
+        self.running.wait()
+
+    @property
+    def running(self) -> subprocess.Popen[bytes]:
+        """The process that was started."""
+        assert self.process is not None
+        return self.process
+
+    def _next_record(self) -> Json | None:
+        lines = self.records.read_bytes().split(b"\n")[:-1] if self.records.exists() else []
+        found = [line for line in lines if line.startswith(b"{")][len(self.turns) :]
+        return json.loads(found[0]) if found else None
+
+
+def take_turns(contenders: list[Contender], last_step: int, most: float = float("inf")) -> None:
+    """Run all contenders to the end, one record per turn, reversing the order after every cycle.
+
+    Raises:
+        RuntimeError: a contender failed, or took longer than `most` seconds for a turn.
+    """
+    with contextlib.ExitStack() as stack:
+        for one in contenders:
+            one.start()
+            stack.enter_context(killed_with_this_process(one.running.pid))
+            stack.callback(one.end)
+            one.take_turn(most)
+        order = contenders
+        while under_way := [one for one in order if one.turns[-1].record["step"] < last_step]:
+            for one in under_way:
+                one.take_turn(most)
+            order = order[::-1]
+        for one in contenders:
+            one.finish()
+
 
 WARM_UP = 20
 """Steps that are not counted: compilation of ops, allocator, ZeRO-3's trace."""
@@ -63,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 
 
-def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> dict[str, Any]:
+def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> Json:
     """Return every peer's throughput and memory in each run; a round that would exceed `seconds` is not started."""
     began = time.monotonic()
     save_sequences(bench)
@@ -102,7 +226,7 @@ def summarise(runs: list[dict[str, float]], key: str) -> float:
     return statistics.median(run[key] for run in runs)
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Json) -> str:
     """Return the result as a Markdown table with the ratios to the fastest and to the leanest peer."""
     runs = result["runs"]
     speed = {name: summarise(measured, "tokens_per_second") for name, measured in runs.items()}
@@ -207,5 +331,5 @@ def steady(turns: list[Turn]) -> dict[str, float]:
         "tokens_per_second": statistics.median(
             turn.tokens / turn.seconds for turn in turns if turn.record["step"] > WARM_UP
         ),
-        "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
+        "peak_gib": last["gpu_peak_gib" if "gpu_peak_gib" in last else "host_peak_gib"],
     }

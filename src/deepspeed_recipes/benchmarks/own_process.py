@@ -17,10 +17,10 @@ from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
 from ..launching.command import deepspeed_command, rank_environment, visible_gpus
 from ..machine.children import killed_with_this_process
+from ..recipe.files import Json
 from ..recipe.project import IMPORT_ROOT
 from ..recipe.run_folder import RunFolder
 
@@ -28,7 +28,7 @@ MEASURE = "deepspeed_recipes.benchmarks.measure"
 OUT_OF_MEMORY = "out of memory"
 
 
-def start(order: dict[str, Any], folder: Path, seconds: float) -> dict[str, Any]:
+def start(order: Json, folder: Path, seconds: float) -> Json:
     """Run a contender and return its measurements, or a short `error` and its whole `output`.
 
     Args:

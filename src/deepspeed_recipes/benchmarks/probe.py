@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..machine import ops
 from ..planning.hardware.machine_file import HEAD_WIDTH
+from ..recipe.files import Json
 from ..recipe.run_folder import write_json
 from ..training import distributed, upstream
 from ..training.console import leave_out_noise
@@ -63,7 +64,7 @@ def main(file: str, only: str = "") -> None:
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()
-    found: dict[str, Any] = {}
+    found: Json = {}
     took: dict[str, float] = {}
     for probe in (link,) if only == "link" else (products, attentions, copies, launches, collectives, host_adam):
         begun = time.monotonic()
@@ -84,7 +85,7 @@ def over_ranks(seconds: Any) -> Any:
     return statistics.median(everywhere)
 
 
-def sizes() -> dict[str, Any]:
+def sizes() -> Json:
     """Return the sizes that suit the ranks' device."""
     return {name: on_gpu if distributed.on_gpu() else on_cpu for name, (on_gpu, on_cpu) in SIZES.items()}
 
@@ -184,7 +185,7 @@ def copies() -> dict[str, float]:
     return found
 
 
-def launches() -> dict[str, Any]:
+def launches() -> Json:
     """Return what a layer costs the host: by pass, in plain PyTorch, and under ZeRO-1 and -3."""
     one = torch.zeros(1, device=distributed.device())
 

@@ -11,11 +11,10 @@ import io
 import os
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from itertools import pairwise
-from typing import Any
 
 from ..launching import paths
 from ..launching.command import deepspeed_command, launcher_command, rank_environment
@@ -24,6 +23,7 @@ from ..planning.cost.communication import zero_traffic
 from ..planning.search import forecast, strategies
 from ..recipe import pages
 from ..recipe.errors import UserError
+from ..recipe.files import Json, JsonView
 from ..recipe.recipe import Draft, Recipe
 from ..recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from . import overhead
@@ -52,7 +52,7 @@ def counts(asked: int | None, gpus: int) -> list[int]:
     return found
 
 
-def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> dict[str, Any]:
+def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> Json:
     """Return tokens per second and step time of every number of ranks, in each round, and the planner's efficiency."""
     runs: dict[str, dict[str, list[dict[str, float]]]] = {kind: {str(n): [] for n in ranks} for kind in KINDS}
     link = {} if bench.gpus else {str(n): link_speed(bench, n) for n in ranks if n > 1}
@@ -134,7 +134,7 @@ def environment(bench: Bench, count: int) -> dict[str, str]:
     return found if bench.gpus else found | {"OMP_NUM_THREADS": "1"}
 
 
-def predicted_on_cpu(result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def predicted_on_cpu(result: JsonView) -> dict[str, dict[str, float]]:
     """Return each number of ranks' efficiency if a step is one rank's computation plus ZeRO's communication."""
     settings, cores, page = result["settings"], result["cores"], pages.find("tiny", "full")
     size, weight_bytes = page.model.parameters, {"fp32": 4}.get(settings["dtype"], 2)
@@ -172,14 +172,14 @@ def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str,
     return found
 
 
-def efficiencies(result: Mapping[str, Any], kind: str) -> Iterator[tuple[int, float, float, float]]:
+def efficiencies(result: JsonView, kind: str) -> Iterator[tuple[int, float, float, float]]:
     """Yield ranks, tokens per second, efficiency and the planner's efficiency."""
     speeds = {int(n): overhead.summarise(measured, "tokens_per_second") for n, measured in result["runs"][kind].items()}
     for count, speed in speeds.items():
         yield count, speed, speed / (count * speeds[1]), result["predicted"][kind][str(count)]
 
 
-def table(result: Mapping[str, Any]) -> str:
+def table(result: JsonView) -> str:
     """Return the result as a Markdown table."""
     lines = ["| work | ranks | tokens/s | efficiency | by the planner |", "|---|---|---|---|---|"]
     for kind, what in KINDS.items():
@@ -189,12 +189,12 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def crowded(result: Mapping[str, Any], count: int) -> bool:
+def crowded(result: JsonView, count: int) -> bool:
     """Return whether `count` CPU ranks share cores."""
     return not result["environment"]["gpus"] and count > result["cores"]
 
 
-def section(result: Mapping[str, Any]) -> str:
+def section(result: JsonView) -> str:
     """Return a result's table under a line with the measured setting, the hardware and the date."""
     settings, gpus = result["settings"], result["environment"]["gpus"]
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{result['cores']} CPU cores, one thread per rank"
@@ -209,7 +209,7 @@ def section(result: Mapping[str, Any]) -> str:
     return f"{about}\n\n{table(result)}\n{note}"
 
 
-def png(result: Mapping[str, Any]) -> bytes:
+def png(result: JsonView) -> bytes:
     """Return the figure: measured and predicted efficiency over the number of ranks."""
     from matplotlib.figure import Figure  # half a second, needed once
     from PIL import Image

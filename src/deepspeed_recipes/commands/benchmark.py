@@ -28,7 +28,7 @@ from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
-from ..benchmarks import overhead, own_process, scaling, tables
+from ..benchmarks import cases, overhead, own_process, scaling
 from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP, Benchmark, Case
 from ..launching.command import rank_count, visible_gpus
 from ..machine import children
@@ -214,7 +214,7 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds
         else:
             result["complete"] = True
     write_result(result, options.output)
-    print(f"\n{tables.heading(result)}\n{tables.table(result)}")
+    print(f"\n{cases.heading(result)}\n{cases.table(result)}")
     ending = "" if result["complete"] or benchmark.grows else "; out of time before every contender had all of its runs"
     print(f"{benchmark.name}: {result['seconds']:.0f} of at most {limit:.0f} s{ending}\n", flush=True)
     return result
@@ -249,4 +249,4 @@ def write_result(result: Json, output: Path | None) -> None:
     name = f"{result['benchmark']}_{'draft' if result['draft'] else 'gpu'}"
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", result)
-    files.write_text(folder / f"{name}.md", f"{tables.heading(result)}\n\n{tables.table(result)}\n")
+    files.write_text(folder / f"{name}.md", f"{cases.heading(result)}\n\n{cases.table(result)}\n")

@@ -18,10 +18,9 @@ from ..config import edits, formats
 from ..config.accelerate import lint as accelerate
 from ..config.formats import Report
 from ..config.lint import ask_deepspeed, describe, judge
-from ..config.model import hidden_size, model_config
 from ..config.read import Document, Unreadable, located, parse, read
 from ..config.resolve import Numbers, Unresolvable, resolve
-from ..config.rule import Facts, Finding
+from ..config.rule import Facts, Finding, hidden_size, model_config
 from ..config.rules import hf_trainer
 from ..recipe import files
 from .main import Parser

@@ -14,13 +14,11 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..config.lint import first_error, judge
-from ..config.model import hidden_size, model_config
 from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
-from ..config.rule import Facts
+from ..config.rule import Facts, hidden_size, model_config
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import CONFIGS
@@ -94,7 +92,7 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
     """
     if arguments.world_size < 1:
         raise UserError(f"--world-size {arguments.world_size}: must be at least 1.")
-    values: dict[str, Any] = {"world_size": arguments.world_size}
+    values: Json = {"world_size": arguments.world_size}
     if arguments.model:
         values["hidden_size"] = hidden_size(architecture(arguments.model))
     batch = None

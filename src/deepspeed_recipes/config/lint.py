@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ..recipe.files import Json
-from .model import model_config
 from .read import Document, read
-from .rule import Config, Facts, Finding, Hit, dotted, shown
+from .rule import Config, Facts, Finding, Hit, dotted, model_config, shown
 from .rules import RULES
 
 

@@ -73,7 +73,7 @@ def load() -> Json:
     return schema
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> Json:
     """Return the schema in a file; if the file lists differences from another version, they are applied to that."""
     found: Json = json.loads(file.read_text(encoding="utf-8"))
     if "differs_from" not in found:

@@ -24,7 +24,7 @@ LAUNCHER = ["-u", "-m", "deepspeed.launcher.launch"]
 """The words after Python in the commands of a rank and of DeepSpeed's launcher on other hosts. In the commands of `ssh`
 and `pdsh` these words are at a later position."""
 WATCHER = ["-m", "deepspeed_recipes.launching.ranks", "watch"]
-"""The words with which `ssh.watchers` starts this module."""
+"""The words with which `ssh.remote` starts this module."""
 POLL = 0.5
 """Seconds between two searches for new ranks; the death of a known rank is noticed at once."""
 SILENCE = 90

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ..recipe.files import Json
 from ..recipe.run_folder import RunFolder, read_jsonl, write_json
 from ..training import distributed
 from ..training.model import lora as adapters
@@ -40,7 +41,7 @@ def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) ->
         if not model.exists():
             (samples.random_mixture if kind == "mixture" else samples.random_qwen3)(model)
         used = Technique("", "", kind=kind).settings()
-        options: dict[str, Any] = {"device": device}
+        options: Json = {"device": device}
         if kind in ("adapters", "qlora"):
             options["prepare"] = partial(_with_adapters, model if kind == "qlora" else None)
         records, weights = plain.train(model, data, used, **options)

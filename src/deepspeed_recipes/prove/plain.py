@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..recipe.files import Json
-from .settings import Settings
+from .techniques import Settings
 
 __all__ = ["Settings", "train"]
 
@@ -81,7 +81,7 @@ NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 other names, such as Nemotron-H's `norm_f` and the `norm1` of Qwen's tower."""
 
 
-def groups(model: torch.nn.Module, settings: Settings) -> list[dict[str, Any]]:
+def groups(model: torch.nn.Module, settings: Settings) -> list[Json]:
     """Return two parameter groups: with and without weight decay."""
     in_norms = {id(one) for part in model.modules() if isinstance(part, LayerNorm) for one in part.parameters()}
     plain: list[torch.nn.Parameter] = []

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..recipe.files import Json
 from ..recipe.samples import TINY_MODEL
 
 STEEP = 0.2
@@ -17,7 +18,7 @@ def conversations(path: Path) -> Path:
     return path
 
 
-def conversation(question: str, answer: str) -> dict[str, Any]:
+def conversation(question: str, answer: str) -> Json:
     """Return one conversation in the messages form."""
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 

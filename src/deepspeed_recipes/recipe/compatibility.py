@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from . import own_code
 from .errors import UserError
+from .files import JsonView
 
 Moment = Literal["recipe", "model", "run"]
 """What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks."""
@@ -44,7 +45,7 @@ class Case:
 
 
 MISSING = object()
-Values = Mapping[str, Any]
+Values = JsonView
 """Values for the braces in a row's reason and remedy."""
 Test = Callable[[Case], bool]
 
@@ -119,7 +120,7 @@ NO_CLASSIFIER = (
 # ---- Conditions that compare numbers or look into the model's configuration ------------------------------------------
 
 
-def positions(config: Mapping[str, Any]) -> float:
+def positions(config: JsonView) -> float:
     """Return a model's number of positions, or infinity if its config does not limit it."""
     return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 

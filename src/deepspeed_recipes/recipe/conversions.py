@@ -10,6 +10,7 @@ from typing import Any
 from . import bounds
 from .bounds import shown
 from .errors import UserError
+from .files import Json, JsonView
 from .methods import METHODS, Method
 from .recipe import Lora, Recipe, names
 
@@ -17,9 +18,9 @@ hints_of = cache(typing.get_type_hints)
 """Returns a dataclass's types by field. Without the cache this call takes most of the time of an override."""
 
 
-def to_dict(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> Json:
     """Return the recipe as plain JSON types, as in a run folder's `recipe.json`."""
-    values: dict[str, Any] = {}
+    values: Json = {}
     for name, value in dataclasses.asdict(recipe).items():
         if name == "method":
             values |= {name: recipe.method.name, **({recipe.method.name: value} if value else {})}
@@ -28,7 +29,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def from_dict(values: Mapping[str, Any], kind: type = Recipe) -> Any:
+def from_dict(values: JsonView, kind: type = Recipe) -> Any:
     """Rebuild a recipe from the result of `to_dict`.
 
     Raises:
@@ -58,7 +59,7 @@ SECTIONS = {name: kind for name, kind in METHODS.items() if dataclasses.fields(k
 """The methods that have settings, by the name of their section."""
 
 
-def _method(values: Mapping[str, Any]) -> Method:
+def _method(values: JsonView) -> Method:
     """Return the method of a `recipe.json`, which in older versions also has the sections of all other methods."""
     name = values.get("method", "sft")
     if not isinstance(name, str) or name not in METHODS:
@@ -82,7 +83,7 @@ be trained on a GPU, and a 4-bit weight is not a matrix. PEFT refuses some of th
 NOT_IN_MAMBA = ("out_proj", "conv1d")
 
 
-def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> dict[str, Any]:
+def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> Json:
     """Return the arguments of `peft.LoraConfig`; if the model scores sequences, PEFT also trains and saves the head.
 
     Args:

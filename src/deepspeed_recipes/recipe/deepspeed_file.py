@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .files import Json, JsonView
 from .run_folder import read_json
 
 Device = Literal["none", "cpu", "nvme"]
@@ -26,7 +27,7 @@ class DeepSpeedFile:
 
     name: str = ""
     """The file's name, for messages."""
-    content: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    content: JsonView = field(default_factory=dict, compare=False)
     """The whole JSON; do not modify it."""
     stage: int = 0
     """ZeRO stage."""
@@ -62,12 +63,12 @@ class DeepSpeedFile:
     not false."""
 
     @property
-    def zero(self) -> Mapping[str, Any]:
+    def zero(self) -> JsonView:
         """The `zero_optimization` block."""
         return _block(self.content, "zero_optimization")
 
 
-def parse(content: Mapping[str, Any], name: str = "") -> DeepSpeedFile:
+def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
     """Return the values of a DeepSpeed configuration."""
     zero, tensor = _block(content, "zero_optimization"), _block(content, "tensor_parallel")
     expert = _block(content, "expert_parallel")
@@ -114,7 +115,7 @@ def prefetch_size(hidden: int, layer: int) -> int:
     return max(int(0.9 * hidden**2), min(layer, PREFETCHED))
 
 
-def fill_prefetch(content: dict[str, Any], hidden: int, layer: int) -> None:
+def fill_prefetch(content: Json, hidden: int, layer: int) -> None:
     """Replace an "auto" prefetch size in a configuration with `prefetch_size`."""
     zero = content.get("zero_optimization")
     if isinstance(zero, dict) and zero.get("stage3_prefetch_bucket_size") == "auto":
@@ -135,7 +136,7 @@ def read(path: Path | str) -> DeepSpeedFile:
     return parse(read_json(Path(path)), Path(path).name)
 
 
-def _block(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _block(content: JsonView, name: str) -> JsonView:
     value = content.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -148,7 +149,7 @@ def _number(value: Any, default: int) -> int:
         return default
 
 
-def _kept_weights(zero: Mapping[str, Any]) -> int:
+def _kept_weights(zero: JsonView) -> int:
     """Return the number of weights that stay whole between the forward pass and the backward pass.
 
     DeepSpeed keeps a weight that it uses again within `stage3_max_reuse_distance` elements, and half of this distance
@@ -162,6 +163,6 @@ def _kept_weights(zero: Mapping[str, Any]) -> int:
     return max(reuse // 2, live if zero.get("stage3_prefetch_bucket_size") != 0 else 0)
 
 
-def _device(zero: Mapping[str, Any], key: str) -> Device:
+def _device(zero: JsonView, key: str) -> Device:
     device = _block(zero, key).get("device", "none")
     return device if device in ("cpu", "nvme") else "none"

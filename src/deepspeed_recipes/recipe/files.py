@@ -9,7 +9,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from .errors import UserError, of_system
 
 Json = dict[str, Any]
 """A JSON object."""
+JsonView = Mapping[str, Any]
+"""A JSON object that is only read."""
 
 
 @contextlib.contextmanager

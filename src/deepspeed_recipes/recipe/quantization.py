@@ -1,15 +1,15 @@
 """Detects quantised weights from a model's configuration: which of them a run dequantises, and which it refuses."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from .errors import UserError
+from .files import JsonView
 
 COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 """The formats of compressed-tensors that are dequantised: fp8 and int8 with scales, and packed integers."""
 
 
-def check(config: Mapping[str, Any], name: str) -> None:
+def check(config: JsonView, name: str) -> None:
     """Refuse a model whose configuration declares quantised weights, unless loading dequantises them.
 
     Args:
@@ -26,7 +26,7 @@ def check(config: Mapping[str, Any], name: str) -> None:
         )
 
 
-def stated(config: Mapping[str, Any]) -> str | None:
+def stated(config: JsonView) -> str | None:
     """Return the name of the quantisation in a config.json, or None if it has none or a run can dequantise it."""
     block = block_of(config)
     if block is None or is_read(config):
@@ -36,7 +36,7 @@ def stated(config: Mapping[str, Any]) -> str | None:
     return ", ".join(filter(None, (name, bits, block.get("format"))))
 
 
-def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def block_of(config: JsonView) -> JsonView | None:
     """Return the description of the quantisation in a config.json, or None if it has none."""
     nested = [part for part in config.values() if isinstance(part, Mapping)]  # `text_config`, `llm_config`, ...
     for part in (config, *nested):
@@ -46,7 +46,7 @@ def block_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def is_read(config: Mapping[str, Any]) -> bool:
+def is_read(config: JsonView) -> bool:
     """Return True if a model's quantised weights are dequantised on loading: FP8, MXFP4 or compressed-tensors."""
     block = block_of(config) or {}
     method = block.get("quant_method")
@@ -58,7 +58,7 @@ def is_read(config: Mapping[str, Any]) -> bool:
     return method == "fp8"
 
 
-def title(config: Mapping[str, Any]) -> str | None:
+def title(config: JsonView) -> str | None:
     """Return the name of the quantisation that a run removes on loading, or None if there is none."""
     block = block_of(config)
     if block is None or not is_read(config):

@@ -17,6 +17,7 @@ from typing import Any
 from . import files
 from .conversions import from_dict, to_dict
 from .errors import FileUnusable, UserError, cannot_write, of_system
+from .files import Json
 from .methods.metrics import higher_is_better
 from .project import runs
 from .recipe import Recipe
@@ -469,7 +470,7 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[Json]:
     """Return the objects of a JSONL log, without objects that a kill or a power failure has truncated.
 
     A truncated object is at the end of the file, or directly before the first object of the next start.
@@ -488,12 +489,12 @@ def _row(line: str) -> Any:
         raise
 
 
-def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
     """Replace a JSONL log atomically."""
     files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def append_jsonl(path: Path, row: dict[str, Any]) -> None:
+def append_jsonl(path: Path, row: Json) -> None:
     """Append one object to a JSONL log."""
     with path.open("a", encoding="utf-8") as log:
         log.write(json.dumps(row) + "\n")

@@ -1,17 +1,17 @@
 """Reads a run folder into frozen data."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..recipe.errors import UserError, redact
+from ..recipe.files import JsonView
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe
 from .page import Number, number
 
-Row = Mapping[str, Any]
+Row = JsonView
 MOST_WARNINGS = 10
 PROFILE = "profile/verdict.json"
 

@@ -13,7 +13,7 @@ from ..recipe.run_folder import RunFolder
 from . import run_data
 from .page import Cell, Chart, Document, Link, Note, Section, Table, number
 from .run_data import RunData
-from .sections import curves, examples, hardware, layers, profile, results, settings
+from .sections import curves, examples, hardware, results, settings
 
 FOLDER = Path(__file__).parent
 INDEX = ("run", "state", "steps", "metric", "before", "after", "training loss", "tokens/s", "changed")
@@ -30,8 +30,8 @@ def document(run: RunData, texts: bool = True) -> Document:
         results.verdict(run),
         *((examples.answers(run),) if texts else ()),
         curves.section(run),
-        *((profile.section(run),) if run.profile else ()),
-        *layers.sections(run),
+        *((hardware.recorded_steps(run),) if run.profile else ()),
+        *curves.layer_sections(run),
         hardware.memory(run),
         hardware.tensors(run),
         *hardware.in_use(run),

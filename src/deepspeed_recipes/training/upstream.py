@@ -37,7 +37,7 @@ from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import find_packed_sequence_indices
 from trl.trainer import utils as trl_utils
 
-from ..machine import ops, supported
+from ..machine import ops, software
 from ..recipe.compatibility import refusal
 from ..recipe.recipe import Layout
 
@@ -332,8 +332,8 @@ def check_version(layout: Layout) -> None:
         UserError: it would train or export something else, or lacks a feature that the layout needs.
     """
     installed = metadata.version("deepspeed")
-    for key, (first, why) in supported.LAYOUTS.items():
-        if (size := getattr(layout, key)) > 1 and supported.is_before(installed, first):
+    for key, (first, why) in software.LAYOUTS.items():
+        if (size := getattr(layout, key)) > 1 and software.is_before(installed, first):
             raise refusal("old DeepSpeed", key=key, size=size, installed=installed, why=why, first=first)
 
 

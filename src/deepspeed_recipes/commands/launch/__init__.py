@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...recipe.errors import UserError
-from .. import list as list_command
+from .. import list
 from .options import options_of, parse
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     typed = parse(arguments, __doc__)
     if typed.list:
-        print(list_command.listing(typed.json, typed.recipe))
+        print(list.listing(typed.json, typed.recipe))
         return 0
     from . import translate  # not at the top, as `run` below
 

@@ -3,10 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...planning.model_profile import decoders
 from ...planning.model_profile.lookup import profile_of
@@ -14,6 +13,7 @@ from ...planning.search import model_recipe
 from ...planning.search.model_recipe import nearest
 from ...recipe import overrides, pages
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ...training.data import updates
@@ -183,7 +183,7 @@ def said(recipe: Recipe) -> str:
     return "\n      ".join(lines)
 
 
-def _with_vision(name: str, config: dict[str, Any], variant: str) -> Recipe | None:
+def _with_vision(name: str, config: Json, variant: str) -> Recipe | None:
     """Return the recipe of the nearest vision-language model of the same architecture, or None if no page has one."""
     kind = config.get("model_type")
     if not config.get("vision_config"):
@@ -208,7 +208,7 @@ def _with_vision(name: str, config: dict[str, Any], variant: str) -> Recipe | No
     return replace(recipe, model=replace(recipe.model, path=where, parameters=parameters, config=config))
 
 
-def _refuse_own_code(name: str, config: Mapping[str, Any], variant: str) -> None:
+def _refuse_own_code(name: str, config: JsonView, variant: str) -> None:
     """Refuse a model of an architecture that transformers lacks, whose repository has the code for it.
 
     Raises:

@@ -21,7 +21,7 @@ from ...recipe import deepspeed_file, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
-from ...report.profiler import nsys, window
+from ...report.profiler import window
 from ...training.checkpoint import universal
 from ...training.model_folder import base_model
 from ..plan import workload
@@ -106,7 +106,7 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     folder = request.folder or run_folder.new(located, options.output_dir)
     recipe = with_profile(located, folder, machines)
     if recipe.profile.nsys and not options.dry_run:
-        nsys.check(machines.gpus, here=not machines.reserved)
+        window.check_nsys(machines.gpus, here=not machines.reserved)
     if machines.pool:
         hostfile.check_command(folder.path, options.master_addr)
     if not options.dry_run:

@@ -6,12 +6,11 @@ import shutil
 import sys
 
 from ...launching import preflight, restarts, scheduler
-from ...launching.attempts import HostAttempts, LocalAttempts
 from ...launching.command import compile_ops, deepspeed_command, other_launchers, record
 from ...launching.options import LaunchOptions
-from ...launching.ray import cluster as ray_cluster
-from ...launching.ray import submit
+from ...launching.ray import cluster
 from ...launching.ray.attempts import RayAttempts
+from ...launching.restarts import HostAttempts, LocalAttempts
 from ...launching.supervise import Outcome
 from ...machine import run_lock
 from ...planning.cost import communication
@@ -21,7 +20,7 @@ from ...recipe.conversions import to_dict
 from ...recipe.project import require
 from ...recipe.recipe import Recipe
 from ...report import write
-from ...report.profiler import conclude, nsys
+from ...report.profiler import conclude, window
 from ...report.sections import settings
 from ...training.tracking import afterwards
 from .plan import LaunchPlan, plan_launch, requested
@@ -31,8 +30,8 @@ def run(options: LaunchOptions) -> int:
     """Plan the run, start it, or do what the options ask for instead, and return the exit status."""
     request = requested(options)
     options.check()
-    if submit.is_dashboard(options.address):  # the launcher on the cluster makes the plan
-        return submit.run(str(options.address), options.words, options.submit)
+    if cluster.is_dashboard(options.address):  # the launcher on the cluster makes the plan
+        return cluster.submit_job(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)
     if options.dry_run:
         return show(plan, request.page)
@@ -55,10 +54,10 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
         print("\n".join(f"# {name}\n{text.rstrip()}" for name, text in texts.items()))
         return 0
     print(preflight.unchecked(plan.recipe), file=sys.stderr)
-    watcher = nsys.command(plan.folder) if plan.recipe.profile.nsys else []
+    watcher = window.nsys_command(plan.folder) if plan.recipe.profile.nsys else []
     machines = plan.machines
     if machines.cluster:
-        command = ray_cluster.command(machines.cluster, plan.folder, machines.ranks)
+        command = cluster.command(machines.cluster, plan.folder, machines.ranks)
     else:
         command = deepspeed_command(plan.folder, machines.ranks, machines.pool, plan.options.master_addr)
     print(shlex.join([*watcher, *command]))

@@ -1,7 +1,6 @@
 """`ds-recipes page compare`: compares the dimensions on the pages with the models' configurations on the Hub."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
@@ -9,6 +8,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from ...recipe import pages
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import JsonView
 from ...recipe.recipe import Model
 
 
@@ -54,7 +54,7 @@ def compare(model: Model) -> list[str]:
     return found
 
 
-def differences(stated: Mapping[str, Any], config: PreTrainedConfig) -> list[str]:
+def differences(stated: JsonView, config: PreTrainedConfig) -> list[str]:
     """Return the dimensions on a page that differ from a configuration."""
     ours = AutoConfig.for_model(**stated)
     names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]

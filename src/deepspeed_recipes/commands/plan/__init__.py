@@ -45,7 +45,7 @@ from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
 from ...recipe.project import program
-from . import files, what_fits, which_gpu, workload
+from . import files, which_gpu, workload
 from .options import parser, recipe_of, request_of, with_method
 
 WIDTH = 160
@@ -60,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     arguments = with_method(parser(__doc__).parse_intermixed_args(words))
     if arguments.model is None:
-        return what_fits.answer(arguments, console())
+        return which_gpu.what_fits(arguments, console())
     if arguments.which_gpu:
         return which_gpu.answer(arguments, console())
     request = request_of(arguments)

@@ -36,7 +36,7 @@ from ...recipe.run_folder import write_json
 from ..launch import borrowed
 from ..launch.options import AUTO, auto_words
 from ..main import Parser
-from . import space, table, trials
+from . import space, trials
 from .trials import Result, Sweep
 
 MOST = 64
@@ -147,7 +147,7 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
 
 def line(one: Result, count: int) -> str:
     """Return a trial's result in one line."""
-    end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {table.score(one)}"
+    end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {trials.score(one)}"
     return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
 
 
@@ -157,11 +157,11 @@ def show(results: Sequence[Result], keys: Sequence[str], folder: Path, as_json: 
         return
     rows = [asdict(one) | {"run": str(trials.folder_of(folder, one.trial).path)} for one in trials.ranked(results)]
     write_json(folder / "results.json", rows)
-    drawn = table.draw(results, keys, folder / "sweep.png")
+    drawn = trials.draw(results, keys, folder / "sweep.png")
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(table.table(results, keys))
+    Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH).print(trials.table(results, keys))
     if drawn:
         print(f"plot         {display(folder / 'sweep.png')}")
     best = trials.ranked(results)[0]

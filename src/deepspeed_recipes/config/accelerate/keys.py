@@ -1,4 +1,13 @@
-"""The keys of accelerate 1.15's YAML and their allowed words; a test compares them with accelerate's own."""
+"""The keys of accelerate 1.15's YAML and their allowed words, and those that it does not read with the file's type.
+
+A test compares them with accelerate's own (utils/launch.py). `same_network` is not reported: `accelerate config` always
+writes it, and nothing reads it.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..rule import Config, Hit
 
 TOP = (
     *(
@@ -125,3 +134,110 @@ ONLY_FSDP1 = {
     "fsdp_sync_module_states": "FSDP2 always does",
 }
 """Keys that FSDP2 ignores, and its own behaviour."""
+
+
+DEEPSPEED_KEYS = "deepspeed_config"
+_UNSET: tuple[object, ...] = (None, False, "", "no", "NO", [], {})
+"""Values that count as unset; `accelerate config` writes some of them for every type."""
+_TPU = ("downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_env")
+
+
+def unread(config: Config, folder: Path) -> Iterator[Hit]:
+    """Yield keys that have no effect with the file's type, as warnings."""
+    kind = str(config.get("distributed_type", default="")).upper()
+    kind = "NO" if config.get("distributed_type") is False else kind  # YAML reads a bare NO as false
+    if kind not in TYPES:
+        return
+    for name, (what, fix) in {**_sections(config, kind), **_options(config, kind)}.items():
+        if config.get(name) not in _UNSET:
+            yield Hit((name,), config.get(name), what, fix, severity="warning")
+    if kind == "DEEPSPEED":
+        yield from _machines(config)
+        if not config.section(DEEPSPEED_KEYS):
+            what = "without deepspeed_config accelerate trains with ZeRO-2"
+            fix = "add deepspeed_config with deepspeed_config_file"
+            yield Hit(("distributed_type",), kind, what, fix, severity="warning")
+
+
+def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
+    """Return the sections that this type does not read, each with the reason and the fix."""
+    found = {}
+    owners = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
+    for section, needs in owners.items():
+        if kind != needs:
+            fix = f"write distributed_type: {needs}, or remove the section"
+            found[section] = (f"not used with distributed_type: {kind}", fix)
+    if kind == "DEEPSPEED":
+        for name in ("dynamo_config", "dynamo_backend"):
+            backend = config.get(name, "dynamo_backend", default=config.get(name, "backend", default=config.get(name)))
+            if str(backend).upper() != "NO":
+                what = "not passed on with distributed_type: DEEPSPEED, so nothing is compiled"
+                found[name] = (what, "remove it, and set torch_compile=True in TrainingArguments")
+    if str(config.get("mixed_precision")).lower() != "fp8":
+        found["fp8_config"] = ("not used without mixed_precision: fp8", "write mixed_precision: fp8, or remove it")
+    if kind in ALONE:
+        what = f"not used with distributed_type: {kind}"
+        found["parallelism_config"] = (what, "write distributed_type: FSDP, or remove it")
+    else:
+        what = f"not used with distributed_type: {kind}"
+        found["mpirun_config"] = (what, "write distributed_type: MULTI_CPU, or remove it")
+    return found
+
+
+def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
+    """Return the keys at the top that this type does not read, each with the reason and the fix."""
+    found = {}
+    for name in ("command_file", "commands"):
+        found[name] = ("accelerate launch does not read it; accelerate tpu-config does", "remove it")
+    if kind != "XLA":
+        for name in _TPU:
+            found[name] = ("only used with distributed_type: XLA", "remove it")
+        if config.get("main_training_function") != "main":
+            found["main_training_function"] = ("only used with distributed_type: XLA", "remove it")
+    if config.get("rdzv_backend") != "static":
+        what = "accelerate launch reads it only from its command line"
+        found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
+    what = "accelerate launch reads it only from its command line"
+    found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
+    if kind not in (*ALONE, "FSDP"):
+        what = f"not passed on with distributed_type: {kind}"
+        found["use_cpu"] = (what, "remove it, and set use_cpu=True in TrainingArguments")
+    several = (config.number("num_machines") or 1) > 1
+    if kind in ALONE:
+        if (config.number("num_processes") or 1) > 1 and not config.section("mpirun_config"):
+            what = f"accelerate launch starts one process with distributed_type: {kind}"
+            instead = "add mpirun_config with mpirun_hostfile" if kind == "MULTI_CPU" else "write num_processes: 1"
+            found["num_processes"] = (what, instead)
+        if several:
+            found["machine_rank"] = ("mpirun numbers the machines itself", "remove it")
+        elif (config.number("num_processes") or 1) == 1:
+            found["main_process_ip"] = found["main_process_port"] = ("one process has none to meet", "remove it")
+    elif not several:
+        found["main_process_ip"] = ("no effect with num_machines: 1", "remove it")
+    elif kind == "DEEPSPEED" and (launcher := _launcher(config)) not in ("standard", "nossh"):
+        found["machine_rank"] = (f"{launcher} starts all machines from one of them", "write 0")
+    return found
+
+
+def _launcher(config: Config) -> str:
+    """Return the name of the launcher for several machines."""
+    return str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher") or "pdsh")
+
+
+def _machines(config: Config) -> Iterator[Hit]:
+    """Yield keys for several machines that the launcher does not read."""
+    several, launcher = (config.number("num_machines") or 1) > 1, _launcher(config)
+    hosts: tuple[str, ...] = ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
+    if not several and launcher != "standard":
+        hosts += ("deepspeed_multinode_launcher",)
+    if not several or launcher == "standard":
+        why = "with deepspeed_multinode_launcher: standard" if several else "with num_machines: 1"
+        for name in hosts:
+            if (value := config.get(DEEPSPEED_KEYS, name)) not in _UNSET:
+                yield Hit((DEEPSPEED_KEYS, name), value, f"no effect {why}", "remove it", severity="warning")
+    elif (
+        config.get(DEEPSPEED_KEYS, hosts[1]) not in _UNSET
+        and (value := config.get(DEEPSPEED_KEYS, hosts[2])) not in _UNSET
+    ):
+        what = "no effect together with deepspeed_exclusion_filter"
+        yield Hit((DEEPSPEED_KEYS, hosts[2]), value, what, "remove one of the two", severity="warning")

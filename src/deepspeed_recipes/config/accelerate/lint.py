@@ -8,7 +8,7 @@ from ..lint import place
 from ..read import MAX_BYTES, Document, Key, Problem, Unreadable
 from ..read import read as read_json
 from ..rule import Config, Finding, Hit, dotted
-from . import rules, unread
+from . import keys, rules
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -90,6 +90,6 @@ def _hits(config: Config, folder: Path, file: Path | None) -> Iterator[tuple[str
         json = Config.of(read_json(file)) if file else None
     except Unreadable:  # the caller checks the JSON as a file of its own
         return
-    if file or not config.has(unread.DEEPSPEED, "deepspeed_config_file"):
+    if file or not config.has(keys.DEEPSPEED_KEYS, "deepspeed_config_file"):
         for hit in rules.stage(config, json):
             yield "accelerate-stage", hit

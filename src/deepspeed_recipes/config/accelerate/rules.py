@@ -12,7 +12,7 @@ from ..read import Key
 from ..rule import Config, Hit, Severity
 from ..schema import nearest
 from . import keys
-from .unread import DEEPSPEED, unread
+from .keys import DEEPSPEED_KEYS, unread
 
 FSDP = "fsdp_config"
 
@@ -109,7 +109,7 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
     elif gpus not in (None, "all") and kind in keys.MULTI_DEVICE and _machines(config) <= 1 and "," not in str(gpus):
         what = f"accelerate stops at a single GPU with distributed_type: {kind}"
         yield hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
-    steps, clipping = (DEEPSPEED, "gradient_accumulation_steps"), (DEEPSPEED, "gradient_clipping")
+    steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
     value = config.get(*steps)
     if value not in (None, "auto") and not (str(value).isdigit() and int(str(value)) > 0):
         yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
@@ -118,9 +118,9 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
         yield hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
     flags = {"zero3_init_flag": keys.SWITCH, "zero3_save_16bit_model": ("true", "false")}
     for name, words in flags.items():
-        value = config.get(DEEPSPEED, name)
+        value = config.get(DEEPSPEED_KEYS, name)
         if value is not None and str(value).lower() not in words:
-            yield hit((DEEPSPEED, name), value, "not a switch", "write true or false")
+            yield hit((DEEPSPEED_KEYS, name), value, "not a switch", "write true or false")
 
 
 def _number(value: object) -> float | None:
@@ -158,14 +158,14 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
         yield hit(("machine_rank",), rank, f"must be below num_machines: {machines:g}", "write machine_rank: 0")
     if machines < 2:
         return
-    launcher = str(config.get(DEEPSPEED, "deepspeed_multinode_launcher", default="pdsh"))
+    launcher = str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher", default="pdsh"))
     deepspeed = str(config.get("distributed_type")).upper() == "DEEPSPEED"
     if deepspeed and launcher in keys.LAUNCHERS and launcher != "standard":
-        if not config.has(DEEPSPEED, "deepspeed_hostfile"):
+        if not config.has(DEEPSPEED_KEYS, "deepspeed_hostfile"):
             what = f"{launcher} needs deepspeed_hostfile, which is missing"
             fix = "add deepspeed_hostfile, or write standard, which is started on each machine"
             fix += "" if config.get("main_process_ip") else ", and add main_process_ip"
-            yield hit((DEEPSPEED, "deepspeed_multinode_launcher"), launcher, what, fix)
+            yield hit((DEEPSPEED_KEYS, "deepspeed_multinode_launcher"), launcher, what, fix)
     elif config.get("main_process_ip") is None:
         yield hit(
             ("num_machines",), machines, "needs main_process_ip, which is missing", "add the first machine's address"
@@ -177,13 +177,13 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
 
 def json_file(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield a missing DeepSpeed file, and keys that accelerate refuses together with a file."""
-    path = (DEEPSPEED, "deepspeed_config_file")
+    path = (DEEPSPEED_KEYS, "deepspeed_config_file")
     file = config.get(*path)
     if file is None:
         return
     if referenced(config, folder) is None:
         yield hit(path, file, "no such file, seen from this folder or the YAML's", "correct the path")
-    refused: list[Key] = [(DEEPSPEED, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED, name)]
+    refused: list[Key] = [(DEEPSPEED_KEYS, name) for name in keys.IN_THE_FILE if config.has(DEEPSPEED_KEYS, name)]
     refused += [("mixed_precision",)] if config.get("mixed_precision") is not None else []
     for key in refused:
         what = "accelerate stops at this key if deepspeed_config_file is set, since the JSON has it"
@@ -195,7 +195,7 @@ def referenced(config: Config, folder: Path) -> Path | None:
 
     accelerate resolves a relative path from the folder of the launch, which is usually the project's.
     """
-    file = config.text(DEEPSPEED, "deepspeed_config_file")
+    file = config.text(DEEPSPEED_KEYS, "deepspeed_config_file")
     if file is None:
         return None
     return next((path for base in (Path(), folder, *folder.parents) if (path := base / file).is_file()), None)
@@ -203,18 +203,18 @@ def referenced(config: Config, folder: Path) -> Path | None:
 
 def stage(config: Config, json: Config | None) -> Iterator[Hit]:
     """Yield `zero3_init_flag` and offload keys that do not suit the stage; `json` is the DeepSpeed file."""
-    if str(config.get("distributed_type")).upper() != "DEEPSPEED" or not config.section(DEEPSPEED):
+    if str(config.get("distributed_type")).upper() != "DEEPSPEED" or not config.section(DEEPSPEED_KEYS):
         return
-    known = json.stage if json else config.number(DEEPSPEED, "zero_stage")
+    known = json.stage if json else config.number(DEEPSPEED_KEYS, "zero_stage")
     known = 2 if known is None and json is None else known
-    flag = (DEEPSPEED, "zero3_init_flag")
+    flag = (DEEPSPEED_KEYS, "zero3_init_flag")
     if known is not None and known != 3 and config.on(*flag):
         yield hit(flag, True, f"has no effect at stage {known:g}", "write false", "warning")
     if known == 3 and config.has(*flag) and not config.on(*flag):
         yield hit(flag, False, "every process loads the whole model before it is sharded", "write true", "warning")
     if json:
         return
-    param, optimizer = (DEEPSPEED, "offload_param_device"), (DEEPSPEED, "offload_optimizer_device")
+    param, optimizer = (DEEPSPEED_KEYS, "offload_param_device"), (DEEPSPEED_KEYS, "offload_optimizer_device")
     if known != 3 and config.get(*param) not in (None, "none"):
         yield hit(param, config.get(*param), f"has no effect at stage {known:g}", "write zero_stage: 3, or none")
     if known == 0 and config.get(*optimizer) not in (None, "none"):
@@ -224,7 +224,7 @@ def stage(config: Config, json: Config | None) -> Iterator[Hit]:
 def nvme(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield paths that accelerate's launcher drops (1.15.0, prepare_deepspeed_cmd_env), so that they are "none"."""
     for what in ("optimizer", "param"):
-        device, path = (DEEPSPEED, f"offload_{what}_device"), (DEEPSPEED, f"offload_{what}_nvme_path")
+        device, path = (DEEPSPEED_KEYS, f"offload_{what}_device"), (DEEPSPEED_KEYS, f"offload_{what}_nvme_path")
         if config.get(*device) == "nvme" or config.has(*path):
             problem = "accelerate launch does not pass the NVMe path on, and would offload into a folder named none"
             at = path if config.has(*path) else device

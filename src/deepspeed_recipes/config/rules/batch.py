@@ -1,8 +1,8 @@
 """Rules about batch sizes: DeepSpeed's arithmetic and the Trainer's additions to it."""
 
 from collections.abc import Iterator
-from typing import Any
 
+from ...recipe.files import Json
 from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule, shown
 from .kinds import BATCH_KEYS
 
@@ -10,7 +10,7 @@ _TRAIN, _MICRO, _ACCUMULATION = BATCH_KEYS
 _MISSING = "neither `train_batch_size` nor `train_micro_batch_size_per_gpu` is set"
 
 
-def _given(config: Config, facts: Facts) -> dict[str, Any]:
+def _given(config: Config, facts: Facts) -> Json:
     """Return the batch keys that are set; null counts as not set, as it does for DeepSpeed."""
     values = {name: config.get(name) for name in BATCH_KEYS}
     return {name: value for name, value in values.items() if value is not None}

@@ -4,9 +4,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from ..model import hidden_size
 from ..read import Key
-from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule, shown
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, hidden_size, rule, shown
 
 
 @rule("clipping-missing", "warning", WRONG)

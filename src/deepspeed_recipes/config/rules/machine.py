@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..model import dimension
-from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, rule
+from ..rule import COSTS, FAILS_LATER, REJECTED, Config, Facts, Hit, dimension, rule
 
 _ZERO = "zero_optimization"
 _DEFAULT_BUCKET = 500_000_000  # elements; DeepSpeed's default for reduce_bucket_size and allgather_bucket_size

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from .. import schema
-from ..model import dimension
-from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, rule
+from ..rule import COSTS, FAILS_LATER, WRONG, Config, Edit, Facts, Hit, dimension, rule
 
 _TENSOR = ("tensor_parallel", "autotp_size")
 _SEQUENCE = ("sequence_parallel_size",)

@@ -10,10 +10,10 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, check_no_credential
+from ...recipe.files import JsonView
 from ...recipe.project import PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder
@@ -54,7 +54,7 @@ def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
     return Allocation(name, nodes, ranks, gpus=True)
 
 
-def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Mapping[str, Any]) -> dict[str, str]:
+def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: JsonView) -> dict[str, str]:
     """Return the manifests as YAML, by file name.
 
     Args:

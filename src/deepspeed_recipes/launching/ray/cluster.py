@@ -1,24 +1,28 @@
-"""A Ray cluster for the launcher: selects a run's nodes, and checks that they have enough GPUs or CPUs.
+"""A Ray cluster for the launcher: selects a run's nodes, checks that they have enough GPUs or CPUs, or submits a job.
 
 Ray itself is imported only in the processes that are started from here. Without `--address` the run starts its own
-cluster on this machine, which ends with the run.
+cluster on this machine, which ends with the run. In a job the launcher itself runs on the head of the cluster behind
+the dashboard's address; the nodes have the checkout, the environment and the current folder at the same paths, as hosts
+over ssh do.
 """
 
 import importlib.util
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, redact
 from ...recipe.files import Json
 from ...recipe.project import python_path
 from ...recipe.run_folder import RunFolder
+from .. import variables
 from ..command import rank_count, visible_gpus
 from ..options import LaunchOptions
 from ..ssh.hostfile import HostPool
@@ -187,3 +191,54 @@ def command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:
     words = [sys.executable, "-m", "deepspeed_recipes.launching.ray.train", str(run.path), "--address", cluster.address]
     words += ["--ranks", str(ranks), "--each", str(cluster.most_ranks), *(["--gpus"] if cluster.on_gpus else [])]
     return words + (["--nodes", ",".join(node.id for node in cluster.nodes)] if cluster.nodes else [])
+
+
+SHELL = '$`"\\'
+"""Characters that the shell interprets despite the double quotes with which Ray quotes a job's words."""
+
+
+def is_dashboard(address: str | None) -> bool:
+    """Return True if an address is a dashboard's, to which jobs are submitted."""
+    return (address or "").startswith(("http://", "https://"))
+
+
+def job_command(address: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Return the `ray job submit` command that runs the launcher with the command line `words` on the cluster.
+
+    Raises:
+        UserError: Ray or the shell would change a word on its way to the launcher.
+    """
+    given = variables.forwarded(environment) | python_path({})
+    job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
+    job += [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *without_address(words), "--address", "auto"]
+    for word in words:
+        if redact(word) != word:
+            raise UserError(f"{redact(word)}: its credential could be read in the Ray job's command; leave it out.")
+    for word in job:
+        if set(word) & set(SHELL):
+            raise UserError(f"{word}: a Ray job's words may not have {' '.join(SHELL)}; choose another name or value.")
+    ray = Path(sys.executable).with_name("ray")
+    return [str(ray) if ray.exists() else "ray", "job", "submit", "--address", address, "--", *job]
+
+
+def without_address(words: Sequence[str]) -> list[str]:
+    """Return a command line without `--address A` and `--submit`."""
+    kept, skip = [], False
+    for word in words:
+        if not skip and word != "--submit" and not word.startswith("--address"):
+            kept.append(word)
+        skip = word == "--address"
+    return kept
+
+
+def submit_job(address: str, words: Sequence[str], submit: bool) -> int:
+    """Print the command and, with `submit`, run it; return its exit status.
+
+    Raises:
+        UserError: Ray or the shell would change a word, or Ray is not installed here.
+    """
+    ready = job_command(address, words, os.environ)
+    print(redact(shlex.join(ready)), flush=True)
+    if submit:
+        check_installed()
+    return subprocess.run(ready).returncode if submit else 0

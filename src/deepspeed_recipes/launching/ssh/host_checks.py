@@ -8,10 +8,9 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ...recipe.errors import UserError
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 from ...recipe.project import IMPORT_ROOT
 from . import remote
 from .hostfile import HostPool
@@ -20,7 +19,7 @@ CLOCK_SECONDS = 5.0
 """Largest difference between clocks: beyond it file dates mislead DeepSpeed, which rebuilds ops older than their
 sources."""
 COLUMNS = ("host", "reached", "code", "versions", "ops", "GPUs", "disk free", "clock", "network", "folder")
-Answer = Mapping[str, Any]
+Answer = JsonView
 """The result of `host_info` for a host, or `{"failed": REASON}`."""
 
 

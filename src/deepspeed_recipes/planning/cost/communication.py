@@ -1,11 +1,11 @@
 """Collectives: their duration over the links between ranks, and the bytes that ZeRO sends in a step."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, TypeAlias
 
 from ...recipe.deepspeed_file import KEPT_WEIGHTS
+from ...recipe.files import JsonView
 from ...recipe.layout import rank_position
 from ...recipe.recipe import Layout
 from ..hardware.cluster import Cluster
@@ -118,7 +118,7 @@ def zero_traffic(
     return {"all-gather": gathered, "reduce-scatter": gradients * micro_batches}
 
 
-def traffic_of_run(about: Mapping[str, Any]) -> dict[tuple[str, Ranks], int]:
+def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
     """Return the same by kind and process group for a run, from the `about` of its trace.
 
     Empty if stages or experts are split. Activations that tensor parallelism sends are not included, since they depend

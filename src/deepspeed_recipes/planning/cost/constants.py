@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from ...recipe.files import JsonView
 from .training_setup import TrainingSetup
 
 FILE = Path(__file__).parents[1] / "constants.json"
@@ -64,7 +64,7 @@ class Constants:
     """False if this kind of GPU was not measured and has the shares of another."""
 
 
-def resolve(data: Mapping[str, Any], gpu: str, software: str) -> Constants:
+def resolve(data: JsonView, gpu: str, software: str) -> Constants:
     """Return the constants of a GPU and of the training software from `data`, the content of `constants.json`."""
     gpus = data["gpus"]
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")

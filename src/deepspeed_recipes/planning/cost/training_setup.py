@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ...recipe import loss_tiles
 from ...recipe.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
+from ...recipe.files import JsonView
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.methods import Distill, Grpo
 from ...recipe.optimizers import Optimizer
@@ -297,7 +297,7 @@ def _answers(recipe: Recipe, world_size: int) -> int:
     return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 
 
-def _elements(zero: Mapping[str, Any], key: str, default: int) -> int | None:
+def _elements(zero: JsonView, key: str, default: int) -> int | None:
     """Return a size in elements, DeepSpeed's default if the key is missing, or None for `auto`."""
     value = zero.get(key, default)
     return None if value == "auto" else int(value)

@@ -5,9 +5,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import JsonView
 from ...recipe.run_folder import read_json
 from .gpus import Gpu, find
 
@@ -36,7 +36,7 @@ class Machine:
     ranks: int
     sizes: Mapping[str, float]
     """Of what was measured, as `benchmarks.probe` has them."""
-    seconds: Mapping[str, Any]
+    seconds: JsonView
     nvme_gbs: float = 0.0
     """GB/s of its drives, the slower of reading and writing; 0: not measured."""
 
@@ -99,7 +99,7 @@ def read(file: Path) -> Machine:
     return machine
 
 
-def _flat(seconds: Mapping[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+def _flat(seconds: JsonView, prefix: str = "") -> list[tuple[str, float]]:
     found = []
     for name, value in seconds.items():
         inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", float(value))]

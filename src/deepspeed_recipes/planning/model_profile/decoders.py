@@ -5,10 +5,8 @@ Qwen2-VL and Qwen2.5-VL, at the top level. Models with their own code may have t
 transformers.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from ...recipe import quantization
+from ...recipe.files import Json, JsonView
 
 ALIKE = {
     "kimi_k2": "deepseek_v3",
@@ -32,7 +30,7 @@ NOT_ALIKE = ("architectures", "auto_map", "attn_implementation", *VISION)
 """Keys that only apply to the model's own code."""
 
 
-def decoder_of(config: Mapping[str, Any]) -> dict[str, Any]:
+def decoder_of(config: JsonView) -> Json:
     """Return the decoder's configuration: the file, its `text_config`, or either as a model with the same layers.
 
     Args:
@@ -49,22 +47,22 @@ def decoder_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return own | {"model_type": known}
 
 
-def inner_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def inner_of(config: JsonView) -> JsonView:
     """Return `text_config` if the file has one, otherwise the file itself, unchanged."""
     return config.get("text_config") or config
 
 
-def is_stand_in(config: Mapping[str, Any]) -> bool:
+def is_stand_in(config: JsonView) -> bool:
     """Return whether `decoder_of` returns another architecture than the one in the file."""
     return str(inner_of(config).get("model_type")) in ALIKE
 
 
-def sees(config: Mapping[str, Any]) -> bool:
+def sees(config: JsonView) -> bool:
     """Return whether the model has a vision tower, or another encoder, next to the decoder."""
     return any(config.get(key) for key in VISION)
 
 
-def remark(config: Mapping[str, Any], tower_counted: bool = False) -> str | None:
+def remark(config: JsonView, tower_counted: bool = False) -> str | None:
     """Return what a plan omits or assumes about a model, as a sentence, or None.
 
     Args:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipe import files
+from ...recipe.files import Json, JsonView
 from ...recipe.project import require
 from ...recipe.recipe import Lora
 from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
@@ -23,7 +24,7 @@ from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 PROFILES = Path(__file__).parent / "profiles"
 
 
-def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProfile:
+def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     """Return a decoder's profile for training all weights or, if `lora` is given, such adapters.
 
     It takes milliseconds for models of the catalogue, and seconds (mostly imports) the first time for others.
@@ -54,7 +55,7 @@ def profile_of(config: Mapping[str, Any], lora: Lora | None = None) -> ModelProf
     return profile
 
 
-def tower_parameters(config: Mapping[str, Any]) -> int:
+def tower_parameters(config: JsonView) -> int:
     """Return the number of parameters of a vision-language model outside its decoder and head, or 0 without a tower.
 
     Args:
@@ -71,13 +72,13 @@ def tower_parameters(config: Mapping[str, Any]) -> int:
     return int(json.loads(cached.read_text(encoding="utf-8")))
 
 
-def shipped(config: Mapping[str, Any]) -> list[ModelProfile]:
+def shipped(config: JsonView) -> list[ModelProfile]:
     """Return the profiles of this model in `profiles/`: at most one, computed with any version of transformers."""
     profiles = read(PROFILES / f"{config.get('model_type')}.json")
     return [profile for name, profile in profiles.items() if name.endswith(f" {digest(config)}")]
 
 
-def key(config: Mapping[str, Any]) -> str:
+def key(config: JsonView) -> str:
     """Return the key of a stored profile: the version of transformers, or `any` without it, and a digest."""
     return f"{_transformers()} {digest(config)}"
 
@@ -92,7 +93,7 @@ def _transformers() -> str:
         return "any"
 
 
-def digest(config: Mapping[str, Any]) -> str:
+def digest(config: JsonView) -> str:
     """Return a digest of a configuration."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=dict).encode()).hexdigest()[:16]
 
@@ -150,7 +151,7 @@ def write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
     files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def to_dict(profile: ModelProfile) -> dict[str, Any]:
+def to_dict(profile: ModelProfile) -> Json:
     """Return the profile in plain JSON types, with a list of three numbers for each `SavedBytes`."""
 
     def plain(items: list[tuple[str, Any]]) -> Any:
@@ -169,7 +170,7 @@ def _number(value: float) -> float:
     return int(short) if short == int(short) else short
 
 
-def from_dict(values: Mapping[str, Any]) -> ModelProfile:
+def from_dict(values: JsonView) -> ModelProfile:
     """Return the profile from the result of `to_dict`."""
     kinds = [
         LayerProfile(
@@ -181,5 +182,5 @@ def from_dict(values: Mapping[str, Any]) -> ModelProfile:
     return ModelProfile(**dict(values) | _saved_bytes(values, "saved_outside_layers", "loss_peak") | rest)
 
 
-def _saved_bytes(values: Mapping[str, Any], *fields: str) -> dict[str, dict[str, SavedBytes]]:
+def _saved_bytes(values: JsonView, *fields: str) -> dict[str, dict[str, SavedBytes]]:
     return {field: {mode: SavedBytes(*numbers) for mode, numbers in values[field].items()} for field in fields}

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.files import JsonView
 from ...recipe.recipe import Lora
 from . import decoders
 from .allocations import Fit, combined, decoder_layers, difference, fit, measure_batch
@@ -43,9 +44,7 @@ SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
 """Styles that split a matrix, but leave its output or input whole on every rank."""
 
 
-def profile_model(
-    config: Mapping[str, Any], loras: Sequence[Lora | None] = (None,), device: str = "cuda"
-) -> ModelProfile:
+def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), device: str = "cuda") -> ModelProfile:
     """Return a decoder's profile for the given training modes.
 
     Args:
@@ -101,7 +100,7 @@ def profile_model(
 
 
 @errors_only("transformers")
-def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrainedModel:
+def build(config: JsonView, attention: str | None = None) -> PreTrainedModel:
     """Return the model on the meta device, in bf16 and in training mode.
 
     Raises:
@@ -132,7 +131,7 @@ def build(config: Mapping[str, Any], attention: str | None = None) -> PreTrained
 
 
 @errors_only("transformers")
-def tower_parameters(config: Mapping[str, Any]) -> int:
+def tower_parameters(config: JsonView) -> int:
     """Return the number of parameters of a vision-language model outside its decoder and head."""
     try:
         known = AutoConfig.for_model(**copy.deepcopy(dict(config)))
@@ -251,7 +250,7 @@ def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequ
                 yield name, style
 
 
-def _modes(config: Mapping[str, Any], lora: Lora | None, first: Sequence[int], device: str) -> dict[str, Fit]:
+def _modes(config: JsonView, lora: Lora | None, first: Sequence[int], device: str) -> dict[str, Fit]:
     """Return the memory of training with `lora`, by the names that `training_mode` explains."""
     mode = training_mode(lora)
     if lora is not None:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ...recipe import overrides
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder, read_json, write_json
@@ -97,7 +97,7 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
     """
     if not run.summary.exists():
         return
-    summary: dict[str, Any] = read_json(run.summary)
+    summary: Json = read_json(run.summary)
     if summary.get("stopped"):
         return
     # On a GPU, PyTorch measures what it allocates and reserves itself, without CUDA's context and NCCL's buffers.
@@ -112,7 +112,7 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
 
 
-def _predicted(plan: Plan) -> dict[str, Any]:
+def _predicted(plan: Plan) -> Json:
     reserved = plan.gpu_gib - plan.components["runtime"]
     return {
         "gpu_allocated_gib": reserved - plan.components["fragmentation"],

@@ -3,15 +3,14 @@
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from ...recipe import pages
 from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
@@ -25,7 +24,7 @@ FAR = 10
 """Factor between two models' parameters above which size determines the settings more than architecture does."""
 
 
-def nearest(config: Mapping[str, Any], variant: str) -> Recipe:
+def nearest(config: JsonView, variant: str) -> Recipe:
     """Return the page's recipe that suits a model best.
 
     MoE models borrow from MoE pages only, and dense models from dense pages, because adapters and layouts name the
@@ -61,11 +60,11 @@ def _is_moe(profile: ModelProfile) -> bool:
     return any(kind.experts_per_token for kind in profile.layer_kinds)
 
 
-def _mixers(config: Mapping[str, Any]) -> set[str]:
+def _mixers(config: JsonView) -> set[str]:
     return {mixer for mixer in MIXERS if any(mixer in name for name in config)}
 
 
-def _distance(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[bool, bool, bool, bool, float]:
+def _distance(theirs: JsonView, own: JsonView) -> tuple[bool, bool, bool, bool, float]:
     one, other = profile_of(theirs), profile_of(own)
     size = abs(math.log(one.parameters / other.parameters))
     linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (one, other)]

@@ -3,12 +3,12 @@
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ...recipe import overrides, pages, project
+from ...recipe.files import Json
 from ...recipe.methods.grpo import Grpo
 from ...recipe.recipe import Checkpointing, Layout, Recipe
 from ..cost.compute_time import KERNELS
@@ -57,7 +57,7 @@ HOSTS = "HOSTS"
 """Placeholder for the hostfile in a command."""
 
 
-def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> dict[str, Any]:
+def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> Json:
     """Return the result as `ds-recipes plan --json` prints it: plans that fit, tight plans, then rejected plans.
 
     With a workload, each plan has `hours` and `dollars`; `dollars` is None if the price of the hardware is unknown.
@@ -91,7 +91,7 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
     }
 
 
-def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> dict[str, Any]:
+def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> Json:
     cost = {"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}
     return cost | {
         "config": plan.recipe.deepspeed,

@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from ...recipe.files import Json
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def read(path: Path) -> Defect:
     return Defect(path, title, text.strip(), set_to["RANKS"], set_to.get("ONLY"), set_to.get("RIGHT_SINCE"))
 
 
-def _constants(tree: ast.Module) -> dict[str, Any]:
+def _constants(tree: ast.Module) -> Json:
     """Return the values of the names above in a script."""
     assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
     found = {ast.unparse(node.targets[0]): node.value for node in assigned}

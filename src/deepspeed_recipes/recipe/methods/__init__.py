@@ -6,8 +6,7 @@ from .distill import Distill
 from .grpo import Grpo
 from .method import Examples, Method
 from .preferences import Dpo, Kto, Orpo, Reward, Simpo
-from .sft import Pretrain, Sft
-from .texts import Classify, Embed
+from .texts import Classify, Embed, Pretrain, Sft
 
 METHODS: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Sft, Dpo, Pretrain, Reward, Kto, Orpo, Simpo, Classify, Embed, Distill, Grpo)

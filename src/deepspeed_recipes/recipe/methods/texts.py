@@ -1,4 +1,4 @@
-"""Methods on texts rather than conversations: classification and embeddings."""
+"""Methods on texts: supervised fine-tuning, continued pre-training, classification and embeddings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,6 +6,26 @@ from typing import Annotated, ClassVar, Literal
 
 from ..bounds import Bounds
 from .method import Method, own_head
+
+
+@dataclass(frozen=True)
+class Sft(Method):
+    """Supervised fine-tuning: the loss on the assistant's tokens of conversations."""
+
+    name = "sft"
+    title = "supervised fine-tuning"
+    examples = "conversations"
+    packs = True
+
+
+@dataclass(frozen=True)
+class Pretrain(Method):
+    """Continued pre-training: the loss on all tokens of raw texts."""
+
+    name = "pretrain"
+    title = "continued pre-training"
+    examples = "texts"
+    packs = True
 
 
 @dataclass(frozen=True)

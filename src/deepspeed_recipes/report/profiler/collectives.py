@@ -2,15 +2,15 @@
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from statistics import mode
 from typing import Any
 
-from .intervals import both, length, union, without
+from ...recipe.files import JsonView
 from .shares import computing, is_collective, on_gpu
-from .trace import Event, RankTrace
+from .trace import Event, RankTrace, both, length, union, without
 
 CALLS = {
     "_allgather_base_": "all-gather",
@@ -123,7 +123,7 @@ def _kind(event: Event) -> str:
     return CALLS.get(event.name.removeprefix("c10d::"), "") if event.name.startswith("c10d::") else ""
 
 
-def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[Mapping[str, Any]]:
+def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[JsonView]:
     """Return the flight recorder's entry for each call of gloo's operation `name`, empty for calls without one.
 
     Entries are assigned in order, with the offset that puts most calls at the entry nearest in time. Times alone do not
@@ -161,12 +161,13 @@ def _within(event: Event, steps: tuple[Event, ...]) -> bool:
     return any(step.begin <= event.begin < step.end for step in steps)
 
 
-def _bytes(arguments: Mapping[str, Any], entry: Mapping[str, Any], trace: RankTrace) -> int:
+def _bytes(arguments: JsonView, entry: JsonView, trace: RankTrace) -> int:
     """Return the size in bytes of a call's largest argument, which is a tensor or a list of tensors."""
     sizes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
     largest, which = max(((_elements(size), kind) for size, kind in zip(sizes, kinds, strict=False)), default=(0, ""))
     name = which if which.lower() in BYTES else entry.get("dtype", "")
-    return largest * BYTES.get(name.lower(), trace.about.get("weight_bytes", 4))
+    otherwise: int = trace.about.get("weight_bytes", 4)
+    return largest * BYTES.get(name.lower(), otherwise)
 
 
 def _elements(size: list[Any]) -> int:

@@ -1,14 +1,18 @@
-"""Reads a rank's trace, written by torch.profiler and `training/callbacks/profiler.py`, into frozen events."""
+"""Reads a rank's trace, written by torch.profiler and `training/callbacks/profiler.py`, into frozen events.
+
+Sets of points in time are sorted, disjoint intervals, from whose lengths the shares of a step are computed.
+"""
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ...recipe.errors import UserError
+from ...recipe.files import JsonView
 
 RECORD = "recorded_by_recipes"
 """Key in a trace for the data that the run adds to torch.profiler's: `RankTrace.about`."""
@@ -31,7 +35,7 @@ class Event:
     thread: Any
     begin: float
     end: float
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: JsonView = field(default_factory=dict)
 
     @property
     def span(self) -> tuple[float, float]:
@@ -45,7 +49,7 @@ class RankTrace:
 
     events: tuple[Event, ...]
     """Events by begin, and by length in descending order: an event comes after the event that contains it."""
-    about: Mapping[str, Any]
+    about: JsonView
     """`rank`, `host`, `world_size`, `steps` (for each: `step`, `seconds`, and the main thread's `cpu_seconds` in the
     step and in its `data` phase), `offload_optimizer`, `collectives` (gloo only: `name`, `ns`, `group` and `dtype` of
     each call), the `total` and `trained` parameters of the model, `held` (the same for the part of the model that this
@@ -89,7 +93,7 @@ def read(path: Path) -> RankTrace:
     return found
 
 
-def parse(content: Mapping[str, Any]) -> RankTrace:
+def parse(content: JsonView) -> RankTrace:
     """Return the trace in a Chrome trace's JSON."""
     base = float(content.get("baseTimeNanoseconds", 0)) / 1000
     events = [
@@ -112,6 +116,59 @@ def parse(content: Mapping[str, Any]) -> RankTrace:
     )
 
 
-def _copy(event: Mapping[str, Any]) -> bool:
+def _copy(event: JsonView) -> bool:
     """Return whether an event on a GPU's timeline only repeats a range on the host's."""
     return event.get("cat") == "gpu_user_annotation"
+
+
+Intervals: TypeAlias = tuple[tuple[float, float], ...]
+"""(begin, end) pairs, sorted and disjoint."""
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Intervals:
+    """Return the union of spans, which may overlap, nest, and come in any order."""
+    joined: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif end > begin:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def both(one: Intervals, other: Intervals) -> Intervals:
+    """Return the intersection of two sets."""
+    found = []
+    left = right = 0
+    while left < len(one) and right < len(other):
+        begin, end = max(one[left][0], other[right][0]), min(one[left][1], other[right][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[left][1] < other[right][1]:
+            left += 1
+        else:
+            right += 1
+    return tuple(found)
+
+
+def without(one: Intervals, other: Intervals) -> Intervals:
+    """Return the part of `one` that is not in `other`."""
+    found = []
+    at = 0
+    for begin, end in one:
+        while at < len(other) and other[at][1] <= begin:
+            at += 1
+        ahead = at
+        while ahead < len(other) and other[ahead][0] < end:
+            if other[ahead][0] > begin:
+                found.append((begin, other[ahead][0]))
+            begin = max(begin, other[ahead][1])
+            ahead += 1
+        if begin < end:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def length(intervals: Intervals) -> float:
+    """Return the total length."""
+    return sum(end - begin for begin, end in intervals)

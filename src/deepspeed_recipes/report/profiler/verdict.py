@@ -4,14 +4,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import mean, median
-from typing import Any
 
+from ...recipe.files import Json
 from ...recipe.layout import bubble, rank_position
 from ...recipe.recipe import Layout
-from . import collectives, operators, shares
+from . import collectives, shares
 from .collectives import Collective
-from .operators import Operator
-from .shares import Shares
+from .shares import Operator, Shares
 from .trace import RankTrace
 
 MATTERS = 0.15
@@ -60,13 +59,13 @@ def of_trace(trace: RankTrace) -> Rank:
         steps=tuple(one["step"] for one in trace.about.get("steps", ())),
         measured=sum(one["seconds"] for one in trace.about.get("steps", ())),
         shares=shares.of_rank(trace),
-        operators=tuple(operators.most_expensive(trace)),
+        operators=tuple(shares.most_expensive(trace)),
         collectives=tuple(collectives.of_rank(trace)),
         optimizer=sum(event.end - event.begin for event in spans if event.begin < steps[-1].end) / 1e6,
     )
 
 
-def cause(ranks: list[Rank], about: dict[str, Any]) -> Cause:
+def cause(ranks: list[Rank], about: Json) -> Cause:
     """Return the bottleneck of the steps, given the `about` of any rank's trace."""
     stages = about.get("layout", {}).get("pipeline", 1)
     if slow := slow_stage(ranks, about) if stages > 1 else slow_rank(ranks):
@@ -111,7 +110,7 @@ def slow_rank(ranks: list[Rank]) -> list[Rank]:
     return _least(dict(enumerate([rank] for rank in ranks)))
 
 
-def slow_stage(ranks: list[Rank], about: dict[str, Any]) -> list[Rank]:
+def slow_stage(ranks: list[Rank], about: Json) -> list[Rank]:
     """Return the ranks of the pipeline stage that the others wait for, the busiest first, or an empty list.
 
     Equally fast stages all wait for the pipeline to fill and drain, for the same time.
@@ -134,18 +133,18 @@ def _waited(rank: Rank) -> float:
     return rank.share("communication_waited")
 
 
-def _stage(rank: Rank, about: dict[str, Any]) -> int:
+def _stage(rank: Rank, about: Json) -> int:
     return rank_position(Layout(**about["layout"]), rank.number, about["world_size"]).stage
 
 
-def _unavoidable(about: dict[str, Any]) -> str:
+def _unavoidable(about: Json) -> str:
     """Return how much of a pipeline's waiting is unavoidable."""
     stages, micro_batches = about["layout"]["pipeline"], about["micro_batches"]
     share = bubble(stages, micro_batches)
     return f"{share:.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches"
 
 
-def _slow(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
+def _slow(slow: list[Rank], ranks: list[Rank], about: Json) -> Cause:
     """Return the cause for a rank, or for the ranks of a stage, that the others wait for."""
     first, others = slow[0], [rank for rank in ranks if rank not in slow]
     more = {kind: first.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
@@ -168,7 +167,7 @@ def _slow(slow: list[Rank], ranks: list[Rank], about: dict[str, Any]) -> Cause:
     return Cause("slow rank", f"{who} {waiting}", f"{who}: {fixes[what]}")
 
 
-def _communication(share: float, ranks: list[Rank], about: dict[str, Any]) -> Cause:
+def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
     if about.get("layout", {}).get("pipeline", 1) > 1:
         return Cause(
             "pipeline",
@@ -188,7 +187,7 @@ def _communication(share: float, ranks: list[Rank], about: dict[str, Any]) -> Ca
     )
 
 
-def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
+def _less_traffic(rank: Rank, about: Json) -> str:
     """Return settings that reduce communication per token."""
     layout, several = about.get("layout", {}), about.get("micro_batches", 1) > 1
     if layout.get("tensor", 1) > 1 or layout.get("sequence", 1) > 1:
@@ -205,14 +204,14 @@ def _less_traffic(rank: Rank, about: dict[str, Any]) -> str:
     return "; ".join(changes)
 
 
-def _gathers_again(rank: Rank, about: dict[str, Any]) -> bool:
+def _gathers_again(rank: Rank, about: Json) -> bool:
     """Return whether weights are gathered more than once per update, and not only within a host."""
     gathered = sum(one.bytes for one in rank.collectives if one.kind == "all-gather") / len(rank.steps)
     whole = about.get("held", {}).get("total", 0) * about.get("weight_bytes", 0)
     return bool(whole) and about.get("partition_size", 1) == 1 and gathered > 1.1 * whole
 
 
-def as_json(ranks: list[Rank], found: Cause, about: dict[str, Any], others: float | None) -> dict[str, Any]:
+def as_json(ranks: list[Rank], found: Cause, about: Json, others: float | None) -> Json:
     """Return the content of `verdict.json`. Operators and, in `traffic`, collectives are per step.
 
     Args:

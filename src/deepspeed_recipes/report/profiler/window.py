@@ -9,6 +9,7 @@ from pathlib import Path
 from ...recipe.errors import UserError
 from ...recipe.layout import gradient_accumulation_steps
 from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder
 
 AUTO = "auto"
 FIRST, LAST = 4, 6
@@ -151,3 +152,42 @@ def counted(number: int, what: str) -> str:
 def size(count: float) -> str:
     """Return a size in MB, or in GB from 1 GB on."""
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1, count / 1e6):.0f} MB"
+
+
+NSYS = "https://developer.nvidia.com/nsight-systems"
+
+
+def check_nsys(gpus: int, here: bool) -> None:
+    """Refuse a run that Nsight Systems cannot profile.
+
+    Args:
+        gpus: number of GPUs of this machine.
+        here: whether the ranks run on this machine.
+
+    Raises:
+        UserError: nsys is not installed, there is no GPU, or the ranks run elsewhere.
+    """
+    if not here:
+        raise UserError("--nsys: profiles the ranks of this machine only; remove --hostfile, --slurm or --kubernetes.")
+    if shutil.which("nsys") is None:
+        raise UserError(
+            f"--nsys: nsys is not on PATH; install Nsight Systems ({NSYS}), or use --profile without --nsys."
+        )
+    if not gpus:
+        raise UserError(
+            "--nsys: this machine has no GPU that Nsight Systems could profile; use --profile without --nsys."
+        )
+
+
+def nsys_command(run: RunFolder) -> list[str]:
+    """Return the words to put before the launcher's command.
+
+    nsys follows child processes. Recording begins with the first rank's `cudaProfilerStart`, which is called before the
+    first step of `--profile`. `--capture-range-end=stop` lets the run continue after the last recorded step; by default
+    nsys would end it.
+    """
+    return [
+        *("nsys", "profile", "--trace=cuda,nvtx,osrt,cublas", "--sample=none", "--cpuctxsw=none"),
+        *("--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--force-overwrite=true"),
+        f"--output={run.profile / 'nsys'}",
+    ]

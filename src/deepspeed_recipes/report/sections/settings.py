@@ -9,6 +9,7 @@ from typing import Any
 from ...recipe import pages
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, redact
+from ...recipe.files import Json
 from ...recipe.overrides import override_keys, value_of
 from ...recipe.recipe import Recipe, names
 from ..page import Chart, Code, Curve, Note, Section, Table, number
@@ -58,7 +59,7 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
             yield key, redact(shown(old)), redact(shown(new))
 
 
-def values(recipe: Recipe) -> dict[str, Any]:
+def values(recipe: Recipe) -> Json:
     """Return a recipe's value for each override key."""
     return {key: value_of(recipe, key) for key in override_keys()}
 

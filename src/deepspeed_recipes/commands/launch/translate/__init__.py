@@ -10,6 +10,7 @@ from typing import Any
 
 from ....recipe import files, overrides, pages
 from ....recipe.errors import UserError, first_line, redact
+from ....recipe.files import Json, JsonView
 from ....recipe.project import command
 from . import axolotl, llama_factory, trl
 from .translation import Translation
@@ -77,7 +78,7 @@ def translate(file: Path, gpus: int) -> Translation:
         raise UserError(f"{file}: {error}") from None
 
 
-def read(file: Path) -> dict[str, Any]:
+def read(file: Path) -> Json:
     """Return the settings in a YAML or JSON file.
 
     Raises:
@@ -116,7 +117,7 @@ def read(file: Path) -> dict[str, Any]:
     return values
 
 
-def _unknown(values: Mapping[str, Any]) -> str:
+def _unknown(values: JsonView) -> str:
     if "recipes" in values or "policy" in values or "trainer" in values:
         return "a configuration in sections, of a tool that is not known here; LLaMA-Factory's and Axolotl's are read."
     return "not a training file of LLaMA-Factory, Axolotl or TRL (none of base_model, model_name_or_path, output_dir)."

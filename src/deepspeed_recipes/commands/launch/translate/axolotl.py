@@ -4,15 +4,15 @@ Names and defaults: its src/axolotl/utils/schemas, in the version of July 2026.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ....recipe.conversation import ROLES
+from ....recipe.files import Json, JsonView
 from . import trainer
 from .translation import Translation, as_text, choose
 
-DEFAULTS: dict[str, Any] = trainer.DEFAULTS | {
+DEFAULTS: Json = trainer.DEFAULTS | {
     "per_device_train_batch_size": 1,
     "num_train_epochs": 1.0,
     "lr_scheduler_type": "cosine",
@@ -37,12 +37,12 @@ LANGUAGE = re.compile(
 """Patterns for all linear layers of the language model in Axolotl's files for models with a vision tower."""
 
 
-def is_one(values: Mapping[str, Any]) -> bool:
+def is_one(values: JsonView) -> bool:
     """Return True if a file is Axolotl's."""
     return "base_model" in values
 
 
-def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
+def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file; the arguments are those of `llama_factory.translate`.
 
     Raises:
@@ -294,14 +294,14 @@ def _data(found: Translation) -> None:
         found.rename("streaming", "data.streaming")
 
 
-def _turns(entry: Mapping[str, Any]) -> str:
+def _turns(entry: JsonView) -> str:
     """Return the field for a data set's turns: ShareGPT's names (`from`, `value`) or OpenAI's (`role`, `content`)."""
     mapping = entry.get("message_property_mappings") or {}
     role = entry.get("message_field_role") or mapping.get("role", "role")
     return "conversations" if role == "from" else "messages"
 
 
-def _problems(entry: Mapping[str, Any], method: str) -> Iterator[str]:
+def _problems(entry: JsonView, method: str) -> Iterator[str]:
     """Yield what of a data set cannot be asked for."""
     kind = entry.get("type")
     usual = (

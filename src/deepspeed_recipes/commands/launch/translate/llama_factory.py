@@ -3,12 +3,12 @@
 Names and defaults: its src/llamafactory/hparams and data/README.md, in the version of October 2026.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
+from ....recipe.files import JsonView
 from ....recipe.run_folder import read_json
 from . import trainer
 from .translation import Translation, choose
@@ -36,14 +36,14 @@ LORA = {
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
-def is_one(values: Mapping[str, Any]) -> bool:
+def is_one(values: JsonView) -> bool:
     """Return True if a file is LLaMA-Factory's."""
     return "model_name_or_path" in values and bool(
         {"stage", "finetuning_type", "template", "dataset_dir"} & set(values)
     )
 
 
-def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
+def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file.
 
     Args:
@@ -275,7 +275,7 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
             found.remarks.append(f"{name}: data.columns renames the columns of every source")
 
 
-def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
+def _problems(entry: JsonView) -> Iterator[str]:
     for name in ("subset", "num_samples", "folder", "script_url"):
         if entry.get(name):
             yield f"{name}: {entry[name]} cannot be asked for; give a file or folder"

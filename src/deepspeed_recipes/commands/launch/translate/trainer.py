@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.optimizers import impossible
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import Schedule
 from .translation import Translation, as_text
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Json = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "learning_rate": 5e-5,

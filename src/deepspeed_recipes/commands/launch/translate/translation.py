@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....recipe.files import JsonView
+
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
 SAME = {
@@ -28,7 +30,7 @@ class Translation:
     does by itself, and those without an equivalent. So every key of the file is in exactly one list.
     """
 
-    def __init__(self, tool: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    def __init__(self, tool: str, values: JsonView, defaults: JsonView) -> None:
         self.tool = tool
         self.method, self.adapter = "sft", ""
         self.model = ""

@@ -1,11 +1,10 @@
 """Files for TRL's command line, and TrainingArguments that a script has saved (`json.dump(args.to_dict(), file)`)."""
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json, JsonView
 from . import trainer
 from .translation import Translation
 
@@ -14,12 +13,12 @@ LORA = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "dor
 METHODS = ("dpo", "kto", "orpo", "simpo", "grpo", "reward")
 
 
-def is_one(values: Mapping[str, Any]) -> bool:
+def is_one(values: JsonView) -> bool:
     """Return True if a file has the names of TrainingArguments."""
     return bool({"per_device_train_batch_size", "num_train_epochs", "output_dir"} & set(values))
 
 
-def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
+def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file; the arguments are those of `llama_factory.translate`.
 
     Raises:
@@ -72,7 +71,7 @@ def translate(values: Mapping[str, Any], gpus: int, place: Path) -> Translation:
     return found
 
 
-def _set_by_the_user(values: Mapping[str, Any]) -> dict[str, Any]:
+def _set_by_the_user(values: JsonView) -> Json:
     """Return the arguments that differ from transformers' defaults.
 
     Raises:
