@@ -208,6 +208,18 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (FACTORY, {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}, {"keep_best": "true"}),
         (FACTORY, LAYERS, {"train": r"layers\.(0|1)\..*\b(mlp)\b"}),
         (AXOLOTL, {"lora_modules_to_save": ["embed_tokens"]}, {"lora.modules_to_save": "embed_tokens"}),
+        (FACTORY, {"add_tokens": "<a>,<b>", "resize_vocab": True}, {"model.new_tokens": "<a>,<b>"}),
+        (
+            FACTORY,
+            {"add_tokens": "<a>", "add_special_tokens": "<b>"},
+            {"model.new_tokens": '["<a>", {"content": "<b>", "special": true}]'},
+        ),
+        (AXOLOTL, {"tokens": ["<a>", "<b>"]}, {"model.new_tokens": "<a>,<b>"}),
+        (
+            AXOLOTL,
+            {"special_tokens": {"pad_token": "<|pad|>", "additional_special_tokens": ["<b>"]}},
+            {"model.new_tokens": '[{"content": "<b>", "special": true}]'},
+        ),
         (AXOLOTL, {"train_on_inputs": True}, {"loss_on": "all"}),
         (AXOLOTL, {"excess_length_strategy": "truncate"}, {"truncate": "true"}),
         (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),

@@ -4,7 +4,7 @@ import difflib
 from dataclasses import replace
 from pathlib import Path
 
-from ..recipe import own_code
+from ..recipe import new_tokens, own_code
 from ..recipe.errors import UserError
 from ..recipe.methods import Distill
 from ..recipe.project import CONFIGS
@@ -35,6 +35,8 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
             f"model.path={recipe.model.path}: this folder has no config.json. Give a Hugging Face model folder, for "
             "instance a run's export/; merge an adapter first with ds-recipes export --merge."
         )
+    if model.new_tokens is not None:  # the ranks and a later resume need no file
+        model = replace(model, new_tokens=new_tokens.as_text(new_tokens.read(model.new_tokens)))
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits, own_code, trackers
+from ..recipe import compatibility, deepspeed_file, limits, new_tokens, own_code, trackers
 from ..recipe import files as spec_files
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -82,6 +82,9 @@ def check_model(recipe: Recipe) -> None:
     if not recipe.draft.enabled:
         intact.check(Path(recipe.model.path))
         weights.check(Path(recipe.model.path))
+        new_tokens.check(
+            new_tokens.read(recipe.model.new_tokens), vocabulary.tokens(Path(recipe.model.path)), recipe.model.path
+        )
         # The ranks also check special tokens and the data.
         if known := vocabulary.tokens(Path(recipe.model.path), special=False):
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")

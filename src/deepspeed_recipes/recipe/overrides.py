@@ -59,6 +59,7 @@ _THEIRS = {
     "grpo.max_new_tokens": "max_completion_length max_response_length",
     "dpo.precompute": "precompute_ref_log_probs",
     "lora.target_parameters": "lora_target_parameters target_parameters",
+    "model.new_tokens": "add_tokens add_special_tokens additional_special_tokens new_special_tokens resize_vocab",
     "model.attention": "attn_implementation flash_attn use_flash_attention_2",
     "model.trust_remote_code": "trust_remote_code",
     "model.quantization": "load_in_4bit quantization_bit",

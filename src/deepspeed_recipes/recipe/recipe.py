@@ -40,6 +40,12 @@ class Model:
     chat_template: str = "auto"
     """`auto`: the tokenizer's own template, or ChatML if the tokenizer has none (base models); `chatml`; or a Jinja
     file."""
+    new_tokens: Annotated[str | None, Several()] = None
+    """Tokens to add to the tokenizer: a text file with one token a line, a JSON file with a list, or tokens separated
+    by commas (`<call>,</call>`). In JSON, `{"content": "<call>", "special": true}` makes one special: decoding leaves
+    it out, and in what users write it is text. Each starts as the mean of the pieces that it has been split into.
+    Adapters train the new rows of the embeddings and of the head, and no others;
+    `lora.modules_to_save=embed_tokens,lm_head` trains both whole. Tokens and rows are in every export."""
     attention: str = "auto"
     """Attention implementation, as `from_pretrained(attn_implementation=...)` names it, or `varlen`, torch's own for
     packed sequences. `auto` with packed sequences on a GPU tries flash_attention_3 (on Hopper), flash_attention_4

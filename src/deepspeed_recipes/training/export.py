@@ -28,7 +28,7 @@ from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, re
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import generation_settings, heads, remote_code, stored, untrained
+from .model import generation_settings, heads, new_tokens, remote_code, stored, untrained
 from .model import load as load_model
 from .model import processor as vision
 from .model_folder import base_model, complete, expected, head, intact, record, sentence_transformers, weights
@@ -286,6 +286,8 @@ def load_whole(
         raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
     generation_settings.correct(model, str(folder))
     upstream.keep_4bit_layout(model)
+    if of_adapter:
+        new_tokens.fit(model, of_adapter)
     return model
 
 

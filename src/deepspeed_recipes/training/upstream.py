@@ -28,7 +28,12 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, register_external_parameter
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from peft.tuners.trainable_tokens import layer as trainable_tokens
+from peft.utils.other import TrainableTokensWrapper
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import cpp_extension
@@ -432,6 +437,72 @@ def reshard_small_parameters(engine: Any) -> None:
     small = getattr(engine.optimizer, "persistent_parameters", [])
     if small:
         small[0].partition(small)
+
+
+class _RowsInOutputs(TrainableTokensLayer):
+    """Trains rows of an embedding or a head by replacing their outputs, with the base layer's own forward pass."""
+
+    def forward_adapters(self, x: torch.Tensor, active_adapters: Sequence[str], *args: Any, **options: Any) -> Any:
+        """Return the output of the base layer with that of the trained rows in its place."""
+        known = [name for name in active_adapters if name in self.trainable_tokens_delta]
+        if self.disable_adapters or self.merged or not known:
+            return super().forward_adapters(x, active_adapters, *args, **options)
+        result = self.base_layer(x, *args, **options)
+        for name in known:
+            rows = self.trainable_tokens_delta[name]
+            numbers = torch.tensor(self.token_indices[name], device=x.device)
+            if isinstance(self.base_layer, torch.nn.Embedding):
+                found = x[..., None] == numbers
+                own = torch.nn.functional.embedding(found.int().argmax(-1), rows)
+                scale = self._get_embed_scale()
+                own = own if scale is None else own * scale.to(own.dtype)
+                result = torch.where(found.any(-1)[..., None], own.to(result.dtype), result)
+            else:
+                own = torch.nn.functional.linear(x, rows.to(x.dtype))
+                result = result.index_copy(-1, numbers, own.to(result.dtype))
+        return result
+
+    def get_merged_weights(self, active_adapters: Sequence[str]) -> torch.Tensor:
+        """Return the whole weight with the trained rows, which a loss in tiles reads."""
+        parts = [self.base_layer.weight, *self.trainable_tokens_delta.values()]
+        sharded = [one for one in parts if getattr(one, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
+        with GatheredParameters(sharded) if sharded else contextlib.nullcontext():
+            merged = super().get_merged_weights(active_adapters)
+        merged.ds_status = ZeroParamStatus.AVAILABLE  # for TRL, which gathers what is not
+        return merged
+
+
+def replace_rows_in_outputs(model: torch.nn.Module) -> None:
+    """Let layers whose rows PEFT trains compute with their own weight, and replace the rows' outputs.
+
+    PEFT 0.21.2 copies the whole weight at every pass and holds a gradient for all of it, and reads it where ZeRO-3 has
+    released it (`test_peft_copies_an_embedding_to_train_a_row` fails once it does not).
+    """
+    for layer in model.modules():
+        if isinstance(layer, TrainableTokensLayer):
+            layer.__class__ = _RowsInOutputs
+            for rows in layer.trainable_tokens_delta.values():
+                register_external_parameter(layer, rows)  # it is in a ParameterDict, which no hook gathers
+        elif isinstance(layer, TrainableTokensWrapper):
+            layer.register_parameter("bias", None)  # TRL's losses in tiles read the head's
+
+
+@contextlib.contextmanager
+def reading_rows(model: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT read the rows that it trains under ZeRO-3.
+
+    PEFT 0.21.2 does it on a GPU only (`_collect_token_weights`); `test_peft_copies_an_embedding_to_train_a_row` fails
+    once it asks for none.
+    """
+    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    sharded = list({one.weight: None for one in ends if hasattr(one.weight, "ds_id")})
+    original = trainable_tokens.check_deepspeed_zero3_enabled
+    trainable_tokens.check_deepspeed_zero3_enabled = lambda: False
+    try:
+        with GatheredParameters(sharded) if sharded else contextlib.nullcontext():
+            yield
+    finally:
+        trainable_tokens.check_deepspeed_zero3_enabled = original
 
 
 def load_universal(engine: Any, universal: bool) -> None:

@@ -47,9 +47,19 @@ def choose(engine: str, served: Served) -> str:
     """
     runs = not is_packed(served.model) or has_packed_kernels()
     adapts = not (served.adapters and has_experts(served.model)) or _on_gpu()
+    held = {one.folder: read_json(one.folder / ADAPTER) for one in served.adapters}
+    beside = [
+        folder for folder, one in held.items() if one.get("trainable_token_indices") or one.get("modules_to_save")
+    ]
     if engine == "auto":
-        engine = "vllm" if environment.python("vllm") and runs and adapts else "transformers"
+        can = runs and adapts and not beside
+        engine = "vllm" if can and environment.python("vllm") else "transformers"
     if engine == "vllm":
+        if beside:
+            raise UserError(
+                f"{beside[0]}: an adapter with rows of new tokens or whole modules, which vLLM does not load; merge it "
+                f"first (ds-recipes export {beside[0]} --merge --output DIR), or use --engine transformers."
+            )
         if not adapts:
             folder = served.adapters[0].folder
             raise UserError(

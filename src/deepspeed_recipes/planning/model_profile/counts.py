@@ -1,11 +1,11 @@
-"""Counts the parameters of a run's teacher, and those that `train`, `freeze` and `lora.modules_to_save` train."""
+"""Counts the parameters of a run's teacher, of new rows, and those that a run trains by `train`, `freeze` and LoRA."""
 
 import json
 from functools import lru_cache
 from math import prod
 from pathlib import Path
 
-from ...recipe import limits, pages
+from ...recipe import limits, new_tokens, pages
 from ...recipe.errors import UserError
 from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe, names
@@ -51,23 +51,26 @@ def trained_share(recipe: Recipe) -> float:
 
 
 def saved_parameters(recipe: Recipe) -> int:
-    """Return the number of parameters of the modules that `lora.modules_to_save` trains whole.
+    """Return the number of parameters beside adapters: new tokens' rows, and whole modules of `lora.modules_to_save`.
 
     Raises:
         UserError: the model has no such module.
     """
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
-    if not chosen or not recipe.model.config or recipe.method.headless:
-        return 0
-    counts = _counts(recipe)
     text = recipe.model.config.get("text_config") or recipe.model.config
+    tokens = len(new_tokens.read(recipe.model.new_tokens)) if recipe.lora else 0
+    ends = 1 if text.get("tie_word_embeddings") or recipe.method.headless else 2
+    rows = ends * tokens * (text.get("hidden_size") or text.get("n_embd") or 0)
+    if not chosen or not recipe.model.config or recipe.method.headless:
+        return rows
+    counts = _counts(recipe)
     found = {name: {one for one in counts if f".{name}." in f".{one}"} for name in chosen}
     for name, weights in found.items():
         if name == "lm_head" and text.get("tie_word_embeddings"):
             weights.add(next(iter(counts)))  # the embeddings come first
         if not weights:
             raise UserError(f"lora.modules_to_save={','.join(chosen)}: the model has no module {name}.")
-    return sum(counts[one] for one in set().union(*found.values()))
+    return rows + sum(counts[one] for one in set().union(*found.values()))
 
 
 def _counts(recipe: Recipe) -> dict[str, int]:

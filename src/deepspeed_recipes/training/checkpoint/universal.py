@@ -110,6 +110,7 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         "precision": (recipe.precision, saved.precision),
         "layer_decay": (recipe.layer_decay, saved.layer_decay),  # a group of states per layer, or one for all
         "model.train_vision": (recipe.model.train_vision, saved.model.train_vision),
+        "model.new_tokens": (recipe.model.new_tokens, saved.model.new_tokens),
         "train": (recipe.train, saved.train),
         "freeze": (recipe.freeze, saved.freeze),
     }
@@ -144,7 +145,7 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
     then = next((_dimensions(file) for file in files if file.exists()), {})
     local = Path(recipe.model.path, "config.json")
     for name, size in (_dimensions(local) if local.exists() else {}).items():
-        if then.get(name, size) != size:
+        if then.get(name, size) != size and not (name == "vocab_size" and recipe.model.new_tokens):
             raise UserError(
                 f"model.path={recipe.model.path}: its {name} is {size}, and {checkpoint} is of a model with "
                 f"{then[name]}; resume with the model that the run started with."

@@ -19,7 +19,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
-from ..model import stored
+from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import cannot_load
 from ..model.shown import owners, shown
@@ -58,6 +58,7 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = next(token for token in spare if token is not None)
     choose(recipe, tokenizer)
     _check_rows(recipe, tokenizer)
+    new_tokens.add(tokenizer, recipe.model)
     _probe(recipe, tokenizer)
     return tokenizer
 

@@ -247,7 +247,7 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
     """Return the function with a check of its tokens: special tokens may have no rows in the embeddings."""
     folder = stored.folder_of(recipe.model.path)
     rows = weights.embedding_rows(folder) if folder else None
-    if rows is None or max(tokenizer.get_vocab().values(), default=-1) < rows:
+    if rows is None or recipe.model.new_tokens or max(tokenizer.get_vocab().values(), default=-1) < rows:
         return tokenize
     batched, path = recipe.method.name == "pretrain", recipe.model.path
 

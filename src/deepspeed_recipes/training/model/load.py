@@ -21,7 +21,7 @@ from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
 from ..console import say
 from ..model_folder import dequantized, intact, weights
-from . import attention, generation_settings, heads, lora, remote_code, stored, transforms, vision_tower
+from . import attention, generation_settings, heads, lora, new_tokens, remote_code, stored, transforms, vision_tower
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -69,8 +69,10 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
         return model
     if activation_checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
+    found = new_tokens.rows_of(recipe)
+    rows = new_tokens.trained_rows(model, recipe.lora, found.numbers) if found else []
     beside = vision_tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
-    return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside)
+    return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)
 
 
 def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
@@ -129,6 +131,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generation_settings.correct(model, recipe.model.path):
         say(line)
+    new_tokens.start(model, recipe)
     return model
 
 

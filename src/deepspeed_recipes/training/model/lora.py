@@ -17,6 +17,7 @@ from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError
 from ...recipe.recipe import Lora, names
 from ...recipe.run_folder import read_json, write_json
+from .. import upstream
 from . import fused_lora
 from .vision_tower import NAMES as VISION
 
@@ -49,6 +50,7 @@ def add(
     scores: bool = False,
     embeds: bool = False,
     excluded: str | None = None,
+    rows: dict[str, list[int]] | list[int] | None = None,
 ) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
 
@@ -59,6 +61,7 @@ def add(
         scores: the model scores sequences: a reward model or a classifier.
         embeds: the model has no head.
         excluded: modules without adapters, as a regular expression.
+        rows: PEFT's `trainable_token_indices`, or nothing.
 
     Raises:
         UserError: the targets are not in this model, or cannot be adapted in this way.
@@ -71,16 +74,18 @@ def add(
             ]:
                 raise UserError(f"lora.modules_to_save={lora.modules_to_save}: the model has no module {absent[0]}.")
             given["ensure_weight_tying"] = bool(model.config.get_text_config().tie_word_embeddings)
+        given["trainable_token_indices"] = rows or None
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
             options._register_custom_module(fused_lora.layers(getattr(model, "is_loaded_in_4bit", False)))
-        with _drawing(seed):
+        with _drawing(seed), upstream.reading_rows(model):
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:
             targets += f" lora.target_parameters={lora.target_parameters}"
         raise UserError(f"{targets}: {str(error).partition('. ')[0]}.") from error
+    upstream.replace_rows_in_outputs(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)

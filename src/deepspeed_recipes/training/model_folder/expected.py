@@ -55,7 +55,10 @@ CONFIGURED = (
     *("rope_scaling", "quantization_config"),
 )
 """Keys of config.json that change what a model computes, and that servers read."""
-ADAPTED = ("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save")
+ADAPTED = (
+    *("r", "lora_alpha", "use_rslora", "use_dora", "target_modules", "target_parameters", "modules_to_save"),
+    "trainable_token_indices",
+)
 """Keys of adapter_config.json that change what an adapter adds."""
 
 

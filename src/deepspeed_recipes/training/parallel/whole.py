@@ -93,7 +93,9 @@ def save(trainer: Trainer, folder: Path) -> None:
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
         with transforms.balancing_declared(model, load_config(trainer.context.recipe)):
-            model.save_pretrained(folder, state_dict=state)
+            # PEFT would add the embeddings to an adapter if new tokens have made them larger; it has the new rows.
+            options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+            model.save_pretrained(folder, state_dict=state, **options)
         if trainer.context.recipe.model.vision:
             trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
         else:

@@ -178,9 +178,14 @@ def _adapter(found: Translation) -> None:
 def _model(found: Translation) -> None:
     if found.given("trust_remote_code"):
         found.rename("trust_remote_code", "model.trust_remote_code")
-    if tokens := found.take("special_tokens"):
+    tokens = found.take("special_tokens") or {}
+    if not isinstance(tokens, dict):
+        found.lack("special_tokens", f"{as_text(tokens)}: names no tokens")
+        tokens = {}
+    found.add_tokens(("tokens", found.take("tokens")), ("special_tokens", tokens.get("additional_special_tokens")))
+    if named := set(tokens) - {"additional_special_tokens"}:
         found.note("special_tokens", "the tokenizer's own")
-        if set(tokens) - {"pad_token"}:
+        if named - {"pad_token"}:
             found.remarks.append(
                 "special_tokens: if they differ from the tokenizer's own, save a tokenizer that has them"
             )
@@ -210,7 +215,8 @@ def _model(found: Translation) -> None:
     liger = [name for name in found.values if name.startswith("liger_") and found.given(name)]
     if liger:
         found.set("liger_kernel", True, *liger)
-    plugins = [str(one) for one in found.values.get("plugins") or []]
+    given = found.values.get("plugins") or []
+    plugins = [str(one) for one in (given if isinstance(given, list) else [given])]
     ours = [one for one in plugins if "liger" in one.lower() or "cut_cross_entropy" in one.lower()]
     if plugins and len(ours) == len(plugins):
         found.take("plugins")

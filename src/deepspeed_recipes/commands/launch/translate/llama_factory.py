@@ -176,6 +176,9 @@ def _model(found: Translation) -> None:
         "auto": "auto",
     }
     found.set("model.attention", kinds.get(attention, "auto"), "flash_attn")
+    found.add_tokens(
+        *((name, found.take(name)) for name in ("add_tokens", "add_special_tokens")),
+    )
     if found.given("enable_liger_kernel"):
         found.rename("enable_liger_kernel", "liger_kernel")
     vision = found.take("freeze_vision_tower")

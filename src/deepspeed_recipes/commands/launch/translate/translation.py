@@ -5,7 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ....recipe import new_tokens
 from ....recipe.files import JsonView
+from ....recipe.new_tokens import NewToken
 
 OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
@@ -74,6 +76,24 @@ class Translation:
         value = self.take(name)
         if value is not None:
             self.set(key, value, name)
+
+    def add_tokens(self, ordinary: tuple[str, Any], special: tuple[str, Any]) -> None:
+        """Set the tokens to add; each argument is a key of the file, and a list or a text with commas, or nothing."""
+        tokens, sources = [], []
+        for (name, given), is_special in ((ordinary, False), (special, True)):
+            words = given if isinstance(given, list) else [word.strip() for word in str(given or "").split(",")]
+            if found := [NewToken(str(word), is_special) for word in words if str(word)]:
+                tokens += found
+                sources.append(name)
+        if tokens:
+            plain = not any(one.special or "," in one.content for one in tokens)
+            written = [one.content for one in tokens] if plain else new_tokens.as_text(tokens)
+            self.set("model.new_tokens", written, *sources)
+            if self.adapter:
+                self.remarks.append(
+                    f"{', '.join(sources)}: adapters train the new tokens' rows; all rows with "
+                    "lora.modules_to_save=embed_tokens,lm_head"
+                )
 
     def note(self, name: str, became: str) -> None:
         """Record what the file's key `name` has become; twice if it has become two things."""
