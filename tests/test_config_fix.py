@@ -43,6 +43,11 @@ LAID_OUT = """{
 """
 
 
+def test_a_stage_in_quotation_marks_becomes_its_number():
+    text, _ = fixed('{"zero_optimization": {"stage": "2"}}', "hf")
+    assert parse(text).value["zero_optimization"]["stage"] == 2
+
+
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("indent", ["    ", "\t", " "])
 def test_only_what_is_wrong_changes(newline: str, indent: str):

@@ -215,6 +215,10 @@ def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):
     assert host_info.fingerprint(tmp_path / "a") != host_info.fingerprint(tmp_path / "b")
 
 
+def test_an_address_of_another_machine_has_no_interface_here():
+    assert host_info.network("192.0.2.1") == ("", 0)
+
+
 def test_the_launcher_without_pdsh_says_what_to_install(two_hosts, tmp_path):
     done = subprocess.run(
         [*LAUNCH, "tiny", "full", "--hostfile", two_hosts, "--dry-run", "global_batch_size=24"],

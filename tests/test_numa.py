@@ -4,11 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from deepspeed_recipes.machine import numa
+from deepspeed_recipes.training import distributed
 
 HERE = Path(__file__).resolve().parents[1]
 
@@ -39,6 +43,21 @@ def machine(tmp_path, monkeypatch):
 def test_a_rank_keeps_to_the_node_of_its_gpu(machine):
     first, second = {*range(8), *range(16, 24)}, {*range(8, 16), *range(24, 32)}
     assert [numa.cores_near(gpu, list(GPUS), 8, machine) for gpu in range(4)] == [first, first, second, second]
+
+
+def test_a_rank_asks_for_the_gpu_that_it_computes_on(machine, monkeypatch):
+    kept = []
+    places = [SimpleNamespace(pci_domain_id=0, pci_bus_id=int(gpu[5:7], 16), pci_device_id=0) for gpu in GPUS]
+    monkeypatch.setattr(numa, "cores_near", partial(numa.cores_near, system=machine))
+    monkeypatch.setattr(numa, "bind", kept.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", places.__getitem__)
+    assert distributed.keep_near_gpu() == frozenset() and not kept, "these ranks are on CPUs"
+    monkeypatch.setattr(distributed, "on_gpu", lambda: True)
+    assert distributed.keep_near_gpu() == {*range(8, 16), *range(24, 32)}
+    assert kept == [{*range(8, 16), *range(24, 32)}]
 
 
 def test_it_keeps_to_what_it_may_use(machine, monkeypatch):
