@@ -7,6 +7,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from pyarrow import Table, parquet
 
 from deepspeed_recipes.commands import main, plan
 from deepspeed_recipes.commands.plan import workload
@@ -16,6 +17,7 @@ from deepspeed_recipes.planning.hardware.instances import INSTANCES, prices
 from deepspeed_recipes.planning.search import extremes, model_recipe
 from deepspeed_recipes.planning.search.plans import RESTART, Workload
 from deepspeed_recipes.planning.search.strategies import plan_request, search
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
 from tests import ROOT
@@ -530,3 +532,26 @@ def test_an_empty_file_has_no_tokens(tmp_path):
 def test_two_prices_are_refused_whatever_they_are():
     with pytest.raises(UserError, match="two prices for a node, 2 and 2"):
         prices(["2", "2"])
+
+
+def test_the_size_of_large_files_is_estimated_from_their_first_examples(tmp_path, monkeypatch):
+    source = SAMPLES / "extract" / "train.jsonl"
+    rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet")
+    page = pages.find("tiny", "lora")
+
+    def size(path):
+        data = replace(page.data, path=str(path), validation=None, validation_share="auto")
+        return workload.size_of(replace(page, data=data))
+
+    whole = size(source)
+    assert whole.documents == len(rows) - 300 and not whole.estimated  # 5 %
+    monkeypatch.setattr(workload, "FIRST", 500)
+    monkeypatch.setattr(workload, "QUICK", source.stat().st_size - 1)
+    for path in (source, tmp_path / "train.parquet"):
+        found = size(path)
+        assert found.estimated and found.examples == pytest.approx(whole.examples, rel=0.02)
+        assert found.tokens == pytest.approx(whole.tokens, rel=0.03)
+    many = tmp_path / "many.jsonl"
+    many.write_text(source.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    assert size(many).examples - size(many).documents == 500  # at most

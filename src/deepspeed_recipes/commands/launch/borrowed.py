@@ -158,9 +158,10 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
     found = updates.suited(recipe, size, ranks, given)
     steps = updates.in_all(found, size.of(found))
     if changes := overrides.differences(recipe, found):
+        about, how = ("about ", ", estimated from each file's first examples") if size.estimated else ("", "")
         print(
-            f"for {size.examples:,} examples of about {size.tokens:,} tokens: {' '.join(changes)} (about {steps} "
-            "updates); set any of these yourself",
+            f"for {about}{size.examples:,} examples of about {size.tokens:,} tokens{how}: {' '.join(changes)} (about "
+            f"{steps} updates); set any of these yourself",
             flush=True,
         )
     return found

@@ -25,6 +25,9 @@ CHARACTERS = 4
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
+PARQUET = ".parquet"
+FIRST = 2000
+"""Examples of a large file from which its size is estimated."""
 SAMPLED = 100
 """Examples that are tokenized to estimate a tokenizer's characters per token."""
 HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
@@ -145,24 +148,36 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
 
 
 def size_of(recipe: Recipe) -> updates.Size | None:
-    """Return the approximate size of the training data, or None if it is not local text, large, or not readable."""
+    """Return the approximate size of the training data, or None if it is not local or not readable.
+
+    Parquet and text of more than `QUICK` bytes are estimated from the first examples of each file.
+    """
+    lengths: list[tuple[int, float]] = []  # with the number of examples that each stands for
     try:
-        if sum(file.stat().st_size for file in _files(recipe)) > QUICK:
-            return None
-        lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
+        files = list(_files(recipe, with_parquet=True))
+        large = sum(file.stat().st_size for file in files if file.suffix != PARQUET) > QUICK
+        for file in files:
+            sample, times = _sampled(file, recipe) if large or file.suffix == PARQUET else (_examples(file, recipe), 1)
+            lengths += [(_characters(example), times) for example in sample]
         per_token = _characters_per_token(recipe)
     except UserError:
         return None
     if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
-        lengths = [length for length in lengths if length <= recipe.sequence_length * per_token]
-    examples = min(len(lengths), recipe.data.max_examples or len(lengths))
-    left = 1 - (updates.FEW[0] if recipe.data.validation_share == "auto" else recipe.data.validation_share)
+        lengths = [one for one in lengths if one[0] <= recipe.sequence_length * per_token]
+    total = sum(times for _, times in lengths)
+    if not total:
+        return None
+    examples = min(round(total), recipe.data.max_examples or round(total))
+    share, most = updates.FEW
+    asked = recipe.data.validation_share
+    left = 1 - (min(share, most / examples) if asked == "auto" else asked)
     documents = max(1, math.ceil(examples * left))
-    counted = math.ceil(left * sum(lengths) / per_token * examples / max(1, len(lengths)))
+    counted = math.ceil(left * sum(length * times for length, times in lengths) / per_token * examples / total)
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
         documents *= recipe.method.group_size * recipe.method.iterations
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
-    return updates.Size(examples, documents, max(1, min(sequences, documents)), counted)
+    estimated = large or any(file.suffix == PARQUET for file in files)
+    return updates.Size(examples, documents, max(1, min(sequences, documents)), counted, estimated)
 
 
 def _characters_per_token(recipe: Recipe) -> float:
@@ -172,7 +187,9 @@ def _characters_per_token(recipe: Recipe) -> float:
         return CHARACTERS
     from tokenizers import Tokenizer  # does not import torch
 
-    examples = islice((one for data in _files(recipe) for one in _examples(data, recipe)), SAMPLED)
+    files = _files(recipe, with_parquet=True)
+    samples = (_sampled(file, recipe)[0] if file.suffix == PARQUET else _examples(file, recipe) for file in files)
+    examples = islice((one for sample in samples for one in sample), SAMPLED)
     texts = [json.dumps(one, ensure_ascii=False, default=str) for one in examples]
     try:
         tokens = sum(len(one.ids) for one in Tokenizer.from_file(str(file)).encode_batch(texts))
@@ -190,13 +207,50 @@ def document_length(recipe: Recipe) -> float | None:
         return None
 
 
-def _files(recipe: Recipe) -> Iterator[Path]:
+def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
+    """Return the first examples of a file, and how many times as many it has.
+
+    Raises:
+        UserError: a file that is not readable, or one large JSON array, which would have to be read whole.
+    """
+    if file.suffix == PARQUET:
+        from pyarrow import ArrowException
+        from pyarrow.parquet import ParquetFile  # a tenth of a second, for such files only
+
+        try:
+            opened = ParquetFile(file)
+            rows = next(opened.iter_batches(FIRST)).to_pylist()
+        except (ArrowException, OSError, StopIteration) as error:
+            raise UserError(f"{file}: not readable as Parquet: {error}") from None
+        return list(_converted(((str(file), row) for row in rows), recipe)), opened.metadata.num_rows / len(rows)
+    if file.suffix == ".json":
+        raise UserError(f"{file}: too large to estimate; save it as JSON Lines.")
+    if file.suffix in text_files.PLAIN:  # documents of a megabyte
+        found = list(islice(_examples(file, recipe), 1))
+        return found, file.stat().st_size / max(1, sum(len(one["text"].encode()) for one in found))
+    taken: list[str] = []
+
+    def first() -> Iterator[tuple[str, Json]]:
+        for place, row in islice(text_files.read(file), FIRST):
+            taken.append(place)
+            yield place, row
+
+    found = list(_converted(first(), recipe))
+    if len(taken) < FIRST:
+        return found, 1.0
+    with file.open("rb") as lines:  # places are PATH:LINE
+        read = sum(map(len, islice(lines, int(taken[-1].rpartition(":")[2]))))
+    return found, max(1.0, file.stat().st_size / max(1, read))
+
+
+def _files(recipe: Recipe, with_parquet: bool = False) -> Iterator[Path]:
     if recipe.data.transform:  # it may import torch
         raise UserError(f"data.transform={recipe.data.transform}: plans do not run it; give --tokens.")
     for name in names(recipe.data.path):
         path = Path(name) if Path(name).exists() else None
         files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]
         readable = [suffix for suffix in text_files.READ if suffix not in text_files.COLUMNAR]
+        readable += [PARQUET] if with_parquet else []
         local = [file for file in files if file and file.suffix in readable]
         if path is None and (name.startswith(("/", ".", "~")) or Path(name).suffix in readable):
             raise UserError(f"data.path={name}: no such file.")
@@ -208,9 +262,16 @@ def _files(recipe: Recipe) -> Iterator[Path]:
 
 
 def _examples(file: Path, recipe: Recipe) -> Iterator[Json]:
-    bad = text_files.BadExamples() if recipe.data.bad == "skip" else None
-    located = formats.prepared(text_files.read(file, bad), formats.reading_of(recipe.data), bad)
+    return _converted(text_files.read(file, _bad(recipe)), recipe)
+
+
+def _converted(rows: Iterator[tuple[str, Json]], recipe: Recipe) -> Iterator[Json]:
+    located = formats.prepared(rows, formats.reading_of(recipe.data), bad := _bad(recipe))
     return formats.converted(located, recipe.method.name, recipe.data.form, bad)
+
+
+def _bad(recipe: Recipe) -> text_files.BadExamples | None:
+    return text_files.BadExamples() if recipe.data.bad == "skip" else None
 
 
 def _characters(value: Any) -> int:

@@ -71,6 +71,8 @@ def _charts(run: RunData) -> Iterator[Chart]:
 
 def named(recipe: Recipe, key: str) -> str:
     """Return the title of a number: on pairs, likelihoods and the rewards that they imply have names of their own."""
+    if key == "kl":
+        return "KL divergence from the model before training (nats)"
     title = PAIRS.get(key) if recipe.method.examples == "pairs" and not recipe.method.scores else None
     title = title or metrics.title(key)
     return title[:1].upper() + title[1:]

@@ -34,6 +34,8 @@ class Size:
     sequences: int
     tokens: int | None
     """Tokens in all sequences, or None where the method's own trainer tokenizes."""
+    estimated: bool = False
+    """The numbers are extrapolated from the first examples of large files."""
 
     def of(self, recipe: Recipe) -> int:
         """Return the number of sequences in a recipe that packs documents or does not."""
