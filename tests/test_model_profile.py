@@ -68,7 +68,7 @@ def setup_for(family, **changes):
 
 def predicted(profile, setup):
     """Return the bytes that live between the forward and the backward pass."""
-    ends = activations.of_mode(profile.saved_outside_layers, setup).of(SEQUENCES, LENGTH)
+    ends = activations.of_mode(profile.saved_outside_layers, setup.lora).of(SEQUENCES, LENGTH)
     masks = activations.mask_bytes(profile.layers, setup) if setup.gradient_checkpointing else 0
     return sum(activations.kept_bytes(layer, setup) for layer in profile.layers) + ends + masks
 

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import TypeVar
 
+from ...recipe.recipe import Lora
 from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 from .states import WIDTH
 from .training_setup import TrainingSetup
@@ -46,15 +47,15 @@ NORMS = 2
 NOTHING = SavedBytes(0)
 
 
-def of_mode(values: Mapping[str, Number], setup: TrainingSetup) -> Number:
-    """Return the profiled value for the setup's training mode and the rank of its adapters."""
-    mode = training_mode(setup.lora)
-    return values[mode] if setup.lora is None else values[mode] + setup.lora.rank * values[f"{mode} rank"]
+def of_mode(values: Mapping[str, Number], lora: Lora | None) -> Number:
+    """Return the profiled value for the training mode and the rank of the adapters."""
+    mode = training_mode(lora)
+    return values[mode] if lora is None else values[mode] + lora.rank * values[f"{mode} rank"]
 
 
-def adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> float:
+def adapter_parameters(kind: LayerProfile, lora: Lora | None) -> float:
     """Return the number of parameters in a layer's adapters."""
-    return of_mode(kind.adapter_parameters, setup) if setup.lora else 0.0
+    return of_mode(kind.adapter_parameters, lora) if lora else 0.0
 
 
 def is_masked(kind: LayerProfile, setup: TrainingSetup) -> bool:
@@ -68,7 +69,7 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that autograd saves in a layer for one micro-batch."""
     layout, sequences, length = setup.layout, setup.sequences_per_pass, setup.sequence_length
     split = (1 - 1 / layout.tensor) * kind.saved.get("split", NOTHING)
-    saved = of_mode(kind.saved, setup) + -1 * split
+    saved = of_mode(kind.saved, setup.lora) + -1 * split
     own_length = length / layout.sequence
     total = sequences * (saved.per_token * own_length + saved.per_pair * length * own_length) + saved.fixed
     if is_masked(kind, setup):
@@ -78,7 +79,7 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
     total += sequences * own_length * _frozen_inputs(kind, setup)
     if setup.software.tensor_splits_all:
-        total = of_mode(kind.saved, setup).of(sequences, own_length) / layout.tensor
+        total = of_mode(kind.saved, setup.lora).of(sequences, own_length) / layout.tensor
     return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
 
 
@@ -191,7 +192,7 @@ def _expert_results(kind: LayerProfile) -> float:
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that a layer's backward pass needs beyond the kept ones, recomputed activations included."""
     split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
-    backward_peak = of_mode(kind.backward_peak, setup) + -1 * split
+    backward_peak = of_mode(kind.backward_peak, setup.lora) + -1 * split
     own_length = setup.sequence_length / setup.layout.sequence
     needed = backward_peak.of(setup.sequences_per_pass, own_length)
     per_token = _eager(kind.backward_peak, setup).per_token
@@ -229,7 +230,7 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     head = profile.vocab_size * profile.hidden_size if setup.lora is None else 0
     if setup.tiles(profile.vocab_size):
         return _in_precision(_tiled_loss_bytes(tokens, profile.hidden_size, head), setup)
-    both = of_mode(profile.saved_outside_layers, setup) + of_mode(profile.loss_peak, setup)
+    both = of_mode(profile.saved_outside_layers, setup.lora) + of_mode(profile.loss_peak, setup.lora)
     other = 0.0 if setup.software.logit_bytes is None else setup.software.logit_bytes - PROFILED_LOGITS
     total = both.per_token * tokens + both.fixed + other * tokens * profile.vocab_size
     total -= PROFILED_LOGITS * (1 - setup.labelled_share) * tokens * profile.vocab_size

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from ...recipe.recipe import Layout
@@ -94,7 +95,7 @@ class GpuMoment:
     components: Mapping[str, float]
     """Bytes by purpose; nothing is counted twice."""
 
-    @property
+    @cached_property
     def total(self) -> float:
         """Sum of all components."""
         return sum(self.components.values())
@@ -134,7 +135,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     moments = {stage: gpu_moments(profile, stages[stage], setup, room) for stage in first_stages(stages)}
     fullest = max(moments, key=lambda stage: max(moment.total for moment in moments[stage]))
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
-    whole = stage_shards(profile, replace(setup, layout=Layout()))[0]
+    whole = stage_shards(profile, setup, Layout())[0]
     return Memory(
         moments=moments[fullest],
         stage=fullest,

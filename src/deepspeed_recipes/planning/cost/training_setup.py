@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ...recipe import loss_tiles
 from ...recipe.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
@@ -163,12 +164,12 @@ class TrainingSetup:
         """True if element-wise operations are fused, by Liger's kernels or by torch.compile."""
         return self.liger_kernel or self.compile
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Ranks that read different sequences."""
         return data_parallel_size(self.layout, self.world_size)
 
-    @property
+    @cached_property
     def zero_ranks(self) -> int:
         """Ranks that ZeRO shards over: those that hold the same weights."""
         return self.data_parallel_size * self.layout.sequence

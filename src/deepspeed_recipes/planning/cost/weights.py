@@ -4,7 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...recipe.layout import balanced
+from ...recipe.layout import Layout, balanced
+from ...recipe.recipe import Lora
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations
 from .states import WIDTH, held_parameters
@@ -40,9 +41,24 @@ class StageShard:
         return self.adapter_parameters if setup.lora else setup.trained_share * self.parameters
 
 
-def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard]:
-    """Return the shard of each pipeline stage, balanced by parameters; a single shard without a pipeline."""
-    layers, stages = profile.layers, setup.layout.pipeline
+def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | None = None) -> tuple[StageShard, ...]:
+    """Return the shard of each pipeline stage, balanced by parameters; a single shard without a pipeline.
+
+    Args:
+        profile: the model's layers.
+        setup: what is trained.
+        layout: another layout than the setup's.
+    """
+    layout = layout or setup.layout
+    waiting = min(layout.pipeline, setup.gradient_accumulation_steps)
+    return _stage_shards(profile, layout.pipeline, layout.tensor, waiting, setup.lora, setup.saved_parameters)
+
+
+@lru_cache(maxsize=4096)  # a search asks for the same few, thousands of times
+def _stage_shards(
+    profile: ModelProfile, stages: int, tensor: int, waiting: int, lora: Lora | None, saved: int
+) -> tuple[StageShard, ...]:
+    layers = profile.layers
     output_matrix, head = profile.vocab_size * profile.hidden_size, _head_of_a_stage(profile)
     ranges = stage_ranges(profile, stages)
     held = held_parameters(
@@ -50,7 +66,7 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard
         [layer.tensor_split for layer in layers],
         profile.embedding_parameters,
         head if stages > 1 else profile.head_parameters,
-        setup.layout.tensor,
+        tensor,
         ranges,
     )
     found = []
@@ -68,17 +84,17 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup) -> list[StageShard
                 linear_parameters=sum(
                     count * inputs * outputs for kind, count in counts for inputs, outputs in kind.linears
                 ),
-                adapter_parameters=sum(count * activations.adapter_parameters(kind, setup) for kind, count in counts)
-                + setup.saved_parameters,
+                adapter_parameters=sum(count * activations.adapter_parameters(kind, lora) for kind, count in counts)
+                + saved,
                 head_parameters=head if is_last else 0,
                 largest_module=max(
                     *(kind.largest_module for kind, _ in counts), output_matrix if is_last or not index else 0
                 ),
-                micro_batches_in_flight=min(stages - index, setup.gradient_accumulation_steps),
+                micro_batches_in_flight=min(stages - index, waiting),
                 is_last=is_last,
             )
         )
-    return found
+    return tuple(found)
 
 
 def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:

@@ -123,6 +123,10 @@ class ModelProfile:
     tower_parameters: int = 0
     """Parameters of a vision tower and its projector."""
 
+    def __hash__(self) -> int:
+        """Return a hash of the fields that have one; equal profiles have equal ones."""
+        return hash((self.model_type, self.hidden_size, self.vocab_size, self.embedding_parameters, self.layer_order))
+
     @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:
         """Every layer, from the first."""
