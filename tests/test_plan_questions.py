@@ -1,10 +1,13 @@
 """What people ask the planner: how long, for how much, on what, how many, how long a sequence."""
 
+import io
 import json
 import math
 import re
 import shlex
+from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from pyarrow import Table, parquet
@@ -27,6 +30,14 @@ EIGHT = ("--gpu", "p5.48xlarge")
 
 def asked(name, method="full", gpu="H100", gpus=8, **flags):
     return plan_request(model_recipe.find(name, method), cluster(gpu, gpus, **flags))
+
+
+@cache
+def screen(*words):
+    """Return what the planner prints for a command, which is run once for all tests."""
+    with redirect_stdout(io.StringIO()) as printed:
+        assert plan.main(words) in (0, 1)
+    return printed.getvalue()
 
 
 # The questions in scripts/README.md.
@@ -263,9 +274,8 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )
-def test_an_answer_says_what_it_takes_for_granted(words, said, capsys):
-    assert plan.main(words) in (0, 1)
-    assert said in capsys.readouterr().out
+def test_an_answer_says_what_it_takes_for_granted(words, said):
+    assert said in screen(*words)
 
 
 def test_what_is_known_or_small_is_not_remarked_on(capsys):
