@@ -237,6 +237,18 @@ def test_vllm_is_told_what_the_model_was_trained_with(models, tmp_path, monkeypa
     assert words[at + 1 : at + 3] == [f"invoices={models / 'one'}", f"other={models / 'other'}"]
 
 
+def test_a_split_is_passed_to_vllm(models, monkeypatch):
+    monkeypatch.setattr(environment, "python", lambda package: Path(sys.executable))
+    found = served.find(models / "whole", None, [])
+    words = engines.vllm(found, "127.0.0.1", 8000, engines.Split(2, 3)).command
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    assert words[words.index("--pipeline-parallel-size") + 1] == "3"
+    assert not any("parallel" in word for word in engines.vllm(found, "127.0.0.1", 8000).command)
+    monkeypatch.setattr(engines, "_gpus", lambda: 2)
+    with pytest.raises(UserError, match="needs 4 GPUs, and this machine has 2"):
+        engines.check_split("vllm", found, engines.Split(2, 2))
+
+
 def test_the_ready_lines_ask_for_the_first_adapter(models):
     lines = serve.ready(served.find(models / "one", None, []), "vLLM", "http://127.0.0.1:8000")
     assert "one, base by vLLM" in lines[0]
@@ -254,6 +266,9 @@ def test_the_ready_lines_ask_for_the_first_adapter(models):
         (["one", "--engine", "transformers", "--adapter", "x=other"], "several adapters need vLLM"),
         (["whole", "--name", "a/b"], "without a slash"),
         (["whole", "--port", "70000"], "between 1 and 65535"),
+        (["whole", "--tensor-parallel", "0"], "--tensor-parallel 0: must be at least 1"),
+        (["whole", "--engine", "transformers", "--tensor-parallel", "2"], "only vLLM splits a model"),
+        (["whole", "--engine", "transformers", "--pipeline-parallel", "2"], "only vLLM splits a model"),
         (["whole", "--engine", "vllm"], "make serving"),
         (["four_bits"], "merge it first"),
     ],

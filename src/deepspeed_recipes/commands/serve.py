@@ -3,6 +3,7 @@
     ds-recipes serve runs/tiny-3m-full/20261121-101500
     ds-recipes serve runs/tiny-3m-lora/20261121-103000 --adapter other=runs/tiny-3m-lora/20261121-110000
     ds-recipes serve my-model-int8 --port 9000 --name invoices
+    ds-recipes serve my-70b --tensor-parallel 4 --pipeline-parallel 2        # one model over eight GPUs
 
 The server is vLLM if it is installed (`make serving`), otherwise `transformers serve`. It uses the chat template, the
 end-of-answer tokens and the generation defaults with which the model was trained. What it answers is compared with what
@@ -39,12 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = served.find(options.model, options.name, options.adapter)
     process.check_port(options.host, options.port)
     engine = engines.choose(options.engine, found)
+    split = engines.Split(options.tensor_parallel, options.pipeline_parallel)
+    engines.check_split(engine, found, split)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     with children.scratch("ds-recipes-serve-") as place:
         log = options.log or place / "server.log"
         print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
-        server = engines.build(engine, found, options.host, options.port, place)
+        server = engines.build(engine, found, options.host, options.port, place, split)
+        print(shlex.join(server.command), flush=True)
         try:
             with process.running(server, found.asked, options.host, options.port, log) as running:
                 if not (options.no_certify or agrees(found, process.address(options.host, options.port))):
@@ -91,6 +95,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engine", choices=engines.ENGINES, default="auto", help="default: vllm if it is installed")
     parser.add_argument(
         "--no-certify", action="store_true", help="do not compare the server's answers with the trained model's"
+    )
+    parser.add_argument(
+        "--tensor-parallel", type=int, default=1, metavar="N", help="vLLM: split each layer over N GPUs (default: 1)"
+    )
+    parser.add_argument(
+        "--pipeline-parallel", type=int, default=1, metavar="N", help="vLLM: N stages of layers (default: 1)"
     )
     parser.add_argument("--log", type=Path, metavar="FILE", help="write the server's output to FILE")
     return parser.parse_trusting(arguments)

@@ -39,6 +39,40 @@ class Engine:
     """The server's working directory, or None for the current one."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """The devices over which a server splits a model: ranks within each layer, times stages of layers."""
+
+    tensor: int = 1
+    pipeline: int = 1
+
+
+def check_split(engine: str, served: Served, split: Split) -> None:
+    """Refuse a split that the server or the model cannot have.
+
+    Raises:
+        UserError: names the option and a size that fits.
+    """
+    config = config_of(served.model)
+    text = config.get("text_config") or config
+    heads, layers = text.get("num_attention_heads") or text.get("n_head"), text.get("num_hidden_layers")
+    for option, size in (("--tensor-parallel", split.tensor), ("--pipeline-parallel", split.pipeline)):
+        if size < 1:
+            raise UserError(f"{option} {size}: must be at least 1.")
+        if size > 1 and engine != "vllm":
+            raise UserError(f"{option} {size}: only vLLM splits a model; {environment.how()}")
+    if heads and heads % split.tensor:
+        sizes = [str(size) for size in range(2, heads + 1) if heads % size == 0]
+        raise UserError(f"--tensor-parallel {split.tensor}: the model has {heads} heads; use {', '.join(sizes[:5])}.")
+    if layers and layers < split.pipeline:
+        raise UserError(f"--pipeline-parallel {split.pipeline}: the model has only {layers} layers.")
+    if _on_gpu() and (gpus := _gpus()) < split.tensor * split.pipeline:
+        raise UserError(
+            f"--tensor-parallel {split.tensor} --pipeline-parallel {split.pipeline}: needs "
+            f"{split.tensor * split.pipeline} GPUs, and this machine has {gpus}."
+        )
+
+
 def choose(engine: str, served: Served) -> str:
     """Return the engine, which for `auto` is vLLM if it is installed and can serve the model.
 
@@ -81,7 +115,7 @@ def choose(engine: str, served: Served) -> str:
     return engine
 
 
-def build(engine: str, served: Served, host: str, port: int, place: Path) -> Engine:
+def build(engine: str, served: Served, host: str, port: int, place: Path, split: Split = Split()) -> Engine:
     """Return the server of a model: vLLM's, or `transformers serve`, which serves an adapter as a merged model.
 
     Args:
@@ -90,9 +124,10 @@ def build(engine: str, served: Served, host: str, port: int, place: Path) -> Eng
         host: the address to listen on.
         port: the port to listen on.
         place: an empty folder that lives as long as the server.
+        split: the devices that share the model, for vLLM.
     """
     if engine == "vllm":
-        server = vllm(served, host, port)
+        server = vllm(served, host, port, split)
     else:
         beside = place / "models"
         beside.mkdir()
@@ -107,7 +142,7 @@ def build(engine: str, served: Served, host: str, port: int, place: Path) -> Eng
     return replace(server, command=(*server.command, "--trust-remote-code")) if trusted else server
 
 
-def vllm(served: Served, host: str, port: int) -> Engine:
+def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine:
     """Return vLLM's server; requests name the model or one of its adapters."""
     python = environment.require("vllm", "--engine vllm")
     words = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--host", host, "--port", str(port)]
@@ -132,6 +167,8 @@ def vllm(served: Served, host: str, port: int) -> Engine:
                 modules[at] = json.dumps({"name": adapter.name, "path": str(adapter.folder), "is_3d_lora_weight": True})
                 words += [] if MIXED in words else [MIXED]
         words += ["--lora-modules", *modules]
+    words += ["--tensor-parallel-size", str(split.tensor)] if split.tensor > 1 else []
+    words += ["--pipeline-parallel-size", str(split.pipeline)] if split.pipeline > 1 else []
     variables = _variables(environment.variables())
     if not _on_gpu():
         words.append("--enforce-eager")  # compiling takes minutes
@@ -197,6 +234,10 @@ def has_packed_kernels() -> bool:
 
 
 def _on_gpu() -> bool:
+    return _gpus() > 0
+
+
+def _gpus() -> int:
     import torch
 
-    return bool(torch.cuda.is_available())
+    return int(torch.cuda.device_count())
