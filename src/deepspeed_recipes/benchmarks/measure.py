@@ -213,7 +213,7 @@ def vocabulary_of(recipe: Recipe, asked: Json) -> int:
     return synthetic.config_of(recipe, asked["draft"]).get_text_config().vocab_size
 
 
-def sequences_for(recipe: Recipe, asked: Json) -> Any:
+def sequences_for(recipe: Recipe, asked: Json) -> object:
     """Return the sequences of eight steps; training repeats them."""
     return synthetic.sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
 

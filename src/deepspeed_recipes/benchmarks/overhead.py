@@ -23,7 +23,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from ..launching import paths
 from ..launching.command import deepspeed_command, rank_environment
@@ -31,7 +30,7 @@ from ..machine.children import killed_with_this_process
 from ..recipe import pages
 from ..recipe.files import Json
 from ..recipe.project import PACKAGE, PAGES
-from ..recipe.recipe import Precision, Schedule, Wandb
+from ..recipe.recipe import Precision, Recipe, Schedule, Wandb
 from ..recipe.run_folder import RunFolder, write_recipe
 
 POLL = 0.005
@@ -242,7 +241,7 @@ def table(result: Json) -> str:
     return "\n".join(lines)
 
 
-def recipe_of(bench: Bench) -> Any:
+def recipe_of(bench: Bench) -> Recipe:
     """Return `tiny full` as the benchmark runs it."""
     recipe = pages.find("tiny", "full")
     return paths.locate(

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ..recipe.files import Json
 from .read import Key
@@ -252,7 +251,7 @@ def _fits_int(value: object) -> bool:
     return isinstance(value, int)
 
 
-def _in_bounds(kind: Json, value: Any) -> bool:
+def _in_bounds(kind: Json, value: object) -> bool:
     number = float(value) if isinstance(value, str) else value
     return not (
         ("gt" in kind and not number > kind["gt"])

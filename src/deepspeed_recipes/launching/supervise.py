@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
@@ -153,7 +153,7 @@ def supervise(
         watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
         signals = 0
 
-        def forward(number: int, frame: Any) -> None:
+        def forward(number: int, frame: object) -> None:
             nonlocal signals
             signals += 1
             if signals == 1:

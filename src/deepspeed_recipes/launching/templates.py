@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..recipe import files
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
-def fill(template: Path, **values: Any) -> str:
+def fill(template: Path, **values: object) -> str:
     """Return a template with its values filled in; it may include templates of the same folder.
 
     Raises:

@@ -31,7 +31,7 @@ class Gpu:
         pynvml.nvmlInit()
         self.handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         self.before: dict[str, tuple[float, float]] = {}
-        self.unsupported: set[Callable[[], Any]] = set()
+        self.unsupported: set[Callable[[], object]] = set()
         self.errors: list[Exception] = []
         """Errors of the last `read`, without those for values that this GPU does not support."""
 

@@ -174,7 +174,8 @@ def compilers() -> list[Check]:
     """Check for the tools that build DeepSpeed's ops."""
     checks = []
     for name, fix in (("g++", "apt-get install g++"), ("ninja", "pip install ninja")):
-        found = shutil.which(name) or (name == "ninja" and _beside_python("ninja"))
+        beside_python = Path(sys.executable).with_name("ninja")
+        found = shutil.which(name) or (name == "ninja" and beside_python.exists() and str(beside_python))
         text = output(str(found), "--version") if found else None
         what = text.splitlines()[0] if text else "not found; CPU Adam, which offload needs, cannot be built"
         checks.append(Check(name, "ok" if text else "error", what, "" if text else fix))
@@ -183,11 +184,6 @@ def compilers() -> list[Check]:
     found = "header found" if header else "no libaio.h; NVMe offload cannot be built"
     checks.append(Check("libaio", "ok" if header else "warning", found, fix))
     return checks
-
-
-def _beside_python(name: str) -> str | None:
-    path = Path(sys.executable).with_name(name)
-    return str(path) if path.exists() else None
 
 
 def ops() -> list[Check]:

@@ -91,7 +91,7 @@ def read_logs(log: Path) -> list[str]:
     return [file.read_text(errors="replace") for file in sorted(log.parent.glob(log.name + ".*"))]
 
 
-def _rank(function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str], log: str) -> None:
+def _rank(function: Callable[..., Any], arguments: tuple[object, ...], environment: dict[str, str], log: str) -> None:
     os.environ |= environment
     threading.Thread(target=_end_with_the_program, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

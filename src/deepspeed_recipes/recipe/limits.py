@@ -148,7 +148,8 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
     found = [as_overrides(near, recipe.layout)]
     if any(asked == 1 for *_, asked in sizes(near, file)):  # `check_blocks` would refuse it
         found[0] += f" deepspeed=zero{file.stage}.json"
-    multiple = math.lcm(_model_parallel_size(recipe.layout), recipe.layout.expert)
+    layout = recipe.layout
+    multiple = math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert)
     below = max(1, world_size // multiple) * multiple
     world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}
     found += [_gpus(size) for size in sorted(world_sizes) if _runs(recipe, size, file)]
@@ -211,8 +212,3 @@ def as_overrides(layout: Layout, before: Layout | None = None) -> str:
     """Return the sizes as `key=value` words: those above 1, or those that differ from `before`."""
     old = asdict(before or Layout())
     return " ".join(f"layout.{name}={size}" for name, size in asdict(layout).items() if size != old[name])
-
-
-def _model_parallel_size(layout: Layout) -> int:
-    """Return the number of ranks that share one copy of the model."""
-    return layout.tensor * layout.pipeline * layout.sequence

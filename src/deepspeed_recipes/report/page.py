@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 LEAST_POINTS = 3
 """Fewer points are no curve."""
@@ -182,7 +182,7 @@ class Document:
     sections: tuple[Section, ...]
 
 
-def number(value: Any, form: str, source: str, unit: str = "") -> Number | None:
+def number(value: object, form: str, source: str, unit: str = "") -> Number | None:
     """Return a value as a cell, or None if it is missing.
 
     Args:

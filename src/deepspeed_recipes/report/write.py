@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from ..recipe import files
@@ -66,7 +65,7 @@ def render(document: Document) -> str:
     return template.render(document=document, style=(FOLDER / "style.css").read_text(encoding="utf-8")).lstrip()
 
 
-def svgs(chart: Chart, name: str) -> Iterator[tuple[str, Any]]:
+def svgs(chart: Chart, name: str) -> Iterator[tuple[str, object]]:
     """Yield (name of the axis, SVG) for a chart: linear, and logarithmic if the chart offers it."""
     from markupsafe import Markup
 

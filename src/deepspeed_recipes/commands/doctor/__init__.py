@@ -20,7 +20,6 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from ...launching.ssh import hostfile
 from ...machine import ops, software, system
@@ -91,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> int:
     return int(any(check.state == "error" for check in checks))
 
 
-def write(result: Any, file: str) -> None:
+def write(result: object, file: str) -> None:
     """Write a result as JSON to a file, or print it if `file` is `-`."""
     if file == "-":
         print(json.dumps(result, indent=2))

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ...planning.hardware.instances import Prices, prices
 from ...planning.search.plans import Plan, Workload
@@ -274,7 +273,7 @@ def _bad(recipe: Recipe) -> text_files.BadExamples | None:
     return text_files.BadExamples() if recipe.data.bad == "skip" else None
 
 
-def _characters(value: Any) -> int:
+def _characters(value: object) -> int:
     """Return the number of characters in an example; a preference pair's prompt counts twice."""
     if isinstance(value, str):
         return len(value)

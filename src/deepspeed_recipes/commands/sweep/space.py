@@ -5,7 +5,6 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...recipe import overrides
 from ...recipe.errors import UserError, redact
@@ -62,7 +61,7 @@ def read(words: Sequence[str]) -> Space:
     return Space(lists, ranges, tuple(fixed))
 
 
-def _list(key: str, text: str, comma: str, hint: Any) -> tuple[str, ...]:
+def _list(key: str, text: str, comma: str, hint: object) -> tuple[str, ...]:
     values = tuple(value.strip() for value in text.split(comma) if value.strip())
     parsed = [overrides.parse(key, value, hint) for value in values]
     if len(values) < 2:
@@ -73,7 +72,7 @@ def _list(key: str, text: str, comma: str, hint: Any) -> tuple[str, ...]:
     return values
 
 
-def _range(key: str, lowest: str, highest: str, hint: Any) -> tuple[str, str]:
+def _range(key: str, lowest: str, highest: str, hint: object) -> tuple[str, str]:
     low, high = (overrides.parse(key, text, hint) for text in (lowest, highest))
     if not isinstance(low, int | float) or isinstance(low, bool) or low >= high:
         raise UserError(f"{key}={lowest}..{highest}: a range goes from a lower to a higher number.")

@@ -51,7 +51,7 @@ def alive() -> list[Json]:
     return sorted(found, key=lambda node: (not node["head"], node["address"], node["id"]))
 
 
-def on(node: str, function: Any, *arguments: Any) -> ray.ObjectRef:
+def on(node: str, function: object, *arguments: object) -> ray.ObjectRef:
     """Start `function` on a node, even if the node is busy."""
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
     return ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(function).remote(*arguments)

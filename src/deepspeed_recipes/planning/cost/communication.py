@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ...recipe.deepspeed_file import KEPT_WEIGHTS
 from ...recipe.files import JsonView
@@ -152,7 +152,7 @@ def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
 def _replicas(layout: Layout, rank: int, world_size: int) -> Ranks:
     """Return the ranks that hold the same part of the model as `rank`, over which ZeRO shards it."""
 
-    def part(one: int) -> Any:
+    def part(one: int) -> object:
         return replace(rank_position(layout, one, world_size), data=0, sequence=0)
 
     return tuple(one for one in range(world_size) if part(one) == part(rank))

@@ -149,7 +149,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
 
 def first_stages(stages: Sequence[StageShard]) -> list[int]:
     """Return the first of each group of equal stages, since later ones have fewer micro-batches in flight."""
-    first: dict[Any, int] = {}
+    first: dict[object, int] = {}
     for index, shard in enumerate(stages):
         counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
         held = (counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last)

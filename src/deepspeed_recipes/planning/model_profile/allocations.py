@@ -117,7 +117,7 @@ class LiveBytes(TorchDispatchMode):
         if key in self._known:
             return
 
-        def drop(_: Any) -> None:
+        def drop(_: object) -> None:
             del self._known[key]
             self.saved.pop(key, None)
             self.bytes -= size

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import nn
@@ -157,7 +156,7 @@ def parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[Any, ...]:
+def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[object, ...]:
     """Return a value that is equal for layers with the same computation and the same allocations."""
     listed = tuple(
         str(value[index])

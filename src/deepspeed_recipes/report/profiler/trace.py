@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ...recipe.errors import UserError
 from ...recipe.files import JsonView
@@ -32,7 +32,7 @@ class Event:
     name: str
     kind: str
     """The trace's category: `cpu_op`, `user_annotation`, `kernel`, `gpu_memcpy`, `cuda_runtime`."""
-    thread: Any
+    thread: object
     begin: float
     end: float
     arguments: JsonView = field(default_factory=dict)
@@ -67,7 +67,7 @@ class RankTrace:
         )
 
     @cached_property
-    def main_thread(self) -> Any:
+    def main_thread(self) -> object:
         """The thread that runs the steps."""
         return self.steps[0].thread
 
@@ -106,7 +106,8 @@ def parse(content: JsonView) -> RankTrace:
             one.get("args", {}),
         )
         for one in content["traceEvents"]
-        if one.get("ph") == "X" and one.get("cat") not in (None, "Trace") and not _copy(one)
+        # A "gpu_user_annotation" only repeats a range of the host on a GPU's timeline.
+        if one.get("ph") == "X" and one.get("cat") not in (None, "Trace", "gpu_user_annotation")
     ]
     groups = content.get("distributedInfo", {}).get("pg_config", ())
     return RankTrace(
@@ -114,11 +115,6 @@ def parse(content: JsonView) -> RankTrace:
         {**content.get(RECORD, {}), "base_us": base},
         {str(group["pg_name"]): tuple(group["ranks"]) for group in groups},
     )
-
-
-def _copy(event: JsonView) -> bool:
-    """Return whether an event on a GPU's timeline only repeats a range on the host's."""
-    return event.get("cat") == "gpu_user_annotation"
 
 
 Intervals: TypeAlias = tuple[tuple[float, float], ...]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from math import isfinite
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from ...recipe.files import JsonView
 from ...recipe.methods import metrics
@@ -84,7 +84,7 @@ def points(rows: Iterable[Row], key: str, x: str = "step") -> Points:
     return tuple((at, value) for at, value in found if finite(at) and finite(value))
 
 
-def finite(value: Any) -> TypeGuard[float]:
+def finite(value: object) -> TypeGuard[float]:
     """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 

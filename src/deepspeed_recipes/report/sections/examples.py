@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from itertools import islice
-from typing import Any
 
 from ...recipe.errors import redact
-from ..page import Bars, Block, Marked, Note, Section, Table, number
+from ..page import Bars, Block, Cell, Marked, Note, Section, Table, number
 from ..run_data import Row, RunData
 
 MOST_ANSWERS = 3
@@ -20,7 +19,7 @@ Pieces = tuple[tuple[str, str], ...]
 
 def answers(run: RunData) -> Section:
     """Return the sample answers: questions, expected answers, and the model's answers with the differences marked."""
-    by_question: dict[Any, dict[int, Row]] = {}
+    by_question: dict[object, dict[int, Row]] = {}
     for row in run.answers:
         by_question.setdefault(row.get("prompt"), {})[row["step"]] = row
     special = tuple(map(str, run.data.get("special_tokens") or ()))
@@ -79,10 +78,10 @@ def data(run: RunData) -> Section:
     """Return the training data: sources, counts, lengths, and examples with the tokens in the loss marked."""
     training, settings = run.data.get("training") or {}, run.recipe.data
     sources = {"training data": settings.path, "held-out data": settings.validation}
-    rows: list[tuple[Any, ...]] = [(what, redact(path)) for what, path in sources.items() if path]
+    rows: list[tuple[Cell, ...]] = [(what, redact(path)) for what, path in sources.items() if path]
     blocks: list[Block] = [Table(("", ""), tuple(rows))] if rows else []
     sets = [name for name in ("training", "held_out") if run.data.get(name)]
-    counts: list[tuple[Any, ...]] = []
+    counts: list[tuple[Cell, ...]] = []
     for key, label in COUNTS.items():
         found = [run.data[name].get(key) for name in sets]
         if any(found) or (key in ALWAYS and any(one is not None for one in found)):

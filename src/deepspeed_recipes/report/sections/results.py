@@ -4,12 +4,11 @@ import math
 from collections.abc import Iterator
 from pathlib import PurePath
 from statistics import median
-from typing import Any
 
 from ...recipe.errors import redact
 from ...recipe.methods import metrics
 from ...recipe.recipe import names
-from ..page import Cell, Note, Number, Section, Table, number
+from ..page import Block, Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
 from . import curves
 from .settings import moment
@@ -179,7 +178,7 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
 
 def evaluation(run: RunData) -> Iterator[Section]:
     """Yield the section that compares the run with other models, if it was evaluated."""
-    blocks: list[Any] = []
+    blocks: list[Block] = []
     places = ["", *(f"tasks.{at}." for at in range(len(run.evaluation.get("tasks") or ())))]
     for place, found in zip(places, [run.evaluation, *(run.evaluation.get("tasks") or ())], strict=True):
         models, pairs = (

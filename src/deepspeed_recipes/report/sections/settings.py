@@ -64,12 +64,12 @@ def values(recipe: Recipe) -> Json:
     return {key: value_of(recipe, key) for key in override_keys()}
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value as written on the command line."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def _same_path(page: Any, absolute: Any) -> bool:
+def _same_path(page: object, absolute: object) -> bool:
     if not isinstance(page, str) or not isinstance(absolute, str):
         return False
     pairs = list(zip(names(page), names(absolute), strict=False))

@@ -6,7 +6,6 @@ import shlex
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ....recipe import files, overrides, pages
 from ....recipe.errors import UserError, first_line, redact
@@ -89,7 +88,7 @@ def read(file: Path) -> Json:
     class Loader(yaml.SafeLoader):
         """Refuses a key that is there twice: YAML takes the last one."""
 
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             names = [
                 self.construct_object(key, deep=True) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"
             ]
@@ -259,7 +258,7 @@ def _typed(page: Path) -> str:
     return str(page) if page.is_absolute() else f"./{page}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = redact(str(value if not isinstance(value, bool) else str(value).lower()))
     return text if len(text) <= 60 else f"{text[:57]}..."
 

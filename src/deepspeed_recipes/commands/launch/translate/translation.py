@@ -9,7 +9,7 @@ from ....recipe import new_tokens
 from ....recipe.files import JsonView
 from ....recipe.new_tokens import NewToken
 
-OFF: tuple[Any, ...] = (None, False, "", [], {}, "none", "null")
+OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
 SAME = {
     "neftune_noise_alpha": "neftune_alpha",
@@ -126,7 +126,7 @@ class Translation:
                     self.missing[name] = "not known here"
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: object) -> bool:
     return any(value is off or (type(value) is type(off) and value == off) for off in OFF)
 
 
