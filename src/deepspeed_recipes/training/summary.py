@@ -127,7 +127,8 @@ def draw_curves(run: RunFolder, name: str, loss: str) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot  # takes most of a second, and is needed once
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained", sharex=True)
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True)
+    figure.subplots_adjust(left=0.09, right=0.98, bottom=0.07, top=0.92, wspace=0.24)  # a layout engine draws it twice
     for axis, (key, label) in zip(axes.flat, ({"loss": loss} | CURVES).items(), strict=True):
         points = [(record["step"], record[key]) for record in records if record[key] is not None]
         axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
