@@ -10,7 +10,7 @@ from deepspeed_recipes.recipe import files
 from deepspeed_recipes.recipe.project import CONFIGS, PAGES
 from deepspeed_recipes.recipe.run_folder import read_json
 
-from .. import gpu_results
+from .. import gpu_results, served
 from ..calibration import MEASUREMENTS, accuracy
 from ..calibration.published_rows import published_rows
 from . import chart, combinations, estimates, index, troubleshooting
@@ -22,7 +22,11 @@ SCRIPTS = Path(__file__).parents[2]
 def documents() -> dict[Path, str]:
     """Return the text of each document by its path."""
     blocks = {
-        PAGES / "README.md": {"families": index.families(), "hardware": index.hardware()},
+        PAGES / "README.md": {
+            "families": index.families(),
+            "hardware": index.hardware(),
+            "served": served.table(read_json(served.FILE)),
+        },
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
         SCRIPTS / "README.md": {"accuracy": accuracy.sentence(published_rows(), read_json(FILE))},
         MEASUREMENTS / "README.md": measurements(),
