@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GPTJConfig, GPTJForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTJConfig, GPTJForCausalLM
 
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.model_profile import counts
@@ -15,9 +15,14 @@ from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.new_tokens import NewToken
 from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import chat_templates
+from deepspeed_recipes.training.model import load, untrained
 from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import new_tokens as rows
+from tests.small import small
+from tests.test_whole import qwen3_5
 
 ONE = (NewToken("<a>"), NewToken("<b>", special=True))
 
@@ -108,3 +113,27 @@ def test_peft_copies_an_embedding_to_train_a_row(model_folder):
     assert not seen  # it calls no module that ZeRO-3 gathers
     ours = adapters.add(AutoModelForCausalLM.from_pretrained(model_folder), Lora(target_modules="q_proj"), rows=[5])
     assert torch.allclose(ours(tokens).logits, expected, atol=1e-5)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["full", "lora"])
+def test_the_export_of_a_whole_checkpoint_has_tokens_and_rows(tmp_path, lora):
+    base = qwen3_5(tmp_path / "base", AutoTokenizer.from_pretrained(TINY_MODEL))
+    recipe = small(base, "unread", lora=lora)
+    recipe = replace(recipe, model=replace(recipe.model, new_tokens="<a>,<b>"))
+    tokenizer, model, folder = chat_templates.load_tokenizer(recipe), load.load_model(recipe), tmp_path / "export"
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad and ("trainable_tokens" in name or lora is None):
+                weight.add_(0.01)
+    model.save_pretrained(folder, **({"save_embedding_layers": False} if lora else {}))
+    tokenizer.save_pretrained(folder)
+    complete = untrained.name_adapter if lora else untrained.add
+    complete(folder, str(base), "vocabulary", False)
+    tokens = torch.arange(len(tokenizer) - 12, len(tokenizer))[None]
+    with torch.no_grad():
+        expected = model.eval()(tokens).logits
+        export.write(folder, tmp_path / "copy", merge=lora is not None)
+        for place in (folder, tmp_path / "copy"):
+            assert torch.allclose(export.load(place).eval()(tokens).logits, expected, atol=1e-4)
+            assert export.load_tokenizer(place).convert_tokens_to_ids("<b>") == len(tokenizer) - 1

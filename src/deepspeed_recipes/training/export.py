@@ -324,8 +324,12 @@ def load_merged(folder: Path) -> PreTrainedModel:
     names = load_model.adapter_names(base)
     adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False, key_mapping=names)
     expected = _sample_logits(adapted)
+    configs = (base.config, base.config.get_text_config())
+    tied = [one.tie_word_embeddings for one in configs]
     _part_tied(base)
     merged = adapted.merge_and_unload()
+    for one, was_tied in zip(configs, tied, strict=True):  # PEFT says that they are tied no longer
+        one.tie_word_embeddings = was_tied
     _tie_again(merged)
     difference = (_sample_logits(merged) - expected).abs().amax(-1) / expected.abs().max()
     # Rounding may choose other experts for a token, so in 16 bits the median counts.

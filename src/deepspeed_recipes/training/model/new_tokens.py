@@ -79,22 +79,27 @@ def start(model: PreTrainedModel, recipe: Recipe) -> None:
     before = _rows_in(model.get_input_embeddings())
     after = max(before, max(found.numbers) + 1)
     if after > before:
-        grow(model, -(-after // (multiple := math.gcd(before, MULTIPLE))) * multiple if recipe.lora is None else after)
-        after = _rows_in(model.get_input_embeddings())
+        multiple = math.gcd(before, MULTIPLE) if recipe.lora is None else 1
+        after = -(-after // multiple) * multiple
+        _grow(model, after)
     for weight in _ends(model):
         with GatheredParameters([weight] if hasattr(weight, "ds_id") else [], modifier_rank=0):
             if weight.numel():  # under ZeRO-3 the other ranks only take part
-                started = torch.stack([weight[list(own)].float().mean(0) for own in found.pieces])
-                if after > before:
-                    weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
-                weight[list(found.numbers)] = started.to(weight.dtype)
+                started = [weight[list(own)].float().mean(0) for own in found.pieces]
+                weight[list(found.numbers)] = torch.stack(started).to(weight.dtype)
     grown = f"the embeddings grow from {before:,} to {after:,} rows" if after > before else "in spare rows"
     say(f"model.new_tokens: {len(found.numbers)} tokens from number {min(found.numbers):,} on, {grown}")
 
 
-def grow(model: PreTrainedModel, rows: int) -> None:
-    """Give the embeddings and the head `rows` rows, of which the new ones have arbitrary values."""
+@torch.no_grad()
+def _grow(model: PreTrainedModel, rows: int) -> None:
+    """Give the embeddings and the head `rows` rows, of which the new ones are the mean of all."""
+    before = _rows_in(model.get_input_embeddings())
     model.resize_token_embeddings(rows, mean_resizing=False)
+    for weight in _ends(model):
+        with GatheredParameters([weight] if hasattr(weight, "ds_id") else [], modifier_rank=0):
+            if weight.numel():
+                weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
 
 
 def _rows_in(embedding: nn.Module) -> int:
@@ -140,4 +145,4 @@ def fit(model: PreTrainedModel, adapter: Path) -> None:
         ends = [name for name in held if weights.EMBEDDING.search(name) or name.endswith("lm_head.weight")]
         needed = max([needed, *(held[name].shape[0] for name in ends)])
     if needed > _rows_in(model.get_input_embeddings()):
-        grow(model, needed)
+        _grow(model, needed)
