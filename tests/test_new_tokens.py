@@ -113,6 +113,13 @@ def test_peft_copies_an_embedding_to_train_a_row(model_folder):
     assert not seen  # it calls no module that ZeRO-3 gathers
     ours = adapters.add(AutoModelForCausalLM.from_pretrained(model_folder), Lora(target_modules="q_proj"), rows=[5])
     assert torch.allclose(ours(tokens).logits, expected, atol=1e-5)
+    head = ours.get_base_model().get_output_embeddings()
+    with torch.no_grad():
+        head.token_adapter.trainable_tokens_delta["default"].add_(1.0)
+    with ours.disable_adapter():  # as the reference of DPO, whose loss in tiles reads the head's weight
+        assert torch.equal(head.weight, head.original_module.weight)
+        assert torch.allclose(ours(tokens).logits, expected, atol=1e-5)
+    assert not torch.equal(head.weight, head.original_module.weight)
 
 
 @pytest.mark.every

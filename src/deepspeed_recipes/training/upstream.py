@@ -463,7 +463,9 @@ class _RowsInOutputs(TrainableTokensLayer):
         return result
 
     def get_merged_weights(self, active_adapters: Sequence[str]) -> torch.Tensor:
-        """Return the whole weight with the trained rows, which a loss in tiles reads."""
+        """Return the whole weight with the trained rows, which a loss in tiles reads; without them for a reference."""
+        if self.disable_adapters:  # PEFT returns the trained rows
+            return self.base_layer.weight
         parts = [self.base_layer.weight, *self.trainable_tokens_delta.values()]
         sharded = [one for one in parts if getattr(one, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
         with GatheredParameters(sharded) if sharded else contextlib.nullcontext():
