@@ -204,6 +204,7 @@ NOT_RUN = {
     "no-hidden-size": "needs a model without a hidden size",
     "step-of-zeros": "shown by prove/defects/deepspeed/step_of_zeros.py, which tests/test_prove.py runs",
     "section-unused": "a warning",
+    "fp16-without-zero": "tests/test_upstream.py shows it, on processors that have fp16",
     "scheduler-block": "a warning; the Trainer's own documentation says so",
     "nvme-folder": "about the machine",
     "swap-buffer-too-small": "needs a parameter of more than 1e8 elements",

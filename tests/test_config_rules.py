@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         {**zero(3, reduce_scatter=False), "gradient_predivide_factor": 2.0},
     ),
     "step-of-zeros": (HF, {**zero(0), "bf16": {"enabled": True}}, {**zero(1), "bf16": {"enabled": True}}),
+    "fp16-without-zero": (HF, {**zero(0), "fp16": {"enabled": True}}, {**zero(1), "fp16": {"enabled": True}}),
     "sum-of-gradients": (
         HF,
         {**zero(3), "gradient_allreduce_op": "sum"},
@@ -408,7 +409,7 @@ def test_a_section_that_deepspeed_does_not_read_is_not_checked():
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 102
+    assert len(RULES) == len({rule.id for rule in RULES}) == 103
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

@@ -73,6 +73,13 @@ def _step_of_zeros(config: Config, facts: Facts) -> Iterator[Hit]:
             return
 
 
+@rule("fp16-without-zero", "error", WRONG)
+def _fp16_without_zero(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.stage == 0 and config.on("fp16", "enabled"):
+        what = "without ZeRO, gradients are divided by a loss scale that the loss was not multiplied by"
+        yield Hit(("fp16", "enabled"), True, what, "set zero_optimization.stage to 1")
+
+
 @rule("loss-scale", "error", REJECTED)
 def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
