@@ -1,5 +1,6 @@
 """Reads and refuses new tokens, starts their rows, and counts them in plans."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -10,10 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPTJConfig, GPTJFo
 
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.model_profile import counts
-from deepspeed_recipes.recipe import new_tokens, overrides, pages
+from deepspeed_recipes.recipe import compatibility, deepspeed_file, new_tokens, overrides, pages
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.new_tokens import NewToken
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
@@ -144,3 +146,11 @@ def test_the_export_of_a_whole_checkpoint_has_tokens_and_rows(tmp_path, lora):
         for place in (folder, tmp_path / "copy"):
             assert torch.allclose(export.load(place).eval()(tokens).logits, expected, atol=1e-4)
             assert export.load_tokenizer(place).convert_tokens_to_ids("<b>") == len(tokenizer) - 1
+
+
+def test_a_reference_has_no_new_rows_under_zero3():
+    recipe = overrides.apply(pages.find("tiny", "dpo_lora"), ["model.new_tokens=<a>"])
+    for stage in (2, 3):
+        case = compatibility.Case(recipe, deepspeed_file.read(str(CONFIGS / f"zero{stage}.json")), 2)
+        with pytest.raises(UserError, match=r"use deepspeed=zero2\.json") if stage == 3 else contextlib.nullcontext():
+            compatibility.check(case, "run")
