@@ -10,10 +10,12 @@ import sys
 from dataclasses import asdict, replace
 from datetime import timedelta
 
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from safetensors.torch import load_file
@@ -35,8 +37,8 @@ from deepspeed_recipes.recipe.run_folder import (
     write_json,
     write_recipe,
 )
+from deepspeed_recipes.training import distributed, upstream
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.checkpoint import universal
 from tests import ROOT
 from tests.launching import train_with
@@ -93,6 +95,28 @@ def test_deepspeed_averages_the_norms_of_different_experts(ranks, tmp_path):
     ranks.check(expert_norm.main, log=tmp_path / "log")
     said = read_logs(tmp_path / "log")[0]
     assert "the whole 5.0, DeepSpeed 3.5" in said
+
+
+def _gradient_in_fp16() -> None:
+    distributed.start()
+    upstream.leave_out_step_of_zeros()
+    model = torch.nn.Linear(4, 1, bias=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True, "initial_scale_power": 4}}
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config | {"zero_allow_untested_optimizer": True}
+    )
+    engine.backward(engine(torch.ones(1, 4, dtype=torch.float16)).sum())
+    print("scale", engine.optimizer.loss_scale, "gradient", model.weight.grad[0, 0].item(), flush=True)
+
+
+@pytest.mark.every
+@pytest.mark.skipif(not get_accelerator().is_fp16_supported(), reason="this processor has no fp16")
+def test_deepspeed_scales_no_loss_in_fp16_without_zero(ranks, tmp_path):
+    """A row of recipe/compatibility.toml and the rule `fp16-without-zero` can go when the gradient is the scale."""
+    ranks.check(_gradient_in_fp16, world_size=1, log=tmp_path / "log")
+    said = re.search(r"scale (\S+) gradient (\S+)", read_logs(tmp_path / "log")[0])
+    assert float(said[1]) > 1 and float(said[2]) == 1
 
 
 @pytest.mark.every

@@ -55,7 +55,7 @@ NOT_COMPARED = {
 COMPARED = [name for name in NAMES if name not in NOT_COMPARED and name != "fp16"]
 CASES = [
     *((name, "bf16") for name in COMPARED),
-    *((name, "fp16") for name in ("fp16", *COMPARED) if name not in (*MASTERS_IN_BF16, "zero0", "pipeline")),
+    *((name, "fp16") for name in ("fp16", *COMPARED) if name not in (*MASTERS_IN_BF16, "zero0")),
     # In fp32 the others are in the tests of their techniques.
     *((name, "fp32") for name in ("zero3_adapters", "zero3_moe")),
 ]
@@ -189,6 +189,17 @@ def test_master_weights_of_another_precision_are_noticed(reference):
     with_masters, without = (reference(name, "bf16")[0] for name in ("zero1", "zero1_bf16_states"))
     pairs = list(zip(with_masters, without, strict=True))
     assert all(max(abs(one[key] / other[key] - 1) for one, other in pairs) > 1.5 * bound for key, bound in NEAR.items())
+
+
+def _without_tied_sum(folder: str) -> None:
+    upstream.sum_tied_gradients = lambda engine: None
+    training_run.main(folder)
+
+
+@pytest.mark.every
+def test_tied_weights_whose_gradients_are_not_added_up_are_noticed(start, reference):
+    run = start("pipeline", "fp16", main=_without_tied_sum)
+    assert apart(run, reference("pipeline", "fp16")[0])["grad_norm"] > 5 * NEAR_FP16["grad_norm"]
 
 
 def test_an_update_that_overflows_is_left_out_with_its_step_of_the_schedule(start):

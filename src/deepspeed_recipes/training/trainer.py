@@ -230,6 +230,7 @@ class RunHooks(Hooked):
         engine, context = self.deepspeed, self.context
         transforms.check_active(engine, context.file)
         upstream.remember_gradient_norm(engine)
+        upstream.sum_tied_gradients(engine)
         upstream.forget_kept_weights(engine)
         if context.checkpoint:
             upstream.take_intervals(self.state, self.args)

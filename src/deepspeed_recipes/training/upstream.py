@@ -526,6 +526,26 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     return engine.train_batch(iter(micro_batches)).detach()
 
 
+def sum_tied_gradients(engine: Any) -> None:
+    """Add up the gradients of the weight that a pipeline's stages share where ZeRO accumulates them apart, in fp16.
+
+    DeepSpeed 0.19.8, pipe/engine.py, `_exec_reduce_tied_grads`, reads `weight.grad`, which is None where ZeRO-1 keeps
+    fp32 sums in `weight.grad_accum` (`data_types.grad_accum_dtype`): each stage then trains a copy of its own.
+    `parity/test_configs.py` passes without this once it can be removed.
+    """
+    if not hasattr(engine, "_INSTRUCTION_MAP"):
+        return
+
+    def reduce(engine: Any) -> None:
+        for weight, group in engine.module.get_tied_weights_and_groups():
+            if (summed := getattr(weight, "grad_accum", None)) is not None:
+                dist.all_reduce(summed, group=group)
+        usual(engine)
+
+    (usual,) = (run for kind, run in engine._INSTRUCTION_MAP.items() if kind.__name__ == "ReduceTiedGrads")
+    engine._INSTRUCTION_MAP = {kind: reduce if run is usual else run for kind, run in engine._INSTRUCTION_MAP.items()}
+
+
 def mark_phases(engine: Any, phase: Callable[[str], contextlib.AbstractContextManager]) -> None:
     """Surround the engine's backward passes and updates with ranges of their names.
 
