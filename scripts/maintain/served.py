@@ -27,7 +27,7 @@ from .calibration import MEASUREMENTS
 
 FILE = MEASUREMENTS / "served.json"
 LAUNCH = Path(__file__).parents[1] / "launch.py"
-FORMS = {
+FORMS: dict[str, tuple[str, ...]] = {
     "full": ("full", "learning_rate=1e-3"),
     "lora": ("lora", "learning_rate=5e-3", "lora.target_parameters=none"),
     "merged": (),
@@ -35,7 +35,7 @@ FORMS = {
     "experts_merged": (),
 }
 """Each form's variant and overrides; the merged ones are made of the adapter before them."""
-SERVERS = {"transformers": ("full", "lora", "merged", "experts", "experts_merged")}
+SERVERS: dict[str, tuple[str, ...]] = {"transformers": ("full", "lora", "merged", "experts", "experts_merged")}
 SERVERS |= {"vllm": SERVERS["transformers"], "llama.cpp": ("full", "merged", "experts_merged")}
 TITLES = {"full": "all weights", "lora": "LoRA", "merged": "LoRA merged"}
 TITLES |= {"experts": "LoRA with experts", "experts_merged": "LoRA with experts, merged"}
