@@ -4,15 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export.quantize import kinds, measure, write
 from deepspeed_recipes.export.quantize.measure import Comparison
 from deepspeed_recipes.export.serve import environment
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import CHECK_FAILED, read_json, write_json
 from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model_folder import dequantized, record
 from tests.tiers import tiered
 
 HELD_OUT = CHAT.validation
@@ -106,3 +110,63 @@ def test_without_examples_what_is_calibrated_says_so(model):
 
 def test_the_kinds_that_are_calibrated_are_llm_compressors():
     assert all(kind.quantizer == "llm-compressor" for kind in kinds.KINDS.values() if kind.calibrated)
+
+
+def wide(folder, width=256):
+    """Write a model whose matrices are several blocks wide, and return the folder."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": width, "intermediate_size": 384, "num_attention_heads": 4}
+    config = AutoConfig.from_pretrained(TINY_MODEL, **sizes, num_key_value_heads=2, head_dim=64)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight[:, 128:] *= 4  # so that the blocks' factors differ
+    model.save_pretrained(folder, max_shard_size="2MB")
+    AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
+    return folder
+
+
+def test_fp8_in_blocks_is_read_as_published_models_are(tmp_path, capsys):
+    source, output = wide(tmp_path / "source"), tmp_path / "small"
+    assert quantize(source, "fp8-block", output) == 0
+    config = read_json(output / "config.json")["quantization_config"]
+    assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
+    before, held = load_whole(source), load_whole(output)
+    small = {name for name, tensor in held.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert small == {name for name in before if "proj" in name}
+    kept = {name: tensor for name, tensor in before.items() if name not in small}
+    assert all(torch.equal(held[name], tensor) for name, tensor in kept.items())
+    assert {name.removesuffix(".weight") for name, tensor in kept.items() if tensor.dim() > 1} == set(
+        config["modules_to_not_convert"]
+    )
+    read = dequantized.state(output, config, torch.float32)
+    swapped = {name: held[f"{name}_scale_inv"].flip(1) for name in small}
+    for name in small:
+        whole = before[name]
+        found = read[name] + torch.zeros_like(whole)
+        # e4m3 has three bits behind the point: an error of 1/16, and below 2^-6 of a block's largest a fixed step.
+        assert ((found - whole).abs() <= whole.abs() / 16 + whole.abs().max() * 2**-17).all(), name
+        factors = swapped[name].repeat_interleave(128, 0).repeat_interleave(128, 1)[: whole.shape[0], : whole.shape[1]]
+        wrong = held[name].float() * factors
+        assert not ((wrong - whole).abs() <= whole.abs() / 16 + whole.abs().max() * 2**-17).all(), name
+
+
+def test_fp8_is_written_as_the_base_model_was_published(tmp_path, capsys):
+    source, output = wide(tmp_path / "source"), tmp_path / "small"
+    record.write(source, record.Record(pages.find("tiny-3m", "full"), {"dequantized": "fp8"}), None)
+    assert quantize(source, "fp8", output, "--limit", "2") == 0
+    assert "as the base model was published" in capsys.readouterr().out
+    assert read_json(output / "config.json")["quantization_config"]["quant_method"] == "fp8"
+    assert read_json(output / "training" / "results.json")["dequantized"] == "fp8"
+
+
+def test_fp8_in_blocks_refuses_what_is_no_whole_block(tmp_path, capsys):
+    assert quantize(wide(tmp_path / "source", width=192), "fp8-block", tmp_path / "small") == 2
+    said = capsys.readouterr().err
+    assert "is not a multiple of 128 on each side" in said and said.count("\n") == 1
+    assert not (tmp_path / "small").exists()
+
+
+def load_whole(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -83,7 +83,7 @@ def _asked(recipe: Recipe, form: str, server: str, place: Path) -> dict[str, Any
         folder = _exported(recipe, form, place)
         result = certificate_of(folder, "none" if server == "transformers" else server)
     except UserError as error:
-        return found | {"verdict": "refused", "why": str(error).splitlines()[0]}
+        return found | {"verdict": "refused", "why": str(error).splitlines()[0].replace(f"{place}/", "")}
     trained, base = certificate.read(folder), certificate.read(_base(recipe, place))
     changed = certificate.compare(trained, base["texts"], folder).difference
     found |= {"verdict": "agrees" if result.agrees else "differs", "bound": result.bound}

@@ -10,9 +10,10 @@
 The folder has a whole model, or the adapter if the run trained an adapter; --merge writes the base model with the
 adapter merged into it. --add adds other adapters of the same base model, each multiplied by its weight. --quantize
 writes a smaller model: int8, int4 and fp8 for vLLM (by llm-compressor, which `make serving` installs), nf4 and
-int8-bitsandbytes for transformers. The smaller model is compared with the original on the run's held-out examples, and
-refused if it lost more than two points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or q4_k_m; `make
-gguf` installs the converter), which is compared in the same way. Only safetensors are read, never pickles.
+int8-bitsandbytes for transformers, and fp8-block in the format of DeepSeek's and Qwen's FP8 releases, which fp8 is as
+well if the base model was published in it. The smaller model is compared with the original on the run's held-out
+examples, and refused if it lost more than two points. --gguf writes one file for llama.cpp and Ollama (f16, q8_0 or
+q4_k_m; `make gguf` installs the converter), which is compared in the same way. Only safetensors are read, no pickles.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..export.quantize.kinds import DROP
+from ..export.quantize.kinds import DROP, names
 from ..machine import children
 from ..recipe.errors import UserError
 from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--add", action="append", default=[], metavar="RUN=WEIGHT", help="add another adapter times WEIGHT; repeatable"
     )
     parser.add_argument("--weight", type=float, metavar="W", help="with --add: the first adapter's weight (default: 1)")
-    parser.add_argument("--quantize", metavar="KIND", help="int8, int4, fp8, nf4 or int8-bitsandbytes; merges adapters")
+    parser.add_argument("--quantize", metavar="KIND", help=f"{', '.join(names('--quantize'))}; merges adapters")
     parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
     parser.add_argument(
         "--no-certify", action="store_true", help="with --merge: do not compare the result with the trained model"
@@ -110,8 +111,13 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     if options.allow_drop < 0:
         raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
     from ..export.quantize import kinds, write
+    from ..training.model_folder import record
 
     kind = kinds.find("--gguf", options.gguf) if options.gguf else kinds.find("--quantize", options.quantize)
+    held = record.read(source)
+    if kind.name == "fp8" and held and held.results.get("dequantized") == "fp8":
+        kind = kinds.find("--quantize", "fp8-block")
+        print(f"as the base model was published: {kind.title}")
     output = options.output.resolve()
     write.check(source, output, kind)
     with known_examples(options, source) as known:

@@ -7,7 +7,7 @@ from typing import Literal
 from ...recipe.errors import UserError
 
 Option = Literal["--quantize", "--gguf"]
-Quantizer = Literal["llm-compressor", "bitsandbytes", "llama.cpp"]
+Quantizer = Literal["llm-compressor", "bitsandbytes", "llama.cpp", "deepspeed-recipes"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ KINDS: Mapping[tuple[Option, str], Kind] = {
         Kind("--quantize", "nf4", "4-bit normal-float weights", "bitsandbytes", "nf4", TRAINING,
              "int8-bitsandbytes loses less"),
         Kind("--quantize", "int8-bitsandbytes", "8-bit weights", "bitsandbytes", "int8", TRAINING),
+        Kind("--quantize", "fp8-block", "8-bit floating-point weights in blocks of 128 x 128", "deepspeed-recipes",
+             "fp8", "vLLM, SGLang and transformers on GPUs with FP8"),
         Kind("--gguf", "f16", "16-bit weights", "llama.cpp", "f16", LLAMA),
         Kind("--gguf", "q8_0", "8-bit weights", "llama.cpp", "q8_0", LLAMA, "f16 loses less"),
         Kind("--gguf", "q4_k_m", "4-bit weights, and 6 bits where they count most", "llama.cpp", "q4_k_m", LLAMA,

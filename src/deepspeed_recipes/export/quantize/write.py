@@ -110,8 +110,12 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
     for file in sorted(whole.iterdir()):
         if file.is_file() and file.name not in own and file.suffix in (".json", ".jinja", ".model", ".txt", ".md"):
             shutil.copy2(file, part)
+    from . import fp8_blocks
+
     written = place / "quantised"
-    if kind.quantizer == "bitsandbytes":
+    if kind.name == "fp8-block":
+        fp8_blocks.write(whole, written)
+    elif kind.quantizer == "bitsandbytes":
         _with_bitsandbytes(whole, written, kind.scheme)
     else:
         from . import measure

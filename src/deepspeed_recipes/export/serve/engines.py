@@ -205,7 +205,7 @@ def _dtype(model: Path) -> str | None:
     """
     config = config_of(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
-    return "bfloat16" if dtype == "float32" and _weight_bits(model) else dtype
+    return "bfloat16" if dtype == "float32" and config.get("quantization_config") else dtype
 
 
 def is_packed(model: Path) -> bool:
