@@ -22,6 +22,7 @@ from deepspeed_recipes.recipe.run_folder import (
     forget_after,
     newest_checkpoint,
     read_jsonl,
+    read_recipe,
     step_of,
     write_json,
     write_recipe,
@@ -83,8 +84,14 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     run.summary.unlink()
-    write_recipe(run, replace(recipe, max_steps=9, save_steps=5, logging_steps=3))
+    before = {file: file.read_text() for file in (run.recipe, run.data)}
+    write_recipe(run, replace(recipe, seed=recipe.seed + 1, max_steps=9))
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused.log") == [2, 2]
+    assert before == {file: file.read_text() for file in before}, "ranks have refused the other order of the data"
+    resumed = replace(recipe, max_steps=9, save_steps=5, logging_steps=3)
+    write_recipe(run, resumed)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
+    assert read_recipe(run) == resumed and not run.requested.exists()
     assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
     steps = [row["step"] for row in read_jsonl(run.metrics)]
     assert steps[:4] == [1, 2, 3, 4] and 7 not in steps and steps[-1] == 9
@@ -223,7 +230,10 @@ def test_the_launcher_prints_what_a_resumed_run_changes(tmp_path, capsys):
     write_json(run.deepspeed, {"zero_optimization": {"stage": 3}})
     write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {"step": 5, "world_size": 2, "layout": {}, "files": {}})
     command = ["tiny", "full", "--resume", "--output-dir", str(tmp_path), "--gpus", "2", "--dry-run"]
-    for changes in (["learning_rate=1e-05", "weight_decay=0.5"], []):
+    # The page holds out a file of its own, which other data does not change in a run.
+    data = f"data.path={tmp_path / 'other.jsonl'}"
+    (tmp_path / "other.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 9)
+    for changes in (["learning_rate=1e-05", "weight_decay=0.5"], [data], [data, "data.validation=none"], []):
         assert launch.main([*command, *changes]) == 0
         said = f"resuming with changed settings: {' '.join(changes)}\n" in capsys.readouterr().out
         assert said == bool(changes)

@@ -14,7 +14,7 @@ from ..recipe import deepspeed_file, limits, run_folder
 from ..recipe.errors import FileUnusable, UserError
 from ..recipe.project import program
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import REWIND, RunFolder, append_jsonl, read_recipe
+from ..recipe.run_folder import REWIND, RunFolder, append_jsonl, starting_recipe
 from ..report.profiler import window
 from ..training.checkpoint import digests, universal
 from ..training.tracking import afterwards
@@ -37,7 +37,7 @@ class LocalAttempts:
     def start(self, ranks: int) -> Outcome:
         """Run that many ranks to their end."""
         command = deepspeed_command(self.run, ranks)
-        if read_recipe(self.run).profile.nsys:
+        if starting_recipe(self.run).profile.nsys:
             self.run.profile.mkdir(exist_ok=True)
             command = [*window.nsys_command(self.run), *command]
         record(self.run, command)

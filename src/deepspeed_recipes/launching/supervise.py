@@ -15,7 +15,7 @@ import psutil
 
 from ..machine import children
 from ..recipe.errors import redact
-from ..recipe.run_folder import REWIND, RunFolder, read_json
+from ..recipe.run_folder import REWIND, RunFolder, starting_recipe
 from .ranks import POLL, RankMonitor, numbered
 
 LAST_LINES = 8
@@ -48,7 +48,7 @@ def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: in
     if hung:
         missing = sorted(set(range(ranks)) - set(hung))
         silent = f"; none from rank {', '.join(map(str, missing))}, which was stopped or cut off" if missing else ""
-        minutes = read_json(run.recipe)["hang_minutes"]
+        minutes = starting_recipe(run).hang_minutes
         return f"no step finished for {minutes:g} minutes; each rank's Python stack is in {run.ranks}{silent}"
     if not failed:
         return f"DeepSpeed's launcher exited with status {status}"

@@ -155,10 +155,11 @@ def comma_keys(kind: type = Recipe, prefix: str = "") -> set[str]:
     return found
 
 
-def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
+def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) -> Recipe:
     """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins.
 
-    They are applied at once, so their order never makes a valid set invalid.
+    They are applied at once, so their order never makes a valid set invalid. Of a `resumed` run's recipe, other data
+    changes no other setting.
 
     Raises:
         UserError: not of the form key=value, an unknown key (names the nearest), or a value that does not fit the
@@ -179,7 +180,7 @@ def apply(recipe: Recipe, assignments: Iterable[str]) -> Recipe:
             values["lora"] = dataclasses.asdict(Lora())
         (values.setdefault(section, {}) if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
-    _settle_data(values["data"], given)
+    _settle_data(values["data"], given - {"data.path"} if resumed else given)
     if "distill.teacher" in given and values["method"] == "sft":
         # Supervised fine-tuning with a teacher is distillation.
         values["method"] = "distill"
@@ -247,13 +248,14 @@ def keys_of(assignments: Iterable[str]) -> list[str]:
     return [assignment.partition("=")[0] for assignment in assignments]
 
 
-def differences(before: Recipe, after: Recipe) -> list[str]:
+def differences(before: Recipe, after: Recipe, *, resumed: bool = False) -> list[str]:
     """Return the overrides, as typed, that turn one recipe into another.
 
-    `data.path` also sets the source of the held-out examples, which is then not repeated.
+    Unless the recipe is a `resumed` run's, `data.path` also sets the source of the held-out examples, which is then not
+    repeated.
     """
     path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
-    start = apply(before, path)
+    start = apply(before, path, resumed=resumed)
     return [*path, *as_typed(after, [key for key in override_keys() if value_of(after, key) != value_of(start, key)])]
 
 

@@ -51,6 +51,8 @@ class RunFolder:
 
     recipe = Place("recipe.json")
     """The recipe as it runs, including overrides."""
+    requested = Place("recipe.requested.json")
+    """The recipe of a resumed run until its ranks have accepted it; it then replaces recipe.json."""
     deepspeed = Place("deepspeed.json")
     """The DeepSpeed configuration that the engine got, with every value resolved."""
     command = Place("command.txt")
@@ -501,5 +503,21 @@ def append_jsonl(path: Path, row: Json) -> None:
 
 
 def write_recipe(run: RunFolder, recipe: Recipe) -> None:
-    """Write `recipe.json`."""
-    write_json(run.recipe, to_dict(recipe))
+    """Write the recipe of the next start: `recipe.json`, or the requested one beside that of an earlier start."""
+    write_json(run.requested if run.recipe.exists() else run.recipe, to_dict(recipe))
+
+
+def starting_recipe(run: RunFolder) -> Recipe:
+    """Return the recipe with which ranks start: the requested one if there is one.
+
+    Raises:
+        UserError: as `read_recipe`.
+    """
+    recipe: Recipe = from_dict(read_json(run.requested if run.requested.exists() else run.recipe))
+    return recipe
+
+
+def accept_recipe(run: RunFolder) -> None:
+    """Let the requested recipe replace the run's: its ranks have data, model, engine and checkpoint."""
+    if run.requested.exists():
+        run.requested.replace(run.recipe)

@@ -30,7 +30,7 @@ from ..recipe.run_folder import (
     checkpoint_bytes,
     newest_checkpoint,
     read_json,
-    read_recipe,
+    starting_recipe,
     step_of,
     write_json,
 )
@@ -67,7 +67,7 @@ from .trainer import RunContext
 
 
 def main(folder: str) -> None:
-    """Train the recipe in `folder`/recipe.json, from its newest complete checkpoint if there is one."""
+    """Train the recipe in `folder`, from its newest complete checkpoint if there is one."""
     run = RunFolder(Path(folder))
     trackers = Trackers(run)
     try:
@@ -79,7 +79,7 @@ def main(folder: str) -> None:
             distributed.start()
             pickles.load_only_data()
             upstream.leave_out_step_of_zeros()
-            execute(read_recipe(run), run, trackers)
+            execute(starting_recipe(run), run, trackers)
             distributed.stop()
     except UserError as error:
         fail(error, 2, trackers)
@@ -112,11 +112,11 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
+    checkpoint = newest_checkpoint(run)
+    mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     if distributed.is_first():
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
         write_json(run.data, {**datasets.described(tokenizer), **skipped})
-    checkpoint = newest_checkpoint(run)
-    mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     model = parallel.load(recipe, datasets.labels)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)

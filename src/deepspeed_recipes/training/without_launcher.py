@@ -79,5 +79,5 @@ def prepare(run: RunFolder, world_size: int) -> None:
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)
         with run_folder.explained(checkpoint):
-            universal.convert_needed(run_folder.read_recipe(run), run, world_size, checkpoint)
+            universal.convert_needed(run_folder.starting_recipe(run), run, world_size, checkpoint)
     run_folder.forget_after(run, checkpoint)

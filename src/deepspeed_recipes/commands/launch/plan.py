@@ -132,7 +132,7 @@ def requested(options: LaunchOptions) -> Request:
     if options.resume:
         folder = run_folder.to_resume(page, options.output_dir)
         page = resumed(page, folder, options)
-    recipe = overrides.apply(page, options.overrides)
+    recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     kept = bool(folder) or "learning_rate" in overrides.keys_of(options.overrides)  # a resumed run cannot gain adapters
     if recipe.learning_rate != page.learning_rate and not kept:
         print(
@@ -260,7 +260,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     counts.check_trained(preflight.with_dimensions(recipe))
     if request.folder:
         universal.check(recipe, request.folder, file, machines.ranks)
-        if changed := overrides.differences(request.page, recipe):
+        if changed := overrides.differences(request.page, recipe, resumed=True):
             print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
         for line in own_code.changed(recipe, request.page.code, recipe.code):
             print(f"resuming with a changed file: {line}", flush=True)
