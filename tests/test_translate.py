@@ -204,8 +204,13 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
             {"schedule.kind": "polynomial", "schedule.min_rate": "0.1", "schedule.power": "2"},
         ),
         (FACTORY, {"additional_target": "embed_tokens,lm_head"}, {"lora.modules_to_save": "embed_tokens,lm_head"}),
-        (FACTORY, {"early_stopping_steps": 3}, {"early_stopping": "3"}),
-        (FACTORY, {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}, {"keep_best": "true"}),
+        (FACTORY, {"early_stopping_steps": 3, "val_size": 0.1}, {"early_stopping": "3"}),
+        (
+            FACTORY,
+            {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "val_size": 0.1},
+            {"keep_best": "true"},
+        ),
+        (FACTORY, {"neat_packing": True}, {"packing": "true"}),
         (FACTORY, LAYERS, {"train": r"layers\.(0|1)\..*\b(mlp)\b"}),
         (AXOLOTL, {"lora_modules_to_save": ["embed_tokens"]}, {"lora.modules_to_save": "embed_tokens"}),
         (FACTORY, {"add_tokens": "<a>,<b>", "resize_vocab": True}, {"model.new_tokens": "<a>,<b>"}),
@@ -349,3 +354,35 @@ def test_words_around_a_file_that_are_wrong(place, words, message):
     written(place, FACTORY | {"model_name_or_path": "us/ours", "learning_rate": "fast"}, "elsewhere.yaml")
     status, shown = launch(*words)
     assert status == 2 and message in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("tool", "change", "key"),
+    [
+        (FACTORY, {"early_stopping_steps": 3}, "early_stopping_steps"),
+        (FACTORY, {"load_best_model_at_end": True}, "load_best_model_at_end"),
+        (FACTORY, {"load_best_model_at_end": True, "save_strategy": "no", "val_size": 0.1}, "load_best_model_at_end"),
+        (FACTORY, {"stage": "dpo", "early_stopping_steps": 3, "val_size": 0.1}, "early_stopping_steps"),
+        (AXOLOTL, {"rl": "dpo", "sample_packing": False, "early_stopping_patience": 3}, "early_stopping_patience"),
+    ],
+)
+def test_what_the_launcher_would_refuse_or_judge_otherwise_is_named(place, tool, change, key):
+    """No held-out examples, no checkpoints, or a metric of the method's own where the other tool takes the loss."""
+    found, recipe = command_of(tool | change, place)
+    assert key in found.missing and "the command" not in found.missing
+    assert recipe.early_stopping is None and not recipe.keep_best
+
+
+def test_settings_that_exclude_each_other_are_shown_with_the_translation(place, capsys):
+    for model in (TINY_MODEL, "us/ours"):
+        file = written(place, AXOLOTL | {"base_model": model, "torch_compile": True, "activation_offloading": True})
+        assert translate.main(file, None, None, []) == 1
+        shown = capsys.readouterr().out
+        assert "learning_rate" in shown and "the command: the launcher refuses it: activation_offloading=true" in shown
+
+
+def test_fp16_keeps_the_given_deepspeed_file(place):
+    values = {"fp16": True, "bf16": False, "deepspeed": "configs/zero3.json"}
+    found, recipe = command_of(FACTORY | values, place)
+    assert (recipe.precision, recipe.deepspeed) == ("fp16", "zero3.json")
+    assert found.translated["fp16"] == "precision=fp16"

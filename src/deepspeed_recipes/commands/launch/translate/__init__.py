@@ -11,6 +11,7 @@ from ....recipe import files, overrides, pages
 from ....recipe.errors import UserError, first_line, redact
 from ....recipe.files import Json, JsonView
 from ....recipe.project import command
+from ....recipe.recipe import Recipe
 from . import axolotl, llama_factory, trl
 from .translation import Translation
 
@@ -24,6 +25,9 @@ VARIANTS = {
     **{(method, adapter): method for method in ("pretrain", "reward", "grpo") for adapter in ("", "lora")},
 }
 """The variant of a method and of its adapters. 4-bit weights and DoRA of the other methods are keys beside `lora`."""
+TYPICAL = "llama3-8b"
+"""A recipe whose checks hold for models without a page, except for the keys that only some models have."""
+OF_SOME_MODELS = ("model.", "data.max_pixels=", "layout.expert=", "router_aux_loss_coef=")
 SUFFIXES = (".yaml", ".yml", ".json")
 WIDTH = 116
 
@@ -51,7 +55,11 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], pa
     found.overrides |= dict(change.partition("=")[::2] for change in changes)
     for option, given in (("--gpus", gpus), ("--nodes", nodes)):
         found.options += [option, str(given)] if given else []
-    print("\n".join(report(found, file)))
+    try:
+        shown = report(found, file)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    print("\n".join(shown))
     if page:
         write(found, file, page)
         print(f"\nwritten: {page}; to run it: {command('launch')} {_typed(page)} {variant(found)}")
@@ -149,10 +157,12 @@ def command_of(found: Translation) -> list[str]:
     """
     name, chosen = recipe_of(found.model), variant(found)
     changes = [f"{key}={value}" for key, value in found.overrides.items()]
+    keys = overrides.override_keys()
+    for key, value in found.overrides.items():
+        overrides.parse(key, value, keys[key])
     if name is None:
-        keys = overrides.override_keys()
-        for key, value in found.overrides.items():
-            overrides.parse(key, value, keys[key])
+        general = [change for change in changes if not change.startswith(OF_SOME_MODELS)]
+        _refused(found, pages.find(TYPICAL, chosen), general)
         return ["auto", found.model, chosen, *changes, *found.options]
     if chosen in ("qlora", "dora") and (why := pages.without(pages.page(pages.split(name)[0])).get(chosen)):
         found.missing[chosen] = " ".join(why.split())
@@ -161,7 +171,21 @@ def command_of(found: Translation) -> list[str]:
         found.adapter = "lora"
         return command_of(found)
     start = pages.find(name, chosen)
-    return [name, chosen, *overrides.differences(start, overrides.apply(start, changes)), *found.options]
+    if start.model.vision and found.overrides.get("truncate") == "true":
+        found.overrides["truncate"] = "false"
+        found.missing["truncate"] = "examples with images that are too long are left out, not cut"
+        return command_of(found)
+    made = _refused(found, start, changes)
+    return [name, chosen, *(overrides.differences(start, made) if made else changes), *found.options]
+
+
+def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | None:
+    """Return the changed recipe; settings that exclude each other here are recorded, and there is no recipe."""
+    try:
+        return overrides.apply(start, changes)
+    except UserError as error:
+        found.missing["the command"] = f"the launcher refuses it: {error}"
+        return None
 
 
 def report(found: Translation, file: Path) -> list[str]:
@@ -173,7 +197,9 @@ def report(found: Translation, file: Path) -> list[str]:
     same = [name for name, ours in found.translated.items() if ours == f"{name}={_short(found.values.get(name))}"]
     changed = {name: ours for name, ours in found.translated.items() if name not in same}
     sections = {
-        "translated": _each(found, changed, " -> ") + _filled("the same here:", same),
+        "translated": _each(found, changed, " -> ")
+        + _filled("the same here:", same)
+        + _filled("off, as here:", found.off),
         f"{found.tool}'s defaults for what the file does not set": _filled("", usual),
         "to know": list(dict.fromkeys(found.remarks)),
         "not needed": [f"{name}: {why}" for name, why in found.unneeded.items()],
@@ -228,6 +254,8 @@ def write(found: Translation, file: Path, page: Path) -> None:
         UserError: the model has no page to start from, or the page exists or cannot be one.
     """
     start, *rest = command_of(found)
+    if why := found.missing.get("the command"):
+        raise UserError(f"--write {page}: {why}")
     if start == "auto":
         raise UserError(
             f"--write {page}: {found.model} has no page to start from; use the command, or give "

@@ -247,8 +247,10 @@ def _data(found: Translation) -> None:
         if "excess_length_strategy" in found.values:
             found.note("excess_length_strategy", "longer examples are left out")
     if found.given("train_on_inputs"):
-        found.take("train_on_inputs")
-        found.set("loss_on", "all", "train_on_inputs")
+        if found.method == "sft":
+            found.set("loss_on", "all", "train_on_inputs")
+        else:
+            found.unneeded["train_on_inputs"] = f"{found.method} decides what is learned, there and here"
     sets = found.take("datasets")
     sets = sets if isinstance(sets, list) else [sets] if sets else []
     paths, splits, renamed, roles = [], set(), {}, dict[str, str]()

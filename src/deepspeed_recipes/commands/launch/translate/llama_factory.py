@@ -67,9 +67,20 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     _method(found)
     _model(found)
     _data(found, place)
-    found.set("packing", bool(found.take("packing")) or found.method == "pretrain", "packing")
-    if found.given("packing") and not found.given("neat_packing"):
-        found.remarks.append(f"packing: {PACKED}")
+    if found.method in ("sft", "pretrain"):
+        packed = found.given("neat_packing") or found.values.get("packing")  # the first one implies the other
+        usual = found.method == "pretrain" and packed is None
+        names = [name for name in ("packing", "neat_packing") if name == "packing" or found.given(name)]
+        found.set("packing", bool(packed) or usual, *names)
+        if found.given("packing") and not found.given("neat_packing"):
+            found.remarks.append(f"packing: {PACKED}")
+    elif found.given("packing"):
+        found.unneeded["packing"] = f"{found.method} does not pack, there and here"
+    if found.overrides["precision"] == "fp32":
+        found.remarks.append(
+            "precision: without bf16 and fp16, LLaMA-Factory computes in the dtype of the model's files; "
+            "if that is bf16, give precision=bf16"
+        )
     off = found.take("disable_gradient_checkpointing") or values.get("gradient_checkpointing") is False
     found.set("gradient_checkpointing", not off, "disable_gradient_checkpointing", "gradient_checkpointing")
     found.finish("llama_factory")
@@ -122,14 +133,14 @@ def _method(found: Translation) -> None:
         found.note("finetuning_type", "all weights")
         if found.given("quantization_bit"):
             found.lack("quantization_bit", "4-bit weights are frozen: train adapters (finetuning_type: lora)")
-        for name in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
-            if name in found.values:
-                found.unneeded[name] = "all weights are trained"
-                found.take(name)
     elif kind == "freeze":
         _frozen(found)
     else:
         found.lack("finetuning_type", f"{kind}: all weights are trained, or adapters (lora)")
+    if not found.adapter:
+        for name in (*LORA.values(), "lora_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "pissa_init"):
+            if found.given(name):
+                found.unneeded[name] = "there are no adapters"
 
 
 def _frozen(found: Translation) -> None:
@@ -145,7 +156,8 @@ def _frozen(found: Translation) -> None:
         more = (
             extra if isinstance(extra, list) else [word.strip() for word in str(extra or "").split(",") if word.strip()]
         )
-        found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), "freeze_trainable_layers")
+        names = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+        found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), *names)
         found.note("finetuning_type", "the weights that train matches")
     else:
         found.lack(
@@ -195,7 +207,7 @@ def _model(found: Translation) -> None:
 
 def _data(found: Translation, place: Path) -> None:
     found.rename("cutoff_len", "sequence_length")
-    if found.method == "sft" and not found.given("packing"):
+    if found.method == "sft" and not (found.given("packing") or found.given("neat_packing")):
         found.set("truncate", True, "cutoff_len")  # packed, longer examples are left out there too
     elif found.method != "pretrain":
         found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")

@@ -81,12 +81,12 @@ def settings(found: Translation, gpus: int) -> None:
     )
     if found.given("max_steps") and number(found.take("max_steps"), "max_steps") > 0:
         found.set("max_steps", found.values["max_steps"], "max_steps")
-        found.take("num_train_epochs", "num_epochs")
         found.unneeded |= {
             name: "max_steps is set" for name in ("num_train_epochs", "num_epochs") if name in found.values
         }
     else:
-        found.take("max_steps")
+        if "max_steps" in found.values:
+            found.note("max_steps", "epochs decides")
         found.set("epochs", found.take("num_train_epochs", "num_epochs"), "num_train_epochs", "num_epochs")
     found.rename("learning_rate", "learning_rate")
     for key in ("weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm"):
@@ -112,8 +112,12 @@ def _schedule(found: Translation) -> None:
     kind = str(found.take("lr_scheduler_type", "lr_scheduler"))
     kind = {"wsd": "warmup_stable_decay"}.get(kind, kind)
     if kind == "cosine" and (found.given("cosine_min_lr_ratio")):  # Axolotl's
-        kind = "cosine_with_min_lr"
-        found.rename("cosine_min_lr_ratio", "schedule.min_rate")
+        if number(found.values["cosine_min_lr_ratio"], "cosine_min_lr_ratio") < 1:
+            kind = "cosine_with_min_lr"
+            found.rename("cosine_min_lr_ratio", "schedule.min_rate")
+        else:
+            kind = "constant_with_warmup"
+            found.note("cosine_min_lr_ratio", f"schedule.kind={kind}")
     if kind in SCHEDULES:
         found.set("schedule.kind", kind, name)
     else:
@@ -156,14 +160,16 @@ def _optimizer(found: Translation) -> None:
 
 
 def _precision(found: Translation) -> None:
-    bf16, fp16 = found.take("bf16", "pure_bf16"), found.take("fp16")
-    if bf16:
-        found.set("precision", "bf16", "bf16", "pure_bf16")
-    elif fp16 and fp16 != "auto":
-        found.set("precision", "fp16", "fp16")
-        found.set("deepspeed", "fp16.json", "fp16")
+    half = [name for name in ("fp16", "float16") if found.given(name) and found.values[name] != "auto"]
+    brain = [name for name in ("bf16", "pure_bf16", "bfloat16") if found.given(name)]
+    if half and all(found.values[name] == "auto" for name in brain):
+        found.set("precision", "fp16", *half, *brain)
+        if not any(found.given(name) for name in ("deepspeed", "fsdp", "fsdp_config")):
+            found.set("deepspeed", "fp16.json", *half)
+    elif brain or found.take("bf16"):
+        found.set("precision", "bf16", "bf16", *brain)
     else:
-        found.set("precision", "fp32")
+        found.set("precision", "fp32", "bf16")
 
 
 def _saving(found: Translation) -> None:

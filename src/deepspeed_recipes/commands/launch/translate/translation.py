@@ -7,6 +7,7 @@ from typing import Any
 
 from ....recipe import new_tokens
 from ....recipe.files import JsonView
+from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
 
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
@@ -29,7 +30,7 @@ class Translation:
     """The settings of a file, and what has become of each.
 
     A setting is used by `take`. `finish` sorts the rest: those that mean the same under another name, those that a run
-    does by itself, and those without an equivalent. So every key of the file is in exactly one list.
+    does by itself, those without an equivalent, and those that are off. So each key of the file is in one list.
     """
 
     def __init__(self, tool: str, values: JsonView, defaults: JsonView) -> None:
@@ -46,9 +47,10 @@ class Translation:
         self.yours: dict[str, str] = {}
         """Keys that change no update, such as how often a run saves, and that the user has to set."""
         self.missing: dict[str, str] = {}
-        self.values = values
-        self._defaults = defaults
-        self._left = {key for key, value in values.items() if not _is_off(value)}
+        self.off: list[str] = []
+        """Keys that ask for nothing, and that no other list has."""
+        self.values = dict(values)
+        self.defaults = dict(defaults)
 
     def given(self, key: str) -> bool:
         """Return True if the file sets `key` to something other than nothing."""
@@ -56,11 +58,8 @@ class Translation:
 
     def take(self, *names: str) -> Any:
         """Return the value of the first of `names` that the file sets, or its default in the other tool, or None."""
-        self._left -= set(names)
-        found = next((self.values[name] for name in names if self.values.get(name) is not None), None)
-        return (
-            next((self._defaults[name] for name in names if name in self._defaults), None) if found is None else found
-        )
+        given = (values[name] for values in (self.values, self.defaults) for name in names if name in values)
+        return next((value for value in given if value is not None), None)
 
     def set(self, key: str, value: object, *sources: str) -> None:
         """Set one of our keys to a value that comes from the file's keys `sources`, or from their defaults."""
@@ -99,22 +98,28 @@ class Translation:
         """Record what the file's key `name` has become; twice if it has become two things."""
         before = self.translated.get(name)
         self.translated[name] = became if before in (None, became) else f"{before} {became}"
-        self._left.discard(name)
 
     def leave(self, name: str, how: str) -> None:
         """Record that the file's key `name` changes no update, and how the user sets the same here."""
         self.yours[name] = how
-        self._left.discard(name)
 
     def lack(self, name: str, why: str) -> None:
         """Record that the file's key `name` has no equivalent."""
+        self.translated.pop(name, None)
         self.missing[name] = why
-        self._left.discard(name)
 
     def finish(self, tool: str) -> None:
-        """Sort the keys that nothing has taken by the tables of keys.toml, the tool's and `trainer`'s."""
+        """Sort the keys that are in no list by the tables of keys.toml, the tool's and `trainer`'s."""
+        self._settle_evaluation()
         tables = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
-        for name in sorted(self._left):
+        named = {*self.translated, *self.unneeded, *self.yours, *self.missing}
+        for name in sorted(set(self.values) - named):
+            if not self.given(name):
+                if self.values[name] is False and (why := _listed(name, tables[tool].get("on", {}))):
+                    self.missing[name] = why
+                else:
+                    self.off.append(name)
+                continue
             for kind, place in (("unneeded", self.unneeded), ("yours", self.yours), ("missing", self.missing)):
                 if why := _listed(name, tables["trainer"].get(kind, {}) | tables[tool].get(kind, {})):
                     place[name] = why
@@ -124,6 +129,37 @@ class Translation:
                     self.set(SAME[name], self.values[name], name)
                 else:
                     self.missing[name] = "not known here"
+
+    def _settle_evaluation(self) -> None:
+        """Leave out what needs held-out examples or checkpoints that are not there, or goes by another metric."""
+        metric = METHODS[self.method].metric
+        for key in ("early_stopping", "keep_best"):
+            if key not in self.overrides:
+                continue
+            ours = f"{key}={self.overrides[key]}"
+            sources = [name for name, became in self.translated.items() if became == ours]
+            why = choose(
+                [
+                    (
+                        "data.validation" not in self.overrides
+                        and float(self.overrides.get("data.validation_share", 0)) == 0,
+                        f"there are no held-out examples: with data.validation=FILE, give {ours}",
+                    ),
+                    (
+                        metric is not None,
+                        f"judged by the loss there, and by the {str(metric).replace('_', ' ')} here, with {ours}",
+                    ),
+                    (
+                        key == "keep_best" and self.overrides.get("save_steps") == "0",
+                        f"no checkpoint is saved: with save_steps=N, give {ours}",
+                    ),
+                ],
+                "",
+            )
+            if why:
+                del self.overrides[key]
+                for name in sources:
+                    self.lack(name, why)
 
 
 def _is_off(value: object) -> bool:

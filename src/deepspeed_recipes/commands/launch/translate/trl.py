@@ -15,7 +15,7 @@ METHODS = ("dpo", "kto", "orpo", "simpo", "grpo", "reward")
 
 def is_one(values: JsonView) -> bool:
     """Return True if a file has the names of TrainingArguments."""
-    return bool({"per_device_train_batch_size", "num_train_epochs", "output_dir"} & set(values))
+    return bool({"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"} & set(values))
 
 
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
