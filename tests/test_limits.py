@@ -1,5 +1,6 @@
 """Which layouts can run: an accepted one gives every rank a position, and a refusal suggests one that is accepted."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import bubble, data_parallel_size, rank_position
 from deepspeed_recipes.recipe.methods import METHODS, Distill, Grpo
+from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.recipe import changed as changed_recipe
 from tests import ROOT
@@ -405,3 +407,28 @@ def test_answers_of_a_micro_batch_that_are_compared_are_several():
     with pytest.raises(UserError, match="KTO compares the answers of a micro-batch; use micro_batch_size=2 or more"):
         limits.check_micro_batch(recipe)
     limits.check_micro_batch(replace(recipe, micro_batch_size=2))
+
+
+FIXED = {
+    '{"train_micro_batch_size_per_gpu": 2}': "micro_batch_size=2",
+    '{"train_batch_size": 64}': "global_batch_size=64",
+    '{"gradient_accumulation_steps": 9}': "global_batch_size=72",
+    '{"gradient_clipping": 0.3}': "max_grad_norm=0.3",
+    '{"bf16": {"enabled": true}}': "precision=bf16",
+    '{"optimizer": {"type": "AdamW", "params": {"lr": 1e-06}}}': "learning_rate=1e-06",
+    '{"optimizer": {"type": "AdamW", "params": {"betas": [0.9, 0.5]}}}': "adam_beta2=0.5",
+    '{"optimizer": {"type": "AdamW", "params": {"eps": 0.1}}}': "adam_epsilon=0.1",
+    '{"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.5}}}': "weight_decay=0.5",
+}
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+def test_a_file_that_contradicts_the_recipe_is_refused_with_the_overrides_that_agree(tmp_path, fixed):
+    file, recipe = tmp_path / "mine.json", pages.find("tiny", "full")
+    file.write_text(json.dumps(json.loads((CONFIGS / "zero2.json").read_text()) | json.loads(fixed)))
+    recipe = replace(recipe, deepspeed=str(file))
+    with pytest.raises(UserError, match="the recipe has") as refused:
+        preflight.check_config(recipe, 2, 2)
+    _, said = str(refused.value).splitlines()
+    assert said.endswith(f", or add {FIXED[fixed]}"), said
+    preflight.check_config(overrides.apply(recipe, [FIXED[fixed]]), 2, 2)

@@ -3,6 +3,7 @@
 Apart from the linter this needs only the standard library, and takes milliseconds.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits, new_tokens, own_code, trackers
+from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code, trackers
 from ..recipe import files as spec_files
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -47,6 +48,24 @@ STREAMED = 1000
 REFERENCES = 4
 """Number of references on which the user's own metrics are tried."""
 
+ADAM_BETA1 = 0.9
+"""The Trainer's default, which no key of a recipe changes."""
+KEYS = {
+    "train_micro_batch_size_per_gpu": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "train_batch_size": "global_batch_size",
+    "gradient_clipping": "max_grad_norm",
+    "enabled": "precision",
+    "lr": "learning_rate",
+    "betas": "adam_beta2",
+    "eps": "adam_epsilon",
+    "weight_decay": "weight_decay",
+    "warmup_max_lr": "learning_rate",
+    "warmup_num_steps": "schedule.warmup",
+    "total_num_steps": "max_steps",
+}
+"""Keys of a DeepSpeed file with which the Trainer compares its arguments, by their last part, and the recipe's."""
+
 
 def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
     """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors.
@@ -61,7 +80,9 @@ def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
         gpus_per_node=ranks_each,
         model=local if local.exists() else dict(recipe.model.config) or None,
         lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
+        arguments=_compared(recipe, ranks),
     )
+    findings = [_in_keys(one, recipe, ranks) for one in findings if not _is_removed(one.key, recipe)]
     if error := lint.first_error(findings, recipe.deepspeed):
         # The linter reads only the file, and would suggest another file if a key of the recipe is the mistake.
         check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks_each)
@@ -71,6 +92,56 @@ def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
         # Trainer finds the hidden size, which a bare Accelerator does not.
         if finding.rule not in ("step-of-zeros", "no-hidden-size"):
             print(lint.describe(finding, recipe.deepspeed), flush=True)
+
+
+def _compared(recipe: Recipe, ranks: int) -> dict[str, object]:
+    """Return the TrainingArguments with which the Trainer compares the values of a DeepSpeed file."""
+    compared: dict[str, object] = {
+        "per_device_train_batch_size": recipe.micro_batch_size,
+        "max_grad_norm": recipe.max_grad_norm,
+        "fp16": recipe.precision == "fp16",
+        "bf16": recipe.precision == "bf16",
+        "fp16_full_eval": False,
+        "bf16_full_eval": False,
+        "learning_rate": recipe.learning_rate,
+        "adam_beta1": ADAM_BETA1,
+        "adam_beta2": recipe.adam_beta2,
+        "adam_epsilon": recipe.adam_epsilon,
+        "weight_decay": recipe.weight_decay,
+        "warmup_steps": recipe.schedule.warmup,
+        "max_steps": recipe.max_steps or -1,
+    }
+    with contextlib.suppress(UserError):  # `check_layout` refuses the layout or the batch
+        compared["gradient_accumulation_steps"] = gradient_accumulation_steps(recipe, ranks)
+    return compared
+
+
+def _is_removed(key: str, recipe: Recipe) -> bool:
+    """Return True for a key of a DeepSpeed file that `arguments.deepspeed_config` removes for the layout."""
+    layout = recipe.layout
+    if key == "train_batch_size":
+        return layout.tensor > 1 or layout.pipeline > 1
+    return layout.expert > 1 and key.startswith("optimizer.")
+
+
+def _in_keys(finding: lint.Finding, recipe: Recipe, ranks: int) -> lint.Finding:
+    """Return a value that contradicts the recipe with the recipe's keys, and any other finding as it is."""
+    if finding.rule != "fixed-for-trainer" or finding.severity != "error":
+        return finding
+    first, _, last = finding.key.rpartition(".")
+    value: Any = finding.value
+    if last == "gradient_accumulation_steps":  # known, or it would be no error
+        value *= recipe.global_batch_size // gradient_accumulation_steps(recipe, ranks)
+    elif last == "betas":
+        value = value[1] if isinstance(value, list) and len(value) == 2 and value[0] == ADAM_BETA1 else None
+    elif last == "enabled":
+        value = first if value else "fp32"
+    key = KEYS[last]
+    fix = 'write "auto" in the file'
+    if value is not None and not (last == "train_batch_size" and recipe.layout.sequence > 1):
+        fix += f", or add {key}={value}"
+    what = f"the recipe has {' '.join(overrides.as_typed(recipe, [key]))}; DeepSpeed and the Trainer need one value"
+    return replace(finding, what=what, fix=fix)
 
 
 def check_model(recipe: Recipe) -> None:

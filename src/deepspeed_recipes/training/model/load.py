@@ -1,5 +1,6 @@
 """Loads a recipe's model, with its adapters; or a draft of it."""
 
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -217,7 +218,9 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
 
 def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     """Return why the model's folder or Hub id cannot be loaded, in a line with the fix."""
-    reason = first_line(error)
+    reason, frames = first_line(error), traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("deepspeed/runtime/config.py"):  # zero.Init reads it as the model loads
+        return f"deepspeed={recipe.deepspeed}: DeepSpeed refuses this configuration: {reason}"
     if isinstance(error, SafetensorError):
         reason = f"a .safetensors file is damaged or cut off ({reason}); copy or download it again"
     elif isinstance(error, StrictDataclassError):
