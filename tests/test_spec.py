@@ -96,6 +96,22 @@ def test_differences_say_again_what_was_typed_and_nothing_that_follows_from_it(f
     assert overrides.apply(full, overrides.differences(full, changed)) == changed
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["data.path=own.jsonl", "data.validation=other.jsonl", "data.metric=loss", "loss_on=all"],
+        ["data.path=own.jsonl", "data.validation=other.jsonl", "data.validation_share=0.2"],
+        ["data.path=own.jsonl", "data.metric=exact_match", "data.validation_share=0.1"],
+        ["data.validation=other.jsonl", "data.metric=loss"],
+        ["data.path=own.jsonl", "data.streaming=true", "max_steps=5"],
+    ],
+)
+def test_differences_from_a_page_give_the_recipe_back(words):
+    page = pages.find("tiny", "full")
+    changed = overrides.apply(page, words)
+    assert overrides.apply(page, overrides.differences(page, changed)) == changed
+
+
 def test_values_get_the_types_of_their_fields(full):
     changed = overrides.apply(
         full, ["learning_rate=5e-5", "max_steps=7", "packing=no", "lora.rank=32", "precision=bf16", "max_steps=8"]

@@ -1,6 +1,7 @@
 """The user's own loss, callback, metric and transform train and measure what plain PyTorch and a plain Trainer do."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +194,7 @@ def test_a_run_does_not_resume_with_another_transform(trained, ranks, tmp_path):
 
 FAILING = """
 import os
+import re
 from transformers import TrainerCallback
 from tests.workers.own_code import *
 
@@ -211,11 +213,13 @@ def by_rank(answers, references):
 class OnOneRank(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if os.environ["RANK"] == "0" and state.global_step == 2:
-            control.should_save = control.should_evaluate = True
-
-    def on_log(self, args, state, control, **kwargs):
+            control.should_save = True
         if os.environ["RANK"] == "1" and state.global_step == 3:
             control.should_training_stop = True
+
+    def on_log(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "0" and state.global_step == 2:
+            control.should_evaluate = True
 """
 
 
@@ -257,11 +261,14 @@ def test_what_the_callback_of_one_rank_asks_for_happens_on_all(
 ):
     run = RunFolder(tmp_path / "run")
     recipe = recipe_of(model_folder, questions, conversations, callbacks=f"{failing}:OnOneRank", save_steps=0)
-    write_recipe(run, replace(recipe, data=replace(recipe.data, metric="loss")))
+    write_recipe(run, replace(recipe, data=replace(recipe.data, metric="loss"), logging_steps=10))
     ranks.check(code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
     assert newest_checkpoint(run) == run.checkpoints / "checkpoint-2"
     assert [row["step"] for row in read_jsonl(run.evaluations)] == [0, 2, 3]
     assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3] and run.export.exists()
+    summary = read_json(run.summary)
+    assert summary["steps"] == 3
+    assert re.fullmatch(r"after step 3 of \d+: callbacks=.*OnOneRank asked for it", summary["stopped_early"])
 
 
 def test_an_evaluation_without_held_out_examples_is_refused(

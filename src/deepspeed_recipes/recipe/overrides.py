@@ -251,12 +251,17 @@ def keys_of(assignments: Iterable[str]) -> list[str]:
 def differences(before: Recipe, after: Recipe, *, resumed: bool = False) -> list[str]:
     """Return the overrides, as typed, that turn one recipe into another.
 
-    Unless the recipe is a `resumed` run's, `data.path` also sets the source of the held-out examples, which is then not
-    repeated.
+    Unless the recipe is a `resumed` run's, `data.path` also sets the source of the held-out examples, and both set the
+    metric: these are then not repeated.
     """
-    path = as_typed(after, ["data.path"]) if after.data.path != before.data.path else []
-    start = apply(before, path, resumed=resumed)
-    return [*path, *as_typed(after, [key for key in override_keys() if value_of(after, key) != value_of(start, key)])]
+    sources: list[str] = []
+    start = before
+    for key in ("data.path", "data.validation"):
+        if value_of(after, key) != value_of(start, key):
+            sources += as_typed(after, [key])
+            start = apply(before, sources, resumed=resumed)
+    rest = [key for key in override_keys() if value_of(after, key) != value_of(start, key)]
+    return [*sources, *as_typed(after, rest)]
 
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:

@@ -315,10 +315,10 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     if published := quantization.title(load.load_config(recipe).to_dict()):
         results["dequantized"] = published
     export.describe(run, results | (evaluation.described() if evaluation else {}), best)
-    if evaluation and evaluation.ended and trainer.state.global_step < trainer.state.max_steps:
-        results["stopped_early"] = (
-            f"after step {trainer.state.global_step} of {trainer.state.max_steps}: {evaluation.ended}"
-        )
+    step, planned = trainer.state.global_step, trainer.state.max_steps
+    asked = f"callbacks={recipe.callbacks} asked for it" if recipe.callbacks else None
+    if step < planned and (reason := evaluation.ended if evaluation and evaluation.ended else asked):
+        results["stopped_early"] = f"after step {step} of {planned}: {reason}"
     if best is not None:
         results["exported_step"] = best
     export.publish(run.unverified, run.export)

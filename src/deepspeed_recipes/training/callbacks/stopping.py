@@ -112,7 +112,8 @@ class Agreement(TrainerCallback):
         )
         dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.group)
         log, evaluate, save, end_epoch, end_run = map(bool, asked.numpy().tolist())
-        control.should_log, control.should_evaluate, control.should_save = log, evaluate, save
+        # The last step of a run is always logged.
+        control.should_log, control.should_evaluate, control.should_save = log or end_run, evaluate, save
         control.should_epoch_stop, control.should_training_stop = end_epoch, end_run
         return control
 
