@@ -194,7 +194,6 @@ def test_a_run_does_not_resume_with_another_transform(trained, ranks, tmp_path):
 
 FAILING = """
 import os
-import re
 from transformers import TrainerCallback
 from tests.workers.own_code import *
 
