@@ -1,7 +1,6 @@
 """A plugin that writes tests/durations.txt, what each test costs: `make durations`.
 
-Of a stored and a new figure the larger one stays, so that a fast machine does not bring tests into `make quick` that
-are slow elsewhere; it leaves out what takes LONG or more.
+`make quick` leaves out what takes LONG or more. The figures of tests that did not run stay.
 """
 
 from collections import Counter
@@ -11,7 +10,7 @@ import pytest
 
 FILE = Path(__file__).with_suffix(".txt")
 LONG = 0.3
-"""Seconds, on the slowest machine that measured."""
+"""Seconds, on an otherwise idle machine."""
 HEAD = f"# Seconds and test, for what takes {LONG:g} s or more; written by `make durations`.\n"
 
 
@@ -32,6 +31,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Write the file, once."""
     if not hasattr(session.config, "workerinput"):
-        found = {test: seconds for test, seconds in (Counter(read()) | spent).items() if seconds >= LONG}
+        found = {test: seconds for test, seconds in (read() | spent).items() if seconds >= LONG}
         lines = [f"{seconds:6.1f} {test}\n" for test, seconds in sorted(found.items())]
         FILE.write_text(HEAD + "".join(lines), encoding="utf-8")

@@ -70,7 +70,7 @@ def test_a_gradient_that_is_twice_as_large_is_found_and_named(shop, name):
     assert found.state == "different" and "gradient norm off by 1.0e+00" in found.detail
     right = prove.prove(shop, KNOWN[name])
     assert right.state == "equal"
-    assert command.exit_status([right]) == 0 and command.status([right, found]) == 1
+    assert command.exit_status([right]) == 0 and command.exit_status([right, found]) == 1
     assert command.summary([right, found], []) == f"planted_{name}: not what plain PyTorch trains."
 
 

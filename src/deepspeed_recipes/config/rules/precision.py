@@ -77,7 +77,7 @@ def _step_of_zeros(config: Config, facts: Facts) -> Iterator[Hit]:
 def _fp16_without_zero(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage == 0 and config.on("fp16", "enabled"):
         what = "without ZeRO, gradients are divided by a loss scale that the loss was not multiplied by"
-        yield Hit(("fp16", "enabled"), True, what, "set zero_optimization.stage to 1")
+        yield Hit(("fp16", "enabled"), True, what, "set the stage to 1")
 
 
 @rule("loss-scale", "error", REJECTED)
