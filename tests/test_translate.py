@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -119,6 +119,67 @@ def test_a_file_of_axolotl_becomes_its_recipe(place):
     assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.target_modules) == (4, 8, "all-linear")
     assert (recipe.schedule.kind, recipe.schedule.warmup) == ("cosine", 0.03)  # its defaults
     assert recipe.packing and recipe.data.columns == "chat:messages" and recipe.data.validation_share == 0.1
+
+
+TRL = {"model_name_or_path": TINY_MODEL, "dataset_name": "ours.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, {"loss_on": "all", "precision": "bf16", "gradient_checkpointing": "true", "learning_rate": "2e-05"}),
+        ({"assistant_only_loss": True}, {"loss_on": "assistant"}),
+        ({"completion_only_loss": True, "assistant_only_loss": False}, {"loss_on": "assistant"}),
+        ({"fp16": True}, {"precision": "fp16", "deepspeed": "fp16.json"}),
+        ({"bf16": False}, {"precision": "fp32"}),
+        ({"use_peft": True}, {"lora.target_modules": "q_proj,v_proj", "lora.rank": "16"}),
+        ({"use_peft": True, "lora_target_modules": ["all-linear"]}, {"lora.target_modules": "all-linear"}),
+        ({"use_peft": True, "beta": 0.2}, {"dpo.beta": "0.2", "dpo.loss": "sigmoid", "learning_rate": "1e-06"}),
+        ({"loss_type": ["ipo"]}, {"dpo.loss": "ipo", "dpo.beta": "0.1"}),
+        ({"desirable_weight": 2.0, "use_peft": True}, {"kto.good_weight": "2.0", "kto.bad_weight": "1.0"}),
+        (
+            {"reward_funcs": ["mine.score"]},
+            {"reward": "mine.py:score", "grpo.loss": "dapo", "grpo.beta": "0.0", "grpo.max_new_tokens": "512"},
+        ),
+    ],
+)
+def test_a_file_of_trl_has_trls_defaults(place, change, expected):
+    found, _ = command_of(TRL | change, place)
+    assert not found.missing
+    assert found.overrides | expected == found.overrides
+    assert set(change) <= {*found.translated, *found.off}
+
+
+def test_the_table_of_trls_defaults_is_that_of_the_installed_trl(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    import trl
+    from trl.experimental.cpo import CPOConfig
+    from trl.experimental.orpo import ORPOConfig
+
+    classes = {
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "orpo": ORPOConfig,
+        "simpo": CPOConfig,
+        "grpo": trl.GRPOConfig,
+        "reward": trl.RewardConfig,
+    }
+    assert set(classes) == set(translate.trl.METHODS)
+    adapters = {field.name: field.default for field in fields(trl.ModelConfig)}
+    for method, kind in classes.items():
+        theirs = adapters | vars(kind(output_dir=str(tmp_path), use_cpu=True))
+        ours = translate.trl.DEFAULTS | translate.trl.METHODS[method]
+        if method == "grpo":
+            del ours["max_length"]  # it bounds the answers only
+        assert ours == {name: theirs[name] for name in ours}, method
+
+
+def test_peft_adapts_the_modules_that_a_file_of_trl_leaves_to_it():
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as theirs
+
+    ours = translate.trl.PEFT_TARGETS.split(",")
+    assert all(theirs[kind] == ours for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2"))
 
 
 def test_saved_training_arguments_become_what_the_user_set(place):

@@ -156,8 +156,8 @@ def _frozen(found: Translation) -> None:
         more = (
             extra if isinstance(extra, list) else [word.strip() for word in str(extra or "").split(",") if word.strip()]
         )
-        names = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-        found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), *names)
+        sources = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+        found.set("train", "|".join([pattern, *(rf"\b{name}\b" for name in more)]), *sources)
         found.note("finetuning_type", "the weights that train matches")
     else:
         found.lack(

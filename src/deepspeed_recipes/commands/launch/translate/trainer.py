@@ -24,7 +24,7 @@ DEFAULTS: Json = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "max_grad_norm": 1.0,
-    "optim": "adamw_torch",
+    "optim": "adamw_torch_fused",
     "seed": 42,
 }
 ADAMW = (

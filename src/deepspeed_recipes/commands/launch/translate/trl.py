@@ -2,15 +2,75 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from ....recipe.errors import UserError
 from ....recipe.files import Json, JsonView
+from ....recipe.methods.grpo import Grpo
+from ....recipe.methods.preferences import DpoLoss
 from . import trainer
-from .translation import Translation
+from .translation import Translation, choose
 
-DEFAULTS = trainer.DEFAULTS | {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05, "max_length": 1024}
+DEFAULTS = trainer.DEFAULTS | {
+    "bf16": True,  # unless fp16 is set
+    "gradient_checkpointing": True,
+    "max_length": 1024,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+}
+PREFERENCES: Json = {"learning_rate": 1e-6, "beta": 0.1}
+METHODS: dict[str, Json] = {
+    "sft": {"learning_rate": 2e-5, "packing": False},
+    "dpo": PREFERENCES | {"loss_type": ["sigmoid"], "label_smoothing": 0.0},
+    "kto": PREFERENCES | {"desirable_weight": 1.0, "undesirable_weight": 1.0},
+    "orpo": PREFERENCES,
+    "simpo": PREFERENCES | {"simpo_gamma": 0.5, "cpo_alpha": 1.0},
+    "grpo": {
+        "learning_rate": 1e-6,
+        "beta": 0.0,
+        "num_generations": 8,
+        "max_completion_length": 512,
+        "temperature": 1.0,
+        "epsilon": 0.2,
+        "num_iterations": 1,
+        "loss_type": "dapo",
+        "scale_rewards": "group",
+        "mask_truncated_completions": False,
+    },
+    "reward": {"learning_rate": 1e-4},
+}
+"""The methods, and the defaults of their configurations."""
+KEYS = {
+    "dpo": {"beta": "dpo.beta", "label_smoothing": "dpo.label_smoothing", "precompute_ref_log_probs": "dpo.precompute"},
+    "kto": {"beta": "kto.beta", "desirable_weight": "kto.good_weight", "undesirable_weight": "kto.bad_weight"},
+    "orpo": {"beta": "orpo.beta"},
+    "simpo": {"beta": "simpo.beta", "simpo_gamma": "simpo.gamma"},
+    "grpo": {
+        "beta": "grpo.beta",
+        "num_generations": "grpo.group_size",
+        "max_completion_length": "grpo.max_new_tokens",
+        "temperature": "grpo.temperature",
+        "reward_weights": "grpo.reward_weights",
+        "epsilon": "grpo.epsilon",
+        "epsilon_high": "grpo.epsilon_high",
+        "num_iterations": "grpo.iterations",
+        "mask_truncated_completions": "grpo.mask_truncated",
+    },
+}
+"""The keys of a method that mean the same here, and ours."""
+SIGNS = {
+    "grpo": ("reward_funcs", "reward_model_name_or_path", "num_generations", "max_completion_length"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "simpo": ("simpo_gamma",),
+    "reward": ("center_rewards_coefficient",),
+    "dpo": ("precompute_ref_log_probs", "f_divergence_type", "sync_ref_model", "label_smoothing", "use_weighting"),
+    "sft": ("assistant_only_loss", "completion_only_loss", "packing", "packing_strategy", "dataset_text_field"),
+}
+"""Keys that only one method has: a file of TRL does not name its method, which is a word of the command line."""
 LORA = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "dora": "use_dora", "rslora": "use_rslora"}
-METHODS = ("dpo", "kto", "orpo", "simpo", "grpo", "reward")
+
+PEFT_TARGETS = "q_proj,v_proj"
 
 
 def is_one(values: JsonView) -> bool:
@@ -26,49 +86,154 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
     given = _set_by_the_user(values) if saved else values
-    found = Translation("TrainingArguments" if saved else "TRL", given, DEFAULTS)
+    own = not saved and "model_name_or_path" in values
+    method, told = _method(given)
+    found = Translation(
+        "TRL" if own else "TrainingArguments", given, DEFAULTS | METHODS[method] if own else trainer.DEFAULTS
+    )
+    found.method = method
+    if own and not told:
+        found.remarks.append(f"the file does not name its method: it is read as one for `trl {method}`")
+    if "method" in given:
+        found.note("method", method)
     found.model = str(found.take("model_name_or_path") or "MODEL")
     if "model_name_or_path" in values:
         found.note("model_name_or_path", "the model")
     else:
         found.lack("model", "TrainingArguments have no model: put its folder or Hub id in place of MODEL")
+    if own and found.given("fp16"):
+        found.defaults["bf16"] = False
     trainer.settings(found, gpus)
-    found.method = next(
-        (one for one in METHODS if values.get("method") == one or one in str(values.get("loss_type"))), "sft"
-    )
-    if "beta" in found.values and found.method in ("dpo", "kto", "orpo", "simpo"):
-        found.rename("beta", f"{found.method}.beta")
-    if found.given("use_peft") or found.given("lora_r"):
-        found.take("use_peft")
-        found.adapter = "qlora" if found.given("load_in_4bit") else "lora"
-        trainer.adapters(found, LORA)
-        if found.given("load_in_4bit"):
-            found.take("load_in_4bit")
-            found.set("model.quantization", "nf4", "load_in_4bit")
-        targets = found.take("lora_target_modules")
-        found.set("lora.target_modules", targets or "all-linear", "lora_target_modules")
-        if "use_peft" in found.values:
-            found.note("use_peft", found.adapter)
-    found.rename("max_length", "sequence_length")
-    if found.method == "sft":
-        if found.values.get("truncation_mode", "keep_start") == "keep_start":
+    for name, key in KEYS.get(method, {}).items():
+        if own or found.given(name):
+            found.rename(name, key)
+    if own:
+        _losses(found)
+        _adapter(found)
+    if own and method != "grpo" and "max_length" in given and given["max_length"] is None:
+        found.lack("max_length", "null: no limit; give sequence_length=N")
+    elif method != "grpo":
+        found.rename("max_length", "sequence_length")
+    if own and method not in ("sft", "grpo"):
+        found.remarks.append("max_length: longer examples are left out and counted, not cut")
+    if own and method == "sft":
+        if given.get("truncation_mode", "keep_start") == "keep_start":
             found.set("truncate", True, "truncation_mode")  # SFTTrainer keeps the beginning
-        if found.values.get("assistant_only_loss") is False and found.values.get("completion_only_loss") is False:
-            found.take("assistant_only_loss", "completion_only_loss")
-            found.set("loss_on", "all", "assistant_only_loss", "completion_only_loss")
-    if found.given("lora_modules_to_save"):
-        found.rename("lora_modules_to_save", "lora.modules_to_save")
-    for name, key in (("dataset_name", "data.path"), ("dataset_train_split", "data.split")):
+        if given.get("packing_strategy") in ("bfd", "bfd_split", "bfd-requeue"):
+            found.note("packing_strategy", "the longest documents first, as in `bfd`")
+    if method == "sft":
+        found.set("packing", bool(found.take("packing")), "packing")
+    _data(found)
+    found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
+    for name, key in (
+        ("attn_implementation", "model.attention"),
+        ("chat_template_path", "model.chat_template"),
+        ("trust_remote_code", "model.trust_remote_code"),
+        ("activation_offloading", "activation_offloading"),
+    ):
+        if found.given(name):
+            found.rename(name, key)
+    found.finish("trl")
+    return found
+
+
+def _method(values: JsonView) -> tuple[str, bool]:
+    """Return the method of a file, and whether a key tells it."""
+    if values.get("method") in METHODS:
+        return str(values["method"]), True
+    kinds = values.get("loss_type") or ()
+    kind = str(kinds if isinstance(kinds, str) else next(iter(kinds), ""))
+    if kind in ("simpo", "orpo", "kto"):
+        return kind, True
+    if kind in get_args(get_type_hints(Grpo)["loss"]):
+        return "grpo", True
+    for method, names in SIGNS.items():
+        if any(values.get(name) is not None for name in names):
+            return method, True
+    preferences = kind in get_args(DpoLoss) or "beta" in values
+    return ("dpo" if preferences else "sft"), preferences
+
+
+def _losses(found: Translation) -> None:
+    """Translate the loss: its name, and for conversations the tokens that it counts."""
+    kinds = found.take("loss_type")
+    names = [kinds] if isinstance(kinds, str) else list(kinds or ())
+    known = {"dpo": get_args(DpoLoss), "grpo": get_args(get_type_hints(Grpo)["loss"])}.get(found.method, ())
+    if len(names) == 1 and names[0] in known:
+        found.set(f"{found.method}.loss", names[0], "loss_type")
+    elif len(names) == 1 and names[0] in ("nll", "chunked_nll", "kto", "simpo"):
+        if "loss_type" in found.values:
+            found.note("loss_type", "the same loss")
+    elif names:
+        found.lack("loss_type", f"there are {', '.join(known) or 'no other losses'}")
+    if found.method == "sft":
+        answers = [name for name in ("assistant_only_loss", "completion_only_loss") if found.given(name)]
+        off = [name for name in ("assistant_only_loss", "completion_only_loss") if found.values.get(name) is False]
+        found.set("loss_on", "assistant" if answers else "all", *(answers or off))
+        for name in off if answers else ():
+            found.note(name, f"{answers[0]} decides")
+        if not answers and "completion_only_loss" not in off:
+            found.remarks.append(
+                "loss_on: without assistant_only_loss, TRL learns all tokens of conversations, but of prompts and "
+                "completions only the completions; for such data, give loss_on=assistant"
+            )
+    elif found.method == "simpo" and found.take("cpo_alpha"):
+        found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
+    elif found.method == "grpo":
+        scale = found.take("scale_rewards")
+        found.set("grpo.scale", {True: "group", False: "none"}.get(scale, scale), "scale_rewards")
+        length = int(trainer.number(found.take("max_completion_length"), "max_completion_length"))
+        found.set("sequence_length", 1024 + length)
+        found.remarks.append(f"sequence_length: room for prompts of 1024 tokens before answers of {length}")
+        names = found.take("reward_funcs") or []
+        files = [one.rpartition(".") for one in ([names] if isinstance(names, str) else names)]
+        if files and all(module for module, _, _ in files):
+            paths = [f"{module.replace('.', '/')}.py:{function}" for module, _, function in files]
+            found.set("reward", paths, "reward_funcs")
+        elif files:
+            found.lack("reward_funcs", "TRL's own functions: write them to a file, and give reward=FILE.py:FUNCTION")
+
+
+def _adapter(found: Translation) -> None:
+    if not found.given("use_peft"):
+        for name in (*LORA.values(), "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
+            if found.given(name):
+                found.unneeded[name] = "use_peft is not set: all weights are trained, as in TRL"
+        if found.given("load_in_4bit"):
+            found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (use_peft: true)")
+        return
+    bits = found.given("load_in_4bit")
+    found.adapter = choose([(found.given("use_dora"), "dora"), (bits, "qlora")], "lora")
+    found.note("use_peft", found.adapter)
+    trainer.adapters(found, LORA)
+    if bits:
+        found.set("model.quantization", "nf4", "load_in_4bit")
+    targets = found.take("lora_target_modules")
+    if isinstance(targets, list) and len(targets) == 1:
+        targets = targets[0]
+    found.set("lora.target_modules", targets or PEFT_TARGETS, "lora_target_modules")
+    if not targets:
+        found.remarks.append(
+            f"lora.target_modules: PEFT's own choice for Llama, Mistral, Qwen and Gemma is {PEFT_TARGETS}; for other "
+            "architectures name PEFT's, or all-linear"
+        )
+    for name in ("lora_modules_to_save", "lora_target_parameters"):
+        if found.given(name):
+            found.rename(name, f"lora.{name.removeprefix('lora_')}")
+
+
+def _data(found: Translation) -> None:
+    for name, key in (
+        ("dataset_name", "data.path"),
+        ("dataset_train_split", "data.split"),
+        ("dataset_streaming", "data.streaming"),
+    ):
         if found.given(name):
             found.rename(name, key)
     if not found.given("dataset_name"):
         found.lack("dataset", "the file names no data: give data.path=FILE")
     if "data.validation_share" not in found.overrides:
         found.set("data.validation_share", 0.0)
-    found.set("packing", bool(found.take("packing")), "packing")
-    found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
-    found.finish("trl")
-    return found
 
 
 def _set_by_the_user(values: JsonView) -> Json:
