@@ -432,3 +432,12 @@ def test_a_file_that_contradicts_the_recipe_is_refused_with_the_overrides_that_a
     _, said = str(refused.value).splitlines()
     assert said.endswith(f", or add {FIXED[fixed]}"), said
     preflight.check_config(overrides.apply(recipe, [FIXED[fixed]]), 2, 2)
+
+
+def test_a_dry_run_finds_a_long_warm_up_and_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    words = ["tiny", "full", "--gpus", "2", "--dry-run"]
+    assert launch.main([*words, "schedule.warmup=200", "max_steps=100"]) == 0
+    assert "schedule.warmup=200: the learning rate rises for 200 updates and the run has 100" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"--output-dir .*file/run: cannot be written"):
+        launch.main([*words, "--output-dir", str(tmp_path / "file" / "run")])

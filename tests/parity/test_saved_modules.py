@@ -90,6 +90,10 @@ def test_the_plan_counts_them_and_unknown_ones_are_refused(model_folder, convers
     page = locate(overrides.apply(pages.find("tiny", "lora"), ["lora.modules_to_save=embed_tokens,hat"]))
     with pytest.raises(UserError, match=r"lora.modules_to_save=embed_tokens,hat: the model has no module hat"):
         counts.check_trained(preflight.with_dimensions(page))
+    for modules in ("q_proj,hat", "proj"):
+        page = locate(overrides.apply(pages.find("tiny", "lora"), [f"lora.target_modules={modules}"]))
+        with pytest.raises(UserError, match=r"the model has no module (hat|proj); it has .*q_proj"):
+            counts.check_trained(preflight.with_dimensions(page), ["lora.target_modules"])
 
 
 def test_pipelines_refuse_them():

@@ -23,6 +23,7 @@ from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
 from ...report.profiler import window
 from ...training.checkpoint import universal
+from ...training.data import updates
 from ...training.model_folder import base_model
 from ..plan import workload
 from . import borrowed
@@ -109,7 +110,7 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
         window.check_nsys(machines.gpus, here=not machines.reserved)
     if machines.pool:
         hostfile.check_command(folder.path, options.master_addr)
-    if not options.dry_run:
+    if not options.dry_run or (options.output_dir and not machines.elsewhere):
         run_folder.check_writable(folder)
     return LaunchPlan(options, recipe, folder, machines, estimate)
 
@@ -257,7 +258,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, machines.ranks, machines.ranks_each)
-    counts.check_trained(preflight.with_dimensions(recipe))
+    counts.check_trained(preflight.with_dimensions(recipe), overrides.keys_of(options.overrides))
     if request.folder:
         universal.check(recipe, request.folder, file, machines.ranks)
         if changed := overrides.differences(request.page, recipe, resumed=True):
@@ -270,7 +271,9 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         capacity.check_cache()
     examples = preflight.check_data(recipe)
     preflight.check_chat_template(recipe)
+    long = options.dry_run and recipe.max_steps  # the ranks print it otherwise
     for warning in (
+        updates.long_warmup(recipe, long) if long else None,
         preflight.few_updates(recipe, examples, machines.ranks),
         borrowed.warning(recipe, request.page, overrides.keys_of(options.overrides)),
     ):

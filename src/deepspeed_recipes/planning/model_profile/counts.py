@@ -1,6 +1,7 @@
 """Counts the parameters of a run's teacher, of new rows, and those that a run trains by `train`, `freeze` and LoRA."""
 
 import json
+from collections.abc import Collection
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -33,10 +34,26 @@ def _stored(file: Path) -> int:
     return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
 
 
-def check_trained(recipe: Recipe) -> None:
-    """Refuse names that the model does not have, if its dimensions are known; raises UserError."""
+def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:
+    """Refuse names that the model does not have, if its dimensions are known.
+
+    `lora.target_modules` is checked if the user has `given` it: building the model takes seconds.
+
+    Raises:
+        UserError: names the key and what the model lacks.
+    """
     trained_share(recipe)
     saved_parameters(recipe)
+    targets = names(recipe.lora.target_modules) if recipe.lora and "lora.target_modules" in given else []
+    if targets in ([], ["all-linear"]) or not recipe.model.config or recipe.model.vision:
+        return
+    modules = {name.rpartition(".")[0] for name in _counts(recipe)}
+    for target in targets:
+        if not any(f".{module}".endswith(f".{target}") for module in modules):
+            known = ", ".join(sorted({module.rpartition(".")[2] for module in modules if "norm" not in module}))
+            raise UserError(
+                f"lora.target_modules={','.join(targets)}: the model has no module {target}; it has {known}."
+            )
 
 
 def trained_share(recipe: Recipe) -> float:

@@ -92,12 +92,19 @@ def left_out(recipe: Recipe, size: Size) -> list[str]:
             f"{key}: {steps} of an epoch's {epoch} updates, so about {1 - steps / epoch:.0%} of the training data is "
             f"not used; {all_of_it} uses all of it"
         )
-    if (rising := warmup(recipe, steps)) > steps:
-        lines.append(
-            f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
-            f"the run has {steps}, so it never reaches {recipe.learning_rate:g}; use schedule.warmup=0.1."
-        )
+    if line := long_warmup(recipe, steps):
+        lines.append(line)
     return lines
+
+
+def long_warmup(recipe: Recipe, steps: int) -> str | None:
+    """Return a warning about a warm-up that is longer than the run's `steps`, or None."""
+    if (rising := warmup(recipe, steps)) <= steps:
+        return None
+    return (
+        f"warning: schedule.warmup={recipe.schedule.warmup:g}: the learning rate rises for {rising} updates and "
+        f"the run has {steps}, so it never reaches {recipe.learning_rate:g}; use schedule.warmup=0.1."
+    )
 
 
 def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
