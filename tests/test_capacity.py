@@ -34,15 +34,17 @@ def fill(folder, leave):
 
 
 @pytest.mark.every
-def test_training_does_not_start_without_disk_space_for_a_checkpoint(
-    ranks, small_disk, tmp_path, model_folder, conversations
+@pytest.mark.parametrize(("save_steps", "free", "what"), [(2, 2 * MIB, "a checkpoint"), (0, MIB // 4, "the export")])
+def test_training_does_not_start_without_disk_space(
+    ranks, small_disk, tmp_path, model_folder, conversations, save_steps, free, what
 ):
     run = RunFolder(small_disk / "run")
-    write_recipe(run, small(model_folder, conversations, save_steps=2))
-    fill(small_disk, 2 * MIB)
+    write_recipe(run, small(model_folder, conversations, save_steps=save_steps))
+    fill(small_disk, free)
     statuses = ranks.run(training_run.main, str(run.path), log=tmp_path / "log")
     assert statuses == [2, 2]
-    assert "a checkpoint needs about" in read_logs(tmp_path / "log")[0]
+    said, other = read_logs(tmp_path / "log")
+    assert f"{what} needs about" in said and "Traceback" not in said + other
     assert not run.metrics.exists() and newest_checkpoint(run) is None
 
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import datasets
@@ -13,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..machine import numa
 from ..recipe import layout as layouts
+from ..recipe.errors import UserError
 from ..recipe.recipe import Layout
 from . import upstream
 
@@ -76,6 +78,24 @@ def is_first() -> bool:
 def place(layout: Layout) -> layouts.RankPosition:
     """Return this rank's position in the layout."""
     return layouts.rank_position(layout, dist.get_rank(), dist.get_world_size())
+
+
+def check_on_first(check: Callable[[], None]) -> None:
+    """Run a check on rank 0 and let every rank refuse what it refuses; a collective.
+
+    Otherwise the others would fail in their next collective, and their tracebacks would bury the reason.
+
+    Raises:
+        UserError: on rank 0 with the check's message.
+    """
+    message = None
+    if is_first():
+        try:
+            check()
+        except UserError as error:
+            message = str(error)
+    if total(float(message is not None))[0]:
+        raise UserError(message or "refused by rank 0")
 
 
 def total(*values: float) -> list[float]:

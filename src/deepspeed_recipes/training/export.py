@@ -58,6 +58,8 @@ def save(trainer: Any, folder: Path) -> None:
 def rehearse(trainer: Any, model: Any) -> None:
     """Save everything of an export except its weights, and load it again, to find failures before training.
 
+    On rank 0, by `distributed.check_on_first`.
+
     Args:
         trainer: with `RunHooks`.
         model: whole, with or without weights and adapters.
@@ -65,8 +67,6 @@ def rehearse(trainer: Any, model: Any) -> None:
     Raises:
         UserError: a part cannot be saved or loaded again, or the disk is too small for the weights; names the part.
     """
-    if not distributed.is_first():
-        return
     run, recipe = trainer.context.run, trainer.context.recipe
     total, trainable = load_model.parameter_counts(model)
     written = trainable if isinstance(model, PeftModel) else total

@@ -123,7 +123,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
     trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
-    export.rehearse(trainer, outline)
+    distributed.check_on_first(lambda: export.rehearse(trainer, outline))
     gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -284,8 +284,7 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     """
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
-    if distributed.is_first():
-        context.checkpoints.lock.check()
+    distributed.check_on_first(context.checkpoints.lock.check)
     if context.stop.stopped:
         summary.stopped(run, trainer.state.global_step, context.trackers)
         return

@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...machine import run_lock
 from ...machine.capacity import check_disk, check_memory
-from ...recipe.errors import FileUnusable, UserError, first_line, of_system
+from ...recipe.errors import FileUnusable, first_line, of_system
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (
     COMPLETE,
@@ -49,19 +49,19 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Refuse to start if a checkpoint could not be saved."""
         if control.should_save or args.save_strategy != "no":
-            self._check_space()
+            distributed.check_on_first(self._check_space)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Stop, with the last checkpoint untouched, if the next would not fit, or if another writer has taken over."""
         if distributed.is_first() and (control.should_log or control.should_evaluate or control.should_save):
             self.lock.check()
         if control.should_save:
-            self._check_space()
+            distributed.check_on_first(self._check_space)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Check the space before an evaluation that may save."""
         if self.recipe.picks:
-            self._check_space()
+            distributed.check_on_first(self._check_space)
 
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
@@ -103,13 +103,5 @@ class Checkpoints(TrainerCallback):
             say(f"an older checkpoint cannot be removed: {reason}")
 
     def _check_space(self) -> None:
-        message = ""
-        if distributed.is_first():
-            try:
-                check_disk(self.run.checkpoints, self.needed, "a checkpoint")
-                check_memory(self.gathered, "a checkpoint")
-            except UserError as error:
-                message = str(error)
-        # Every rank has to stop; otherwise the others would wait for rank 0 in the next collective.
-        if distributed.total(float(bool(message)))[0]:
-            raise UserError(message)
+        check_disk(self.run.checkpoints, self.needed, "a checkpoint")
+        check_memory(self.gathered, "a checkpoint")
