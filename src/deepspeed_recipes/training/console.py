@@ -31,6 +31,7 @@ NOISE = {
         "AutoEP: ",  # "2.5 overrides 2.5"
         "MPU is not provided",
     ],
+    "bitsandbytes.backends.cpu.ops": ["Failed to load CPU gemm_4bit_forward"],  # a kernel from the Hub, for speed
 }
 """Beginnings of messages that a user cannot act on, by the logger that prints them."""
 
