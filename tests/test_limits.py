@@ -441,3 +441,36 @@ def test_a_dry_run_finds_a_long_warm_up_and_a_folder_that_cannot_be_written(tmp_
     assert "schedule.warmup=200: the learning rate rises for 200 updates and the run has 100" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"--output-dir .*file/run: cannot be written"):
         launch.main([*words, "--output-dir", str(tmp_path / "file" / "run")])
+
+
+UNREAD = {
+    "full max_steps=3 epochs=2": ["epochs"],
+    "full max_steps=3 save_steps=0 keep_checkpoints=3": ["keep_checkpoints"],
+    "full data.validation=none eval_steps=10 data.sample_answers=3": ["data.sample_answers", "eval_steps"],
+    "full data.validation=none eval_steps=none data.sample_answers=0": [],
+    "full data.validation=a.jsonl data.validation_share=0.2": ["data.validation_share"],
+    "full tracking=none wandb.project=x wandb.mode=disabled": ["wandb.project"],
+    "full tracking=tensorboard wandb.project=x wandb.artifacts=true": ["wandb.artifacts"],
+    "full schedule.kind=constant schedule.warmup=9": ["schedule.warmup"],
+    "full draft.layers=3 profile.ranks=all data.max_pixels=9999": ["data.max_pixels", "draft.layers", "profile.ranks"],
+    "dpo_lora packing=true": ["packing"],
+    "pretrain model.chat_template=chatml": ["model.chat_template"],
+    "distill distill.beta=0.3 distill.max_new_tokens=9": ["distill.beta", "distill.max_new_tokens"],
+    "grpo grpo.loss=rloo grpo.epsilon_high=0.3 grpo.scale=batch": ["grpo.epsilon_high", "grpo.scale"],
+}
+
+
+@pytest.mark.parametrize("words", UNREAD)
+def test_settings_that_another_leaves_without_effect_are_named(words):
+    variant, *given = words.split()
+    case = compatibility.Case(overrides.apply(pages.find("tiny", variant), given))
+    found = list(compatibility.unread(case, overrides.keys_of(given)))
+    assert sorted(line.partition("=")[0] for line in found) == UNREAD[words]
+    assert all(" is not read: " in line and "{" not in line for line in found)
+    assert not list(compatibility.unread(case, [])), "a page's own settings are not named"
+
+
+def test_every_unread_setting_is_a_key():
+    rows = [row for row in compatibility.TABLE if row.moment == "unread"]
+    assert len(rows) > 20 and not any(row.remedy for row in rows)
+    assert {re.split("[!=<>]", row.setting)[0] for row in rows} <= overrides.override_keys().keys()

@@ -21,8 +21,9 @@ from . import own_code
 from .errors import UserError
 from .files import JsonView
 
-Moment = Literal["recipe", "model", "run"]
-"""What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks."""
+Moment = Literal["recipe", "model", "run", "unread"]
+"""What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks. The rows
+of `unread` refuse nothing: the launcher names settings of the command line that another leaves without effect."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,8 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "judges_answers()": lambda case, _: {} if "exact_match" in case.recipe.data.metrics else None,
     "own_metric_in_pipeline()": _own_metric_in_pipeline,
     "own_metric_without_answers()": _own_metric_without_answers,
+    "no_tracker()": lambda case, _: None if case.recipe.trackers else {},
+    "no_wandb()": lambda case, _: None if "wandb" in case.recipe.trackers else {},
 }
 """Conditions of the table that are functions of a case and of the layout's field that a row is about. They return the
 values that the reason names, or None if there is no conflict."""
@@ -231,15 +234,23 @@ values that the reason names, or None if there is no conflict."""
 # ---- The table -------------------------------------------------------------------------------------------------------
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-_MOMENTS: Mapping[str, Moment] = {"recipe": "recipe", "model": "model", "file": "run", "layout": "run"}
+_MOMENTS: Mapping[str, Moment] = {
+    "recipe": "recipe",
+    "model": "model",
+    "file": "run",
+    "layout": "run",
+    "unread": "unread",
+}
 TABLE: tuple[Row, ...] = tuple(
-    Row(moment, block["setting"], when, reason, block.get("remedy", ""))
+    Row(moment, setting, when, reason, block.get("remedy", ""))
     for name, moment in _MOMENTS.items()
     for block in _TEXTS[name]
+    for setting in block.get("settings", [block.get("setting")])
     for when, reason in block.items()
-    if when not in ("setting", "remedy")
+    if when not in ("setting", "settings", "remedy")
 )
-"""Every combination that is refused before a model is loaded, in the order in which they are checked."""
+"""Every combination that is refused before a model is loaded, in the order in which they are checked; then the settings
+that are not read."""
 LAYOUT = frozenset(block["setting"] for block in _TEXTS["layout"])
 """The settings of the rows that another layout may answer."""
 PROBED: Mapping[str, str] = _TEXTS["probed"]
@@ -264,6 +275,16 @@ def check(case: Case, moment: Moment) -> None:
         if row.remedy:
             reason, remedy = row.reason.format(**values), row.remedy.format(**values)
             raise UserError(f"{_shown(case, row)}: {reason}; {remedy}.")
+
+
+def unread(case: Case, given: Collection[str]) -> Iterator[str]:
+    """Yield a line for each of the `given` keys that the recipe does not read, with the reason.
+
+    A page's own settings are not named: its variants differ in few of them, and the user has chosen none.
+    """
+    for row, values in conflicts(case, "unread"):
+        if _parsed(row.setting)[0][0] in given:
+            yield f"{_as_typed(case, row.setting)} is not read: {row.reason.format(**values)}"
 
 
 def reasons(case: Case, settings: Collection[str] | None = None) -> Iterator[str]:
@@ -305,7 +326,7 @@ def _blocks(moment: Moment) -> list[tuple[Test, str, list[tuple[Row, Test | None
 def beside(key: str) -> Iterator[str]:
     """Yield the settings that a key cannot be combined with, each with the reason: a line of `--help KEY`."""
     for row in TABLE:
-        if row.when not in COMPUTED and "{" not in row.reason:
+        if row.moment != "unread" and row.when not in COMPUTED and "{" not in row.reason:
             for one, other in ((row.setting, row.when), (row.when, row.setting)):
                 if _parsed(one)[0][0] == key:
                     named = other.replace("file.", "the DeepSpeed file's ")

@@ -17,7 +17,7 @@ from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile import counts
 from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
-from ...recipe import deepspeed_file, overrides, own_code, pages, run_folder
+from ...recipe import compatibility, deepspeed_file, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
@@ -149,6 +149,8 @@ def requested(options: LaunchOptions) -> Request:
         recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
+    for line in compatibility.unread(compatibility.Case(recipe), overrides.keys_of(options.overrides)):
+        print(line, file=sys.stderr, flush=True)
     return Request(page, recipe, folder)
 
 
