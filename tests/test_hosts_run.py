@@ -114,7 +114,7 @@ def test_ctrl_c_writes_a_checkpoint_on_two_hosts_and_a_dead_rank_ends_both(hosts
     process = launch(hosts, shared, "--hostfile", hosts.hostfile(), *words)
     wait_for_step(process, shared, 6)
     process.send_signal(signal.SIGINT)
-    output = ended(process)
+    output = ended(process, 130)
     stopped = read_json(shared.summary)
     assert stopped["stopped"] and newest_checkpoint(shared).name == f"checkpoint-{stopped['steps']}", output
     assert not processes_of(shared)

@@ -98,6 +98,8 @@ class Outcome:
     """The cause of a failure as lines to print, or None after success or a stop, or if the ranks have printed it."""
     stopped: bool
     """True if the user has stopped the attempt."""
+    interrupted: bool = False
+    """True if Ctrl-C has stopped it, and not the SIGTERM of a scheduler."""
 
 
 class RankWatcher(Protocol):
@@ -151,12 +153,11 @@ def supervise(
     remove_stacks(run)
     with children.running(command, env=environment) as launcher:
         watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
-        signals = 0
+        signals: list[int] = []
 
         def forward(number: int, frame: object) -> None:
-            nonlocal signals
-            signals += 1
-            if signals == 1:
+            signals.append(number)
+            if len(signals) == 1:
                 print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
                 watcher.signal(number)
             else:
@@ -171,7 +172,7 @@ def supervise(
             for number, handler in previous.items():
                 signal.signal(number, handler)
     cause = None if signals else explain(run, failed, status, ranks)
-    return Outcome(status, cause, bool(signals))
+    return Outcome(status, cause, bool(signals), signal.SIGINT in signals)
 
 
 def wait(launcher: subprocess.Popen[bytes], watcher: RankWatcher) -> tuple[list[FailedRank], int]:
