@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shlex
 import subprocess
 import sys
@@ -238,8 +239,8 @@ def test_methods_and_settings_of_llama_factory(place, change, variant, expected)
         (AXOLOTL, {"unfrozen_parameters": ["model.embed_tokens.weight$[:32000]"]}, "unfrozen_parameters"),
         (AXOLOTL, {"optimizer": "came_pytorch"}, "optimizer"),
         (AXOLOTL, {"rl": "gdpo"}, "rl"),
-        (AXOLOTL, {"datasets": [{"path": "a", "type": {"format": "x"}}]}, "datasets[0]"),
-        (AXOLOTL, {"datasets": [{"path": "a", "type": "alpaca", "split": "train[:20%]"}]}, "datasets: split"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": {"format": "x"}}]}, "datasets[0].type"),
+        (AXOLOTL, {"datasets": [{"path": "a", "type": "alpaca", "split": "train[:20%]"}]}, "datasets[0].split"),
     ],
 )
 def test_what_has_no_equivalent_is_named_and_is_status_1(place, tool, change, key, capsys):
@@ -311,26 +312,42 @@ def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, exp
 def test_every_key_is_in_exactly_one_list(place, seed):
     draw = random.Random(seed)
     tools = tomllib.loads((Path(translate.__file__).parent / "keys.toml").read_text(encoding="utf-8"))
-    tables = [table for kinds in tools.values() for table in kinds.values()]
-    names = sorted({name.replace("*", "x") for table in tables for name in table if name != "ddp_*"} | {"odd", "odder"})
-    base = draw.choice([FACTORY, AXOLOTL])
-    extra = {
-        name: draw.choice([1, 0.5, True, "word", {"a": 1}, [1]]) for name in draw.sample(names, 12) if name not in base
-    }
-    for name in ("do_train", "fsdp_config", "rl", "datasets", "trl"):
-        extra.pop(name, None)
-    values = base | extra
+
+    def some(tables, count):
+        names = sorted({name.replace("*", "x") for table in tables for kinds in table.values() for name in kinds})
+        values = [1, 0.5, True, False, None, "", "word", {"a": 1}, [1]]
+        return {name: draw.choice(values) for name in [*draw.sample(names, count), "odd"] if name not in TAKEN}
+
+    tool, base = draw.choice([("llama_factory", FACTORY), ("axolotl", AXOLOTL), ("trl", TRL)])
+    values = some([tools["trainer"], tools[tool]], 12) | base
+    if tool == "axolotl":
+        for name in ("datasets", "test_datasets"):
+            usual = {"path": "ours.jsonl", "type": "chat_template", "message_property_mappings": {"role": "speaker"}}
+            values[name] = [some([tools["axolotl_dataset"]], 4) | usual for _ in range(draw.choice([1, 2]))]
     try:
         found = translate.translate(written(place, values), 1)
     except UserError as error:  # a number in words, for instance
         assert str(error).startswith(f"{place}/theirs.yaml: ")
         return
-    lacking = {name.partition(":")[0].partition("[")[0].partition(".")[0] for name in found.missing}
-    lists = [set(found.translated), set(found.unneeded), set(found.yours), lacking]
-    given = {name for name in values if found.given(name)}
-    assert given <= set().union(*lists)
-    for name in extra:
-        assert sum(name in one for one in lists) <= 1, name
+    lists = [set(found.translated), set(found.unneeded), set(found.yours), set(found.off)]
+    lists.append({*found.missing, *(re.split("[.:]", name)[0] for name in found.missing)})
+    for name in found.values:
+        assert sum(name in one for one in lists) == 1, name
+    inner = [
+        f"{name}[{number}].{key}"
+        for name in ("datasets", "test_datasets")
+        if tool == "axolotl"
+        for number, entry in enumerate(values[name])
+        for key in entry
+    ]
+    assert set(inner) <= set(found.values)
+    words = translate.command_of(found)
+    if "the command" not in found.missing:
+        recipe_of(words)
+
+
+TAKEN = ("do_train", "fsdp_config", "trl")
+"""Keys with tests of their own."""
 
 
 def launch(*words):
@@ -447,3 +464,25 @@ def test_fp16_keeps_the_given_deepspeed_file(place):
     found, recipe = command_of(FACTORY | values, place)
     assert (recipe.precision, recipe.deepspeed) == ("fp16", "zero3.json")
     assert found.translated["fp16"] == "precision=fp16"
+
+
+def test_data_sets_of_axolotl_have_each_key_named(place):
+    """Fields of turns under other names cannot be read; held-out data is held-out data; `bf16` is on unless set."""
+    own = {"path": "ours.jsonl", "type": "chat_template", "field_messages": "dialog", "roles": {"user": ["customer"]}}
+    mapping = {"message_property_mappings": {"role": "speaker", "content": "msg"}, "shards": 4, "split": "train"}
+    values = AXOLOTL | {"datasets": [own | mapping, {"path": "b.jsonl", "type": "alpaca", "shards": 2}]}
+    values |= {"test_datasets": [{"path": "val.jsonl", "type": "chat_template"}], "early_stopping_patience": 3}
+    values = {name: value for name, value in values.items() if name not in ("bf16", "val_set_size")}
+    found, recipe = command_of(values, place)
+    assert set(found.missing) == {
+        f"datasets[{name}" for name in ("0].message_property_mappings", "0].shards", "1].shards")
+    }
+    assert (recipe.data.path, recipe.data.validation) == ("ours.jsonl,b.jsonl", "val.jsonl")
+    assert (recipe.data.columns, recipe.data.roles) == ("dialog:messages", "customer:user")
+    assert (recipe.precision, recipe.early_stopping) == ("bf16", 3)
+    assert "datasets[0].chat_template" not in found.translated  # the file does not have it
+    del values["gradient_accumulation_steps"]
+    assert command_of(values | {"batch_size": 8}, place, gpus=2)[1].global_batch_size == 16
+    texts = {"datasets": None, "pretraining_dataset": [{"path": "t.jsonl", "text_column": "body"}], "max_steps": 5}
+    found, recipe = command_of(values | texts, place)
+    assert (recipe.method.name, recipe.data.streaming, recipe.data.columns) == ("pretrain", True, "body:text")

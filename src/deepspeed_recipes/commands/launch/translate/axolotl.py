@@ -4,7 +4,6 @@ Names and defaults: its src/axolotl/utils/schemas, in the version of July 2026.
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from ....recipe.conversation import ROLES
@@ -21,7 +20,9 @@ DEFAULTS: Json = trainer.DEFAULTS | {
     "val_set_size": 0.0,
     "lora_r": 8,
     "lora_alpha": 16,
+    "bf16": "auto",
 }
+SETS = ("datasets", "test_datasets", "pretraining_dataset")
 LORA = {
     "rank": "lora_r",
     "alpha": "lora_alpha",
@@ -30,6 +31,19 @@ LORA = {
     "rslora": "peft_use_rslora",
 }
 METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "grpo": "grpo"}
+TYPES = (
+    "",
+    "chat_template",
+    "alpaca",
+    "sharegpt",
+    "completion",
+    "pretrain",
+    "chatml",
+    "llama3",
+    "bradley_terry",
+    "gpteacher",
+)
+"""The types of data sets whose examples are in a form that is detected here."""
 ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager", "flex_attention")
 LANGUAGE = re.compile(
     r"\^?(model\\?\.)?(language_model|text_model)\b.*\((.*\|)?gate\b.*\bq\b|.*\(up\|down\|gate\|q\|k\|v\|o\)_proj"
@@ -48,16 +62,26 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     Raises:
         UserError: a value of the wrong kind.
     """
-    found = Translation("Axolotl", values, DEFAULTS)
+    found = Translation("Axolotl", _flat(values), DEFAULTS)
     found.model = str(found.take("base_model"))
     found.note("base_model", "the model")
+    if found.given("batch_size") and not found.given("gradient_accumulation_steps"):  # of one GPU, there
+        micro = trainer.number(found.take("micro_batch_size") or 1, "micro_batch_size")
+        found.defaults["gradient_accumulation_steps"] = int(trainer.number(values["batch_size"], "batch_size") // micro)
+        found.note("batch_size", "in global_batch_size")
+    if found.given("fp16") or found.given("float16"):
+        found.defaults["bf16"] = False
     trainer.settings(found, gpus)
-    _method(found)
+    _method(found, values)
     _adapter(found)
     _model(found)
-    _data(found)
+    _data(found, values)
     _checkpointing(found)
-    found.set("packing", bool(found.take("sample_packing")), "sample_packing")
+    if found.method in ("sft", "pretrain"):
+        streamed = bool(values.get("pretraining_dataset"))  # such texts always fill sequences
+        found.set("packing", bool(found.take("sample_packing")) or streamed, "sample_packing")
+    elif found.given("sample_packing"):
+        found.unneeded["sample_packing"] = f"{found.method} does not pack, there and here"
     for name, key in (
         ("tensor_parallel_size", "layout.tensor"),
         ("context_parallel_size", "layout.sequence"),
@@ -76,7 +100,30 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     return found
 
 
-def _method(found: Translation) -> None:
+def _flat(values: JsonView) -> Json:
+    """Return the settings, with those inside data sets and `trl` under names of their own (`datasets[0].path`)."""
+    flat: Json = {}
+    for name, value in values.items():
+        inside = value if isinstance(value, list) else [value]
+        if name in SETS and inside and all(isinstance(entry, dict) for entry in inside):
+            flat |= {
+                f"{name}[{number}].{key}": one for number, entry in enumerate(inside) for key, one in entry.items()
+            }
+        elif name == "trl" and isinstance(value, dict):
+            flat |= {f"trl.{key}": one for key, one in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _entries(values: JsonView, name: str) -> list[tuple[str, Json]]:
+    """Return the data sets of a key, each with the beginning of its keys' names."""
+    given = values.get(name)
+    listed = given if isinstance(given, list) else [given] if given else []
+    return [(f"{name}[{number}].", entry) for number, entry in enumerate(listed) if isinstance(entry, dict)]
+
+
+def _method(found: Translation, values: JsonView) -> None:
     rl = found.take("rl")
     if found.given("reward_model"):
         found.take("reward_model")
@@ -95,16 +142,17 @@ def _method(found: Translation) -> None:
         for name, key in (("kto_desirable_weight", "kto.good_weight"), ("kto_undesirable_weight", "kto.bad_weight")):
             if found.given(name):
                 found.rename(name, key)
+        if found.method == "simpo" and values.get("cpo_alpha") != 0:
+            found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
         if found.method == "grpo":
-            _grpo(found)
+            _grpo(found, values.get("trl") or {})
     elif rl:
         found.lack("rl", f"{rl}: there are {', '.join(METHODS)}")
-    elif _kinds(found) <= {"completion", "pretrain"} and _kinds(found):
+    elif values.get("pretraining_dataset") or (_kinds(values) and _kinds(values) <= {"completion", "pretrain"}):
         found.method = "pretrain"
 
 
-def _grpo(found: Translation) -> None:
-    settings = found.take("trl") or {}
+def _grpo(found: Translation, settings: JsonView) -> None:
     names = {
         "beta": "grpo.beta",
         "num_generations": "grpo.group_size",
@@ -124,9 +172,9 @@ def _grpo(found: Translation) -> None:
                 f"{module.replace('.', '/')}.py:{function}"
                 for module, _, function in (one.rpartition(".") for one in value)
             ]
-            found.set("reward", files, "trl")
+            found.set("reward", files, "trl.reward_funcs")
         elif name in names and value is not None:
-            found.set(names[name], value, "trl")
+            found.set(names[name], value, f"trl.{name}")
         elif value not in (None, False):
             found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
 
@@ -230,15 +278,13 @@ def _model(found: Translation) -> None:
         )
 
 
-def _kinds(found: Translation) -> set[str]:
+def _kinds(values: JsonView) -> set[str]:
     """Return the types of the data sets, without Axolotl's variants of them (`chat_template.default`)."""
-    sets = found.values.get("datasets") or found.values.get("pretraining_dataset") or []
-    sets = sets if isinstance(sets, list) else [sets]
-    kinds = {str(one.get("type") or "") for one in sets if isinstance(one, dict)}
+    kinds = {str(entry.get("type") or "") for _, entry in _entries(values, "datasets")}
     return {kind.partition(".")[0].partition(":")[0] for kind in kinds if kind}
 
 
-def _data(found: Translation) -> None:
+def _data(found: Translation, values: JsonView) -> None:
     found.rename("sequence_len", "sequence_length")
     if found.take("excess_length_strategy") == "truncate":
         found.set("truncate", True, "excess_length_strategy")
@@ -251,101 +297,121 @@ def _data(found: Translation) -> None:
             found.set("loss_on", "all", "train_on_inputs")
         else:
             found.unneeded["train_on_inputs"] = f"{found.method} decides what is learned, there and here"
-    sets = found.take("datasets")
-    sets = sets if isinstance(sets, list) else [sets] if sets else []
-    paths, splits, renamed, roles = [], set(), {}, dict[str, str]()
-    for number, entry in enumerate(sets):
-        if not isinstance(entry, dict) or not entry.get("path"):
-            found.lack("datasets", f"{as_text(entry)}: no path; give data.path=FILE")
-            continue
-        path = entry.get("data_files") if entry.get("path") in ("json", "csv", "parquet", "text") else entry["path"]
-        paths.append(as_text(path))
-        splits.add(str(entry.get("split") or "train"))
-        for problem in _problems(entry, found.method):
-            found.lack(f"datasets[{number}]", problem)
-        for theirs, field in (
-            ("field_messages", _turns(entry)),
-            ("field_chosen", "chosen"),
-            ("field_rejected", "rejected"),
-        ):
-            if entry.get(theirs) and entry[theirs] not in (field, "messages", "conversations"):
-                renamed[entry[theirs]] = field
-        for role, words in (entry.get("roles") or {}).items():
-            roles |= {str(word): role for word in words if ROLES.get(str(word).lower()) != role}
-        if entry.get("type") in ("completion", "pretrain") and entry.get("field") not in (None, "text"):
-            renamed[entry["field"]] = "text"
-        if entry.get("field_thinking"):
-            found.remarks.append("field_thinking: reasoning in `reasoning_content`, `thinking` or <think> is learned")
-    if paths:
-        found.set("data.path", ",".join(paths), "datasets")
-    if splits and splits != {"train"}:
-        split = next(iter(splits))
-        first = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
-        if len(splits) == 1 and "[" not in split:
-            found.set("data.split", split, "datasets")
-        elif len(splits) == len(sets) == 1 and first:
-            found.set("data.split", first[1], "datasets")
-            found.set("data.max_examples", first[2], "datasets")
-            found.remarks.append(f"datasets: {split}: as many examples, drawn with the seed instead of the first")
-        else:
-            found.lack("datasets: split", f"{', '.join(sorted(splits))}: give data.max_examples=N")
-    if roles:
-        found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), "datasets")
-    if renamed:
-        found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), "datasets")
+    for name in SETS:
+        if found.given(name):  # not a list of data sets
+            if name == "pretraining_dataset" and isinstance(values[name], str):
+                found.set("data.path", values[name], name)
+            else:
+                found.lack(name, "data sets without a path; give data.path=FILE")
+    learned = _entries(values, "datasets") or _entries(values, "pretraining_dataset")
+    _sources(found, "data.path", learned)
+    _sources(found, "data.validation", _entries(values, "test_datasets"))
+    _fields(found, [*learned, *_entries(values, "test_datasets")])
+    if values.get("pretraining_dataset"):
+        found.set("data.streaming", True, "pretraining_dataset")
     share = trainer.number(found.take("val_set_size"), "val_set_size")
     if share >= 1:
         found.lack("val_set_size", f"{share:g} examples: give a share, data.validation_share=0.05")
-    else:
+    elif "data.validation" not in found.overrides:
         found.set("data.validation_share", share, "val_set_size")
     if found.given("streaming"):
         found.rename("streaming", "data.streaming")
 
 
+def _sources(found: Translation, key: str, entries: list[tuple[str, Json]]) -> None:
+    """Translate the paths and splits of data sets."""
+    paths, used = [], []
+    for start, entry in entries:
+        in_files = entry.get("path") in ("json", "csv", "parquet", "text") and entry.get("data_files")
+        if not (path := entry["data_files"] if in_files else entry.get("path")):
+            found.lack(f"{start}path", f"no path; give {key}=FILE")
+            continue
+        paths.append(as_text(path))
+        used += [f"{start}path", f"{start}data_files"] if in_files else [f"{start}path"]
+        split = str(entry.get("split") or "train")
+        first = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
+        if split == "train":
+            if "split" in entry:
+                found.note(f"{start}split", "the whole source")
+        elif key == "data.path" and len(entries) == 1 and (first or "[" not in split):
+            found.set("data.split", first[1] if first else split, f"{start}split")
+            if first:
+                found.set("data.max_examples", first[2], f"{start}split")
+                found.remarks.append(f"datasets: {split}: as many examples, drawn with the seed instead of the first")
+        else:
+            found.lack(f"{start}split", f"save it as a file, and give {key}=FILE; data.max_examples=N takes fewer")
+    if paths:
+        found.set(key, ",".join(paths), *used)
+
+
+def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
+    """Translate the names of columns, of the fields of turns and of roles, and the types of data sets."""
+    renamed, roles = dict[str, str](), dict[str, str]()
+    for start, entry in entries:
+        kind = entry.get("type")
+        if isinstance(kind, dict):
+            found.lack(f"{start}type", "a format of its own; rename the columns (data.columns), or write messages")
+        elif str(kind or "").partition(".")[0].partition(":")[0] not in TYPES:
+            found.lack(f"{start}type", "write messages, or rename the columns with data.columns")
+        elif kind:
+            found.note(f"{start}type", "detected from the examples")
+        for theirs, field in (
+            ("field_messages", _turns(entry)),
+            ("field_chosen", "chosen"),
+            ("field_rejected", "rejected"),
+            ("field", "text"),
+            ("text_column", "text"),
+        ):
+            if not entry.get(theirs):
+                continue
+            if entry[theirs] in (field, "messages", "conversations"):
+                found.note(f"{start}{theirs}", "the same here")
+            else:
+                renamed[entry[theirs]] = field
+                found.note(f"{start}{theirs}", f"data.columns={entry[theirs]}:{field}")
+        for name in ("message_property_mappings", "message_field_role", "message_field_content"):
+            if not entry.get(name):
+                continue
+            part = {"message_field_role": "role", "message_field_content": "content"}.get(name)
+            pairs = {part: entry[name]} if part else entry[name]
+            known = {"role": ("role", "from"), "content": ("content", "value")}
+            if isinstance(pairs, dict) and all(own in known.get(field, (field,)) for field, own in pairs.items()):
+                found.note(f"{start}{name}", "the same here")
+            else:
+                found.lack(
+                    f"{start}{name}",
+                    "turns have role and content, or from and value; data.transform=FILE.py:FUNCTION can rename theirs",
+                )
+        if entry.get("roles"):
+            named = {
+                str(word): role
+                for role, words in entry["roles"].items()
+                for word in words
+                if ROLES.get(str(word).lower()) != role
+            }
+            roles |= named
+            found.note(f"{start}roles", "data.roles" if named else "the same here")
+        for key, usual in (
+            ("roles_to_train", (["assistant"], ["gpt"])),
+            ("train_on_eos", ("turn",)),
+            ("chat_template", ("tokenizer_default", found.values.get("chat_template"))),
+        ):
+            if entry.get(key) and entry[key] in usual:
+                found.note(f"{start}{key}", "the same here")
+    if roles:
+        found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()))
+    if renamed:
+        found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()))
+        if len(entries) > 1:
+            found.remarks.append("data.columns renames the columns of every source")
+    found.by_default -= {"data.roles", "data.columns"}
+
+
 def _turns(entry: JsonView) -> str:
     """Return the field for a data set's turns: ShareGPT's names (`from`, `value`) or OpenAI's (`role`, `content`)."""
     mapping = entry.get("message_property_mappings") or {}
-    role = entry.get("message_field_role") or mapping.get("role", "role")
+    role = entry.get("message_field_role") or (mapping.get("role") if isinstance(mapping, dict) else None)
     return "conversations" if role == "from" else "messages"
-
-
-def _problems(entry: JsonView, method: str) -> Iterator[str]:
-    """Yield what of a data set cannot be asked for."""
-    kind = entry.get("type")
-    usual = (
-        "",
-        "chat_template",
-        "alpaca",
-        "sharegpt",
-        "completion",
-        "pretrain",
-        "chatml",
-        "llama3",
-        "bradley_terry",
-        "gpteacher",
-    )
-    if isinstance(kind, dict):
-        yield f"{entry['path']}: a format of its own; rename the columns (data.columns), or write messages"
-    elif str(kind or "").partition(".")[0].partition(":")[0] not in usual:
-        yield f"{entry['path']}: type {kind}; write messages, or rename the columns with data.columns"
-    if entry.get("name"):
-        yield f"{entry['path']}: the subset {entry['name']} cannot be asked for; save it as files"
-    for key in (
-        "shards",
-        "preprocess_shards",
-        "revision",
-        "drop_system_message",
-        "roles_to_train",
-        "train_on_eos",
-        "train_on_eot",
-    ):
-        value = entry.get(key)
-        if value and (key, value) not in (
-            ("roles_to_train", ["assistant"]),
-            ("roles_to_train", ["gpt"]),
-            ("train_on_eos", "turn"),
-        ):
-            yield f"{entry['path']}: {key}: {as_text(value)}; answers and their end tokens are learned"
 
 
 def _checkpointing(found: Translation) -> None:

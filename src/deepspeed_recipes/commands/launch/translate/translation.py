@@ -1,5 +1,6 @@
 """A training file of another tool and the command that it becomes, filled in key by key."""
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -112,8 +113,10 @@ class Translation:
         """Sort the keys that are in no list by the tables of keys.toml, the tool's and `trainer`'s."""
         self._settle_evaluation()
         tables = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
-        named = {*self.translated, *self.unneeded, *self.yours, *self.missing}
+        parts = {re.split("[.:]", name)[0] for name in self.missing}  # of `lr_scheduler_kwargs.power`
+        named = {*self.translated, *self.unneeded, *self.yours, *self.missing, *parts}
         for name in sorted(set(self.values) - named):
+            inside = name.partition("].")[2]  # of `datasets[0].shards`
             if not self.given(name):
                 if self.values[name] is False and (why := _listed(name, tables[tool].get("on", {}))):
                     self.missing[name] = why
@@ -121,7 +124,8 @@ class Translation:
                     self.off.append(name)
                 continue
             for kind, place in (("unneeded", self.unneeded), ("yours", self.yours), ("missing", self.missing)):
-                if why := _listed(name, tables["trainer"].get(kind, {}) | tables[tool].get(kind, {})):
+                table = tables[f"{tool}_dataset"] if inside else tables[tool]
+                if why := _listed(inside or name, table.get(kind, {}) | tables["trainer"].get(kind, {})):
                     place[name] = why
                     break
             else:

@@ -141,8 +141,8 @@ def _method(values: JsonView) -> tuple[str, bool]:
     """Return the method of a file, and whether a key tells it."""
     if values.get("method") in METHODS:
         return str(values["method"]), True
-    kinds = values.get("loss_type") or ()
-    kind = str(kinds if isinstance(kinds, str) else next(iter(kinds), ""))
+    kinds = values.get("loss_type") or ""
+    kind = str(next(iter(kinds), "")) if isinstance(kinds, list) else str(kinds)
     if kind in ("simpo", "orpo", "kto"):
         return kind, True
     if kind in get_args(get_type_hints(Grpo)["loss"]):
@@ -157,7 +157,7 @@ def _method(values: JsonView) -> tuple[str, bool]:
 def _losses(found: Translation) -> None:
     """Translate the loss: its name, and for conversations the tokens that it counts."""
     kinds = found.take("loss_type")
-    names = [kinds] if isinstance(kinds, str) else list(kinds or ())
+    names = [str(kind) for kind in kinds] if isinstance(kinds, list) else [str(kinds)] if kinds else []
     known = {"dpo": get_args(DpoLoss), "grpo": get_args(get_type_hints(Grpo)["loss"])}.get(found.method, ())
     if len(names) == 1 and names[0] in known:
         found.set(f"{found.method}.loss", names[0], "loss_type")
@@ -181,12 +181,12 @@ def _losses(found: Translation) -> None:
         found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
     elif found.method == "grpo":
         scale = found.take("scale_rewards")
-        found.set("grpo.scale", {True: "group", False: "none"}.get(scale, scale), "scale_rewards")
+        found.set("grpo.scale", {"True": "group", "False": "none"}.get(str(scale), scale), "scale_rewards")
         length = int(trainer.number(found.take("max_completion_length"), "max_completion_length"))
         found.set("sequence_length", 1024 + length)
         found.remarks.append(f"sequence_length: room for prompts of 1024 tokens before answers of {length}")
         names = found.take("reward_funcs") or []
-        files = [one.rpartition(".") for one in ([names] if isinstance(names, str) else names)]
+        files = [str(one).rpartition(".") for one in (names if isinstance(names, list) else [names])]
         if files and all(module for module, _, _ in files):
             paths = [f"{module.replace('.', '/')}.py:{function}" for module, _, function in files]
             found.set("reward", paths, "reward_funcs")
