@@ -17,9 +17,9 @@ from .recipe import BUILT_IN, Lora, Recipe
 
 _THEIRS = {
     "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu micro_batch",
-    "global_batch_size": "gradient_accumulation_steps train_batch_size batch_size",
+    "global_batch_size": "gradient_accumulation_steps gradient_accumulation grad_accum train_batch_size batch_size",
     "epochs": "num_train_epochs num_epochs",
-    "sequence_length": "max_length max_seq_length max_seq_len sequence_len cutoff_len",
+    "sequence_length": "max_length max_seq_length max_seq_len seq_len sequence_len cutoff_len",
     "learning_rate": "lr",
     "schedule.kind": "lr_scheduler_type lr_scheduler",
     "schedule.warmup": "warmup_ratio warmup_steps",
@@ -90,6 +90,7 @@ FOREIGN_NAMES = {theirs: ours for ours, names in _THEIRS.items() for theirs in n
 FOREIGN_OPTIONS = {
     "output_dir": "--output-dir",
     "resume_from_checkpoint": "--resume",
+    "resume": "--resume",
     "num_processes": "--gpus",
     "nproc_per_node": "--gpus",
     "num_machines": "--nodes",
@@ -100,6 +101,10 @@ FOREIGN_OPTIONS = {
 _ADAPTERS = "adapters come with the variant: lora, qlora or dora (full has none); lora.rank sets their size"
 FOREIGN_WORDS = {
     **dict.fromkeys(("peft", "use_peft", "peft_type", "adapter", "finetuning_type"), _ADAPTERS),
+    **dict.fromkeys(
+        ("system", "system_prompt", "default_system"),
+        "a system turn is a part of each example; data.transform=FILE.py:FUNCTION adds one",
+    ),
     "run_name": "a run is named after its recipe and its folder, --output-dir; wandb.group and wandb.tags can be set",
 }
 """Names from other tools that no key and no option corresponds to -> what to do."""
@@ -324,14 +329,15 @@ def parse(key: str, text: str, hint: Any) -> Any:
 
 def unknown(key: str, known: list[str]) -> str:
     """Return the message for an unknown key: our key for a name from another tool, or the nearest key."""
-    if key in FOREIGN_NAMES:
-        ours = FOREIGN_NAMES[key]
+    last = key.rpartition(".")[2]  # data.system_prompt
+    if (theirs := key if key in FOREIGN_NAMES else last) in FOREIGN_NAMES:
+        ours = FOREIGN_NAMES[theirs]
         meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""
         return f"unknown key {key!r}; use {ours!r}{meaning}."
     if key in FOREIGN_OPTIONS:
         return f"unknown key {key!r}; use ds-recipes launch's option {FOREIGN_OPTIONS[key]}."
-    if key in FOREIGN_WORDS:
-        return f"unknown key {key!r}; {FOREIGN_WORDS[key]}."
+    if last in FOREIGN_WORDS:
+        return f"unknown key {key!r}; {FOREIGN_WORDS[last]}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."
     short = {name.rpartition(".")[2]: name for name in known}
