@@ -14,9 +14,10 @@
 A plan is a file in configs/, a layout, a micro-batch size, and gradient checkpointing on or off. Plans that cannot run
 are left out. A plan does not fit if it is likely to need more memory than the GPUs have. A plan is tight if some
 published runs of its kind needed more memory than the GPUs have: it may run out of memory and is not recommended. Plans
-are ranked by predicted tokens per second and GPU. A simpler plan is preferred if it reaches 95 % of the speed of a more
-complex plan, or 90 % if the complex plan splits the model. `micro-batch` is the sequences of a forward pass x passes
-per optimizer step. Planning needs neither a GPU nor the weights, and for a recipe no network either.
+are ranked by predicted tokens per second and GPU, and those that offload come last. A simpler plan is preferred if it
+reaches 95 % of the speed of a more complex plan, or 90 % if the complex plan splits the model. `micro-batch` is the
+sequences of a forward pass x passes per optimizer step. Planning needs neither a GPU nor the weights, and for a recipe
+no network either.
 
 --tokens, or data.path and epochs, adds every plan's hours, and dollars if the price is known: a dated list price for
 cloud instances, or --price. --deadline finds the number of GPUs that finish in time, --which-gpu the cheapest and the
