@@ -111,7 +111,7 @@ def _compared(recipe: Recipe, ranks: int) -> dict[str, object]:
         "warmup_steps": recipe.schedule.warmup,
         "max_steps": recipe.max_steps or -1,
     }
-    with contextlib.suppress(UserError):  # `check_layout` refuses the layout or the batch
+    with contextlib.suppress(UserError, ZeroDivisionError):  # `check_layout` refuses the layout or the batch
         compared["gradient_accumulation_steps"] = gradient_accumulation_steps(recipe, ranks)
     return compared
 
