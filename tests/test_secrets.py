@@ -16,7 +16,7 @@ from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError, check_no_credential, is_secret, redact, redacted
-from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, write_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, accept_recipe, append_jsonl, write_json, write_recipe
 from deepspeed_recipes.training.console import Tee
 from deepspeed_recipes.training.model_folder import record
 from deepspeed_recipes.training.tracking import writer
@@ -239,6 +239,7 @@ def test_no_tracker_gets_a_credential_or_a_text_of_the_data(name, tmp_path, monk
         for hidden in (PASSWORD, SECRETS["Hugging Face"], "PRIVATE"):
             assert hidden.encode() not in found, path
     write_recipe(run, secret_recipe("wandb.examples=true"))
+    accept_recipe(run)
     assert answers(run) == [["PRIVATE", "PRIVATE", "0", "9"]]
 
 
