@@ -3,6 +3,7 @@
 Only DeepSpeed's per-machine launcher is replaced, by `be_launcher`: its imports take half a minute of CPU.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching import restarts, supervise
+from deepspeed_recipes.machine import children
 from deepspeed_recipes.recipe.run_folder import append_jsonl, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from tests.ranks import free_port
@@ -30,7 +32,7 @@ def quick_launch(arguments: list[str], log: str) -> None:
     os.dup2(output, 2)
     sys.argv = ["launch.py", *arguments]
     restarts.deepspeed_command = lambda run, ranks, *_: [str(ranks), str(free_port()), str(run.path)]
-    supervise.subprocess, supervise.find_ranks = SimpleNamespace(Popen=Forked), find_ranks
+    supervise.children, supervise.find_ranks = SimpleNamespace(running=running), find_ranks
     status = main.run("launch", arguments)
     sys.stdout.flush()
     os._exit(status)
@@ -42,10 +44,23 @@ def find_ranks(launcher: int, known: set[int]) -> list[tuple[int, int]]:
     return [(pid, rank) for one in attempts for rank, pid in enumerate(one["ranks"]) if pid not in known]
 
 
+@contextlib.contextmanager
+def running(command, env):
+    """Do what `children.running` does."""
+    forked = Forked(command, env)
+    try:
+        with children.killed_with_this_process(forked.pid):
+            yield forked
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(forked.pid, signal.SIGKILL)
+        forked.wait()
+
+
 class Forked:
     """What `supervise` uses of `subprocess.Popen`."""
 
-    def __init__(self, command, env, start_new_session):
+    def __init__(self, command, env):
         self.returncode = None
         sys.stdout.flush()
         self.pid = os.fork()
