@@ -22,7 +22,7 @@ def run(tmp_path):
         folder = run.checkpoints / f"checkpoint-{step}"
         (folder / "global_step").mkdir(parents=True)
         for name in FILES:
-            (folder / name).write_bytes(draw.randbytes(digests.BLOCK + 1000))
+            (folder / name).write_bytes(draw.randbytes(2**18 + 1000))
         found = {name: digests.of_file(folder / name) for name in FILES}
         write_json(folder / COMPLETE, {"step": step, "world_size": 2, "files": sizes(folder), "digests": found})
     return run

@@ -24,6 +24,7 @@ from ..recipe.errors import UserError, first_line
 from ..recipe.run_folder import read_json
 from ..training.export import move
 from ..training.model_folder import complete, intact
+from ..training.model_folder.base_model import text_of
 
 INDEX = "model.safetensors.index.json"
 COPIED = (
@@ -75,7 +76,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     folder = _local(source)
     intact.check(folder)
     config = read_json(folder / "config.json")
-    sizes = _text(config)
+    sizes = text_of(config)
     complete.check(folder, output)
     kept = _kept(source, sizes, layers)
     width = _width(source, sizes, intermediate)
@@ -114,10 +115,6 @@ def _local(source: str) -> Path:
         return Path(snapshot_download(source, allow_patterns=wanted))
     except Exception as error:  # the Hub's client raises its own, its transport's, and ValueError for a bad name
         raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
-
-
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config") or config
 
 
 def _kept(source: str, sizes: Mapping[str, Any], layers: int | None) -> list[int]:
@@ -208,7 +205,7 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
 
 def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[str, Any]:
     """Return the configuration with the new sizes; lists with an entry per layer keep only the kept layers' entries."""
-    sizes = _text(config)
+    sizes = text_of(config)
     before = sizes["num_hidden_layers"]
     changed = {
         name: [value[number] for number in kept] if isinstance(value, list) and len(value) == before else value

@@ -14,7 +14,7 @@ from ...recipe.errors import UserError
 from ...recipe.project import python_path
 from ...recipe.run_folder import read_json
 from ...training.model import remote_code
-from ...training.model_folder.base_model import ADAPTER, config_of
+from ...training.model_folder.base_model import ADAPTER, config_of, text_of
 from . import environment
 from .served import Served
 
@@ -53,8 +53,7 @@ def check_split(engine: str, served: Served, split: Split) -> None:
     Raises:
         UserError: names the option and a size that fits.
     """
-    config = config_of(served.model)
-    text = config.get("text_config") or config
+    text = text_of(config_of(served.model))
     heads, layers = text.get("num_attention_heads") or text.get("n_head"), text.get("num_hidden_layers")
     for option, size in (("--tensor-parallel", split.tensor), ("--pipeline-parallel", split.pipeline)):
         if size < 1:
@@ -221,8 +220,7 @@ def _weight_bits(model: Path) -> set[int]:
 
 def has_experts(model: Path) -> bool:
     """Return True if a model is a mixture of experts: on a CPU vLLM 0.32 has no adapters for it, even for attention."""
-    config = config_of(model)
-    text = config.get("text_config") or config
+    text = text_of(config_of(model))
     return any((text.get(name) or 0) > 1 for name in EXPERT_COUNTS)
 
 

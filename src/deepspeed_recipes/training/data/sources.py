@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -65,10 +65,15 @@ DROPPED = "\0dropped "
 """Begins a row's entry in that column with the number of examples that `data.transform` has dropped."""
 NAMED = 8
 """Maximum number of keys in a line."""
-CONVERTED_BY = hashlib.blake2b(
-    b"".join(Path(str(one.__file__)).read_bytes() for one in (text_files, formats, formats, keys, turns, images)),
-    digest_size=8,
-).hexdigest()
+
+
+def digest_of_code(files: Iterable[Path], *versions: str) -> str:
+    """Return a digest of source files and versions, to tell what another version has left in the cache."""
+    code = b"".join(file.read_bytes() for file in files)
+    return hashlib.blake2b(code + " ".join(versions).encode(), digest_size=8).hexdigest()
+
+
+CONVERTED_BY = digest_of_code(Path(str(one.__file__)) for one in (text_files, formats, keys, turns, images))
 """Identifies this version of the conversions; examples in the cache of another version are converted again."""
 
 NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")

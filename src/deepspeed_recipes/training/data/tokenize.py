@@ -1,6 +1,5 @@
 """Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -42,15 +41,11 @@ SHUFFLED = 1000
 """Examples in the shuffle buffer of a stream."""
 
 
-TOKENIZED_BY = hashlib.blake2b(
-    b"".join(
-        path.read_bytes()
-        for folder in (__file__, control_tokens.__file__)
-        for path in sorted(Path(folder).parent.glob("*.py"))
-    )
-    + f"{transformers.__version__} {tokenizers.__version__}".encode(),
-    digest_size=8,
-).hexdigest()
+TOKENIZED_BY = sources.digest_of_code(
+    (file for module in (__file__, control_tokens.__file__) for file in sorted(Path(module).parent.glob("*.py"))),
+    transformers.__version__,
+    tokenizers.__version__,
+)
 """Identifies this version of the code that tokenizes; what another version has left in the cache is tokenized again."""
 
 

@@ -6,6 +6,7 @@ which the file has the log-probability of each token and the likeliest token at 
 text, no sampling, and nothing that rounding could turn into another answer.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -164,10 +165,10 @@ def described(folder: Path, tensors: bool = True) -> dict[str, Any]:
 
     adapter = folder / base_model.ADAPTER
     adapted = {key: value for key, value in read_json(adapter).items() if key in ADAPTED} if adapter.exists() else None
-    config = base_model.config_of(folder) if (folder / "config.json").exists() else {}
+    config = base_model.config_of(folder)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     template = folder / "chat_template.jinja"
-    text = config.get("text_config") or config
+    text = base_model.text_of(config)
     return {
         "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
         "adapter": adapted,
@@ -207,7 +208,11 @@ def digests(folder: Path) -> dict[str, str]:
     import xxhash
 
     if gguf := list(folder.glob("*.gguf")):
-        return {file.name: xxhash.xxh3_64(file.read_bytes()).hexdigest() for file in gguf}
+        found = {}
+        for file in gguf:
+            with file.open("rb", buffering=0) as opened:  # read in blocks: it may be larger than the memory
+                found[file.name] = hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
+        return found
     adapter = folder / "adapter_model.safetensors"
     found = {}
     for file in [adapter] if adapter.exists() else weights.files(folder):

@@ -309,11 +309,7 @@ def _data(found: Translation, values: JsonView) -> None:
     _fields(found, [*learned, *_entries(values, "test_datasets")])
     if values.get("pretraining_dataset"):
         found.set("data.streaming", True, "pretraining_dataset")
-    share = trainer.number(found.take("val_set_size"), "val_set_size")
-    if share >= 1:
-        found.lack("val_set_size", f"{share:g} examples: give a share, data.validation_share=0.05")
-    elif "data.validation" not in found.overrides:
-        found.set("data.validation_share", share, "val_set_size")
+    trainer.held_out_share(found, "val_set_size")
     if found.given("streaming"):
         found.rename("streaming", "data.streaming")
 

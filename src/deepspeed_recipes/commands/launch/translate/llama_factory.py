@@ -232,11 +232,7 @@ def _data(found: Translation, place: Path) -> None:
             found.lack(name, f"{','.join(words)}: {folder}/dataset_info.json is not here; give {key}=FILE")
         else:
             _sources(found, name, key, known, words)
-    share = trainer.number(found.take("val_size"), "val_size")
-    if share >= 1:
-        found.lack("val_size", f"{share:g} examples: give a share, data.validation_share=0.05")
-    elif "data.validation" not in found.overrides:
-        found.set("data.validation_share", share, "val_size")
+    trainer.held_out_share(found, "val_size")
     if found.given("max_samples"):
         found.rename("max_samples", "data.max_examples")
         if "," in str(found.values.get("dataset", "")):

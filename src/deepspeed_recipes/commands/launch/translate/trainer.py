@@ -296,6 +296,15 @@ def number(value: Any, name: str) -> float:
         raise UserError(f"{name}: {value}: must be a number.") from None
 
 
+def held_out_share(found: Translation, name: str) -> None:
+    """Translate the share of the examples that is held out, unless the file names held-out data."""
+    share = number(found.take(name), name)
+    if share >= 1:
+        found.lack(name, f"{share:g} examples: give a share, data.validation_share=0.05")
+    elif "data.validation" not in found.overrides:
+        found.set("data.validation_share", share, name)
+
+
 def _typed(found: Translation, *names: str) -> str:
     """Return the name, of one setting's names, that the file uses."""
     return next((name for name in names if name in found.values), names[0])
