@@ -105,6 +105,9 @@ class Reading:
             raise OSError(error.errno, error.strerror) from None
         return self.file.readinto(block)
 
+    def readable(self):
+        return True
+
     def __enter__(self):
         return self
 
