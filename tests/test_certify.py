@@ -197,6 +197,25 @@ def test_a_server_that_leaves_an_adapter_out_is_found(adapter):
     assert found.like_base and not found.agrees and not found.causes
 
 
+@pytest.mark.parametrize("padding", ["end", "start"])
+def test_texts_answer_together_as_each_alone(monkeypatch, padding):
+    model, tokenizer = trained(Path(TINY_MODEL))
+    together = answers(model, tokenizer)[1]
+    monkeypatch.setattr(expected, "TOGETHER", 1)
+    forward = model.forward
+    if padding == "start":  # the mistake: what an answer follows is no longer its question
+        monkeypatch.setattr(
+            model, "forward", lambda input_ids: forward(input_ids=torch.nn.functional.pad(input_ids, (9, -9)))
+        )
+    alone = answers(model, tokenizer)[1]
+    furthest = max(
+        abs(one - other)
+        for each, found in zip(alone, together, strict=True)
+        for one, other in zip(each["logprobs"], found["logprobs"], strict=True)
+    )
+    assert (furthest < 1e-4) is (padding == "end")
+
+
 def test_an_effect_below_the_bound_still_tells_the_base(adapter):
     wanted = certificate.read(adapter)
     for text in wanted["texts"]:

@@ -2,12 +2,12 @@
 
 The certificate (`export/certificate.py`, `ds-recipes certify`) compares a folder or a server with it. The texts are
 this module's own, so that a published folder holds none of the training data. They are continued by fixed answers, of
-which the file has the log-probability of each token and the likeliest token at its place: one forward pass for each
-text, no sampling, and nothing that rounding could turn into another answer.
+which the file has the log-probability of each token and the likeliest token at its place: a forward pass for every
+eight texts, no sampling, and nothing that rounding could turn into another answer.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ VERSION = 1
 LONGEST = 64
 """Maximum number of tokens of an answer that are compared."""
 DIGITS = 5
+TOGETHER = 8
+"""Texts in a forward pass: below ZeRO-3 each pass gathers the whole model, and more logits would be gigabytes."""
 TEXTS = (
     (
         "What is the capital of France?",
@@ -85,24 +87,27 @@ def sequences(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def measured(
-    forward: Callable[[torch.Tensor], torch.Tensor], examples: Iterable[Mapping[str, Any]], device: Any = "cpu"
+    forward: Callable[[torch.Tensor], torch.Tensor], examples: Sequence[Mapping[str, Any]], device: Any = "cpu"
 ) -> list[dict[str, Any]]:
     """Return for each example the log-probability of each answer's token and the likeliest token at its place.
 
     Args:
-        forward: maps token ids, [1, length], to logits, [1, length, vocabulary]; a collective if ranks share a model.
+        forward: maps token ids, [texts, length], to logits, [texts, length, vocabulary], each from the tokens up to it
+            alone, as shorter texts are padded at their end; a collective if ranks share a model.
         examples: as `sequences` returns them.
         device: of the token ids.
     """
     found = []
-    for example in examples:
-        tokens, start = example["tokens"], example["start"]
-        logits = forward(torch.tensor([tokens], device=device))[0, start - 1 : -1].float().cpu()
-        places = logits.log_softmax(-1)
-        wanted = places.gather(-1, torch.tensor(tokens[start:])[:, None])[:, 0]
-        found.append(
-            {"logprobs": [round(value, DIGITS) for value in wanted.tolist()], "likeliest": places.argmax(-1).tolist()}
-        )
+    for first in range(0, len(examples), TOGETHER):
+        together = examples[first : first + TOGETHER]
+        rows = [torch.tensor(example["tokens"]) for example in together]
+        batch = forward(torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(device))
+        for example, tokens, logits in zip(together, rows, batch, strict=True):
+            answer = slice(example["start"], len(tokens))
+            places = logits[answer.start - 1 : answer.stop - 1].float().cpu().log_softmax(-1)
+            wanted = places.gather(-1, tokens[answer, None])[:, 0]
+            logprobs = [round(value, DIGITS) for value in wanted.tolist()]
+            found.append({"logprobs": logprobs, "likeliest": places.argmax(-1).tolist()})
     return found
 
 

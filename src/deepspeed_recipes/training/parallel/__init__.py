@@ -34,7 +34,7 @@ class Holding(Protocol):
         """Make the forward and backward pass of a micro-batch, and return its loss; `ordinary` is the Trainer's."""
 
     def logits(self, trainer: Any, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
-        """Return the logits of one sequence, on every rank; `beside`: the model's inputs for its images."""
+        """Return the logits of sequences, on every rank; `beside`: the model's inputs for its images."""
 
     def measure(self, trainer: Any, sequences: Dataset, /) -> dict[str, float]:
         """Return the loss per token on held-out data, and other scores from the same passes."""

@@ -176,10 +176,10 @@ def _labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
-    """Return the logits of one sequence, [1, length, vocabulary], on every rank; a collective."""
+    """Return the logits of sequences, [number, length, vocabulary], on every rank; a collective."""
     assert not beside, "no model with a vision tower is trained in stages"
     vocabulary = load_config(trainer.context.recipe).get_text_config().vocab_size
-    positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     batch = ((tokens, positions), tokens)
     return _evaluate(trainer.deepspeed, [batch], lambda outputs, _: outputs.float(), (*tokens.shape, vocabulary))
 

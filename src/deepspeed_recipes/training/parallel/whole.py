@@ -66,9 +66,9 @@ def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[s
 
 
 def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
-    """Return the logits of one sequence, [1, length, vocabulary], or its hidden states; a collective under ZeRO-3.
+    """Return the logits of sequences, [number, length, vocabulary], or hidden states; a collective under ZeRO-3.
 
-    `beside`: a vision-language model's other inputs, for the images of the sequence.
+    `beside`: a vision-language model's other inputs, for the images of a sequence.
     """
     return heads.outputs(trainer.model.eval()(input_ids=tokens, **beside))
 
