@@ -12,7 +12,7 @@ import torch
 
 from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import paths
-from deepspeed_recipes.recipe import deepspeed_file, overrides, pages
+from deepspeed_recipes.recipe import deepspeed_file, overrides, pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora, Schedule, Wandb
 from deepspeed_recipes.recipe.run_folder import (
@@ -21,6 +21,7 @@ from deepspeed_recipes.recipe.run_folder import (
     append_jsonl,
     forget_after,
     newest_checkpoint,
+    read_json,
     read_jsonl,
     read_recipe,
     step_of,
@@ -83,18 +84,23 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     recipe = replace(recipe, schedule=Schedule("constant", warmup=0))
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
-    run.summary.unlink()
-    before = {file: file.read_text() for file in (run.recipe, run.data)}
+    before = {file: file.read_bytes() for file in sorted(run.path.rglob("*")) if file.is_file()}
+    forget_after(run, newest_checkpoint(run))
     write_recipe(run, replace(recipe, seed=recipe.seed + 1, max_steps=9))
     assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused.log") == [2, 2]
-    assert before == {file: file.read_text() for file in before}, "ranks have refused the other order of the data"
+    after = {file: file.read_bytes() for file in before}
+    assert run.summary in before and not run_folder.is_finished(run)
+    changed = {file for file in before if before[file] != after[file]}
+    assert all(file.parent == run.ranks or file == run.report_page for file in changed), changed
     resumed = replace(recipe, max_steps=9, save_steps=5, logging_steps=3)
+    forget_after(run, newest_checkpoint(run))
     write_recipe(run, resumed)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
     assert read_recipe(run) == resumed and not run.requested.exists()
     assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
     steps = [row["step"] for row in read_jsonl(run.metrics)]
     assert steps[:4] == [1, 2, 3, 4] and 7 not in steps and steps[-1] == 9
+    assert run_folder.is_finished(run) and read_json(run.summary)["steps"] == 9
 
 
 @pytest.mark.every

@@ -52,7 +52,7 @@ class RunFolder:
     recipe = Place("recipe.json")
     """The recipe as it runs, including overrides."""
     requested = Place("recipe.requested.json")
-    """The recipe of a resumed run until its ranks have accepted it; it then replaces recipe.json."""
+    """The recipe of a resumed run until its first step is recorded; it then replaces recipe.json."""
     deepspeed = Place("deepspeed.json")
     """The DeepSpeed configuration that the engine got, with every value resolved."""
     command = Place("command.txt")
@@ -231,7 +231,7 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
     Raises:
         UserError: names settings that do.
     """
-    if not is_finished(run):
+    if not has_ended(run):
         return
     checkpoint = newest_checkpoint(run)
     assert checkpoint, "see `to_resume`"
@@ -257,11 +257,16 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Return True if the run has finished, and was not merely stopped.
+    """Return True if the run has finished, was not merely stopped, and is not about to go on with another recipe.
 
     Raises:
         UserError: its summary exists and cannot be read.
     """
+    return has_ended(run) and not run.requested.exists()
+
+
+def has_ended(run: RunFolder) -> bool:
+    """Return True if the run's summary is that of an end, also while another recipe is about to continue the run."""
     try:
         run.summary.stat()
         return not read_json(run.summary).get("stopped")
@@ -426,6 +431,8 @@ def step_of(checkpoint: Path) -> int:
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
+    A finished run loses nothing as long as the ranks may still refuse to go on: see `accept_recipe`.
+
     Args:
         run: the run.
         checkpoint: the checkpoint from which the run resumes, or None if there is none and the run starts again.
@@ -447,7 +454,8 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
                 write_jsonl(log, kept)
             else:
                 log.unlink()
-        run.summary.unlink(missing_ok=True)
+        if run.summary.exists() and not (has_ended(run) and read_json(run.summary).get("steps", -1) <= last):
+            run.summary.unlink()
 
 
 def _check_never_saved(run: RunFolder) -> None:
@@ -518,6 +526,10 @@ def starting_recipe(run: RunFolder) -> Recipe:
 
 
 def accept_recipe(run: RunFolder) -> None:
-    """Let the requested recipe replace the run's: its ranks have data, model, engine and checkpoint."""
+    """Replace the recipe by the requested one and remove the summary of an earlier end, before a step is recorded.
+
+    Ranks that refuse the recipe, or that fail before, leave a finished run as it was.
+    """
+    run.summary.unlink(missing_ok=True)
     if run.requested.exists():
         run.requested.replace(run.recipe)

@@ -7,7 +7,7 @@ from typing import Any
 from ..recipe.methods.metrics import title
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import RunFolder, read_jsonl, write_json
+from ..recipe.run_folder import RunFolder, accept_recipe, has_ended, read_jsonl, write_json
 from ..report.page import duration
 from . import distributed
 from .callbacks.evaluation import Evaluation
@@ -22,7 +22,8 @@ def stopped(run: RunFolder, step: int, trackers: Trackers) -> None:
     """Close a stopped run and print how to resume it."""
     if distributed.is_first():
         trackers.end({"stopped": True})
-        write_json(run.summary, {"stopped": True, "steps": step})
+        if not has_ended(run):  # no step was recorded after an earlier end
+            write_json(run.summary, {"stopped": True, "steps": step})
         where = shlex.quote(str(run.path))
         say(f"stopped after step {step}; resume with the same command and --resume --output-dir {where}")
 
@@ -70,6 +71,7 @@ def finished(
         summary["not_loaded"] = not_loaded
     if SKIPPED:
         summary["skipped"] = SKIPPED
+    accept_recipe(run)  # here if all steps were trained before
     write_json(run.summary, summary)
     draw_curves(run, recipe.name, recipe.method.curve)
     tracked = trackers.end(summary)

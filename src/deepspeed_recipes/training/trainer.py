@@ -24,7 +24,7 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import RunFolder, accept_recipe, write_json
+from ..recipe.run_folder import RunFolder, write_json
 from . import distributed, optimizer, own_code, upstream
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
@@ -249,7 +249,6 @@ class RunHooks(Hooked):
         if distributed.is_first():
             write_json(context.run.deepspeed, config)
             write_json(context.run.environment, describe())
-            accept_recipe(context.run)
         context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: Any) -> None:

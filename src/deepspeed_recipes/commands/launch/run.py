@@ -67,7 +67,6 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
 def prepare(plan: LaunchPlan) -> int:
     """Write the run folder, print how other launchers start its ranks, and return 0."""
     with run_lock.hold(plan.folder.path):
-        plan.folder.summary.unlink(missing_ok=True)  # a finished run that goes on
         run_folder.write_recipe(plan.folder, plan.recipe)
         record(plan.folder)
     print(f"{plan.folder.path} is prepared for {plan.machines.ranks} ranks; start or restart them with one of:")
@@ -109,7 +108,8 @@ def start(plan: LaunchPlan) -> int:
             folder.requested.unlink(missing_ok=True)  # still there if the ranks have not accepted it
             conclude.at_end(folder, communication.traffic_of_run)
             write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
-        afterwards.upload(folder)
+        if not status:
+            afterwards.upload(folder)
         if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):
             # Remove the folder after a mistake that only the ranks could detect.
             shutil.rmtree(folder.path, ignore_errors=True)

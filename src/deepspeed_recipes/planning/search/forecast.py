@@ -9,7 +9,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
-from ...recipe.run_folder import RunFolder, read_json, write_json
+from ...recipe.run_folder import RunFolder, is_finished, read_json, write_json
 from ..hardware.cluster import Cluster, this_machine, with_measurements
 from . import plans, suggestions
 from .plans import Plan
@@ -95,11 +95,9 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
         run: its folder.
         plan: the prediction, or None if there was none.
     """
-    if not run.summary.exists():
+    if not is_finished(run):
         return
     summary: Json = read_json(run.summary)
-    if summary.get("stopped"):
-        return
     # On a GPU, PyTorch measures what it allocates and reserves itself, without CUDA's context and NCCL's buffers.
     measured = {
         "gpu_allocated_gib": summary.get("gpu_peak_gib"),

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.gpus import GIB, peak_flops
-from ...recipe.run_folder import RunFolder, append_jsonl, read_jsonl
+from ...recipe.run_folder import RunFolder, accept_recipe, append_jsonl, read_jsonl
 from ...report.page import duration
 from .. import distributed
 from ..console import say
@@ -224,6 +224,7 @@ class Metrics(TrainerCallback):
             **self._utilisation(tokens, squares, elapsed, logs),
             **{key: value for key, value in logs.items() if key.startswith(OTHERS) or key in self.also},
         }
+        accept_recipe(self.run)
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))
         self.on_record(record)

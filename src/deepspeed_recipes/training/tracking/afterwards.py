@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...recipe.errors import first_line, redact
-from ...recipe.run_folder import RunFolder, read_json, read_recipe, write_json
+from ...recipe.run_folder import RunFolder, is_finished, read_json, read_recipe, write_json
 from .writer import opened
 
 
@@ -27,7 +27,7 @@ def failed(run: RunFolder, reason: str | None, status: int) -> None:
 
 def upload(run: RunFolder) -> None:
     """Add what only exists after the ranks to the W&B run of a finished run, if it is online or uploads artifacts."""
-    if not run.summary.exists() or read_json(run.summary).get("stopped"):
+    if not is_finished(run):
         return
     recipe = read_recipe(run)
 
