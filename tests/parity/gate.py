@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Reference:
 
     records: list[dict[str, float]]
     weights: dict
+    events: list[tuple[str, int]] = field(default_factory=list)
+    """What a callback has recorded."""
 
 
 def resume(

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.launching import restarts
+from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.recipe import Layout, Lora
 from deepspeed_recipes.recipe.run_folder import (
     RunFolder,
@@ -27,6 +28,7 @@ from tests.conftest import conversation, write_rows
 from tests.parity import gate, plain
 from tests.ranks import read_logs
 from tests.tiers import tiered
+from tests.workers.quick_launch import quick_launch
 
 SETTINGS = plain.Settings(steps=12)
 CASES = {
@@ -37,6 +39,7 @@ CASES = {
     "offload": ("zero3_offload.json", {}),
 }
 PATIENCE = 3
+EVENTS = ("on_step_end", "on_evaluate", "on_save")
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +176,45 @@ def test_an_interrupted_run_ends_there_too(ranks, tmp_path, finished, reference,
     restarts.prepare(read_recipe(run), run, resumed_by, newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log", world_size=resumed_by)
     agrees(run, case, reference)
+
+
+KILLS = """
+import os, signal
+from transformers import TrainerCallback
+
+class Mine(TrainerCallback):
+    def {}(self, args, state, control, **kwargs):
+        if os.environ["RANK"] == "1" and state.global_step == {}:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "after_best"), tiered([(event, step) for event in EVENTS for step in (0, 1, 3)], {("on_evaluate", 1)})
+)
+def test_a_killed_run_resumes_with_a_corrected_file_and_ends_there_too(
+    ranks, tmp_path, model_folder, conversations, held_out, reference, event, after_best
+):
+    """The launcher names the file that changed; the step after which a rank dies may be the best or the last one."""
+    _, best = decided(reference(SETTINGS.steps)[0], PATIENCE)
+    file, run = tmp_path / "mine.py", RunFolder(tmp_path / "run")
+    file.write_text(KILLS.format(event, best + after_best), encoding="utf-8")
+    page = pages.find("tiny", "full")
+    recipe = recipe_of("zero1", model_folder, conversations, held_out, callbacks=f"{file}:Mine")
+    flags = ["tiny", "full", "--gpus", "2", "--output-dir", str(run.path)]
+
+    def launch(name, *words):
+        process = ranks.context.Process(target=quick_launch, args=([*flags, *words], str(tmp_path / name)))
+        process.start()
+        process.join(240)
+        return process.exitcode, (tmp_path / name).read_text(encoding="utf-8")
+
+    status, said = launch("killed", *overrides.differences(page, recipe))
+    assert status not in (0, 2) and "rank 1" in said and "was killed by SIGKILL" in said
+    file.write_text(KILLS.format(event, -1), encoding="utf-8")
+    status, said = launch("resumed", "--resume", f"callbacks={file}:Mine")
+    assert status == 0 and f"resuming with a changed file: callbacks={file}:Mine (SHA-256 " in said, said
+    agrees(run, "zero1", reference)
 
 
 @pytest.mark.every

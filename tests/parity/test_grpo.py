@@ -7,12 +7,13 @@ from functools import cache
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import grpo_alone
+from tests.workers import grpo_alone, own_code
 from tests.workers.grpo_alone import GRPO, SETTINGS
 from tests.workers.trl_alone import ADAPTERS
 
@@ -83,7 +84,9 @@ def test_same_model_as_trl_alone(ranks, tmp_path, writer, conversations, reward,
         lora=ADAPTERS if lora else None,
         micro_batch_size=2,
     )
-    write_recipe(run, recipe)
+    metric = f"{own_code.__file__}:overlap"
+    data = replace(recipe.data, validation=str(conversations), metric=metric, max_new_tokens=GRPO.max_new_tokens)
+    write_recipe(run, replace(recipe, data=data))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
 
     reference, logged = alone(loss, lora), read_jsonl(run.metrics)
@@ -103,6 +106,26 @@ def test_same_model_as_trl_alone(ranks, tmp_path, writer, conversations, reward,
     for name, weight in exported.items():
         assert plain.worst(weight, reference.weights[name]) <= 1, name
     assert read_json(run.deepspeed)["zero_optimization"]["stage"] == stage
+    first, last = read_jsonl(run.evaluations)
+    assert agrees_on_metric(first, writer, conversations)
+    if not lora:
+        assert agrees_on_metric(last, run.export, conversations) and not agrees_on_metric(last, writer, conversations)
+
+
+def agrees_on_metric(measured, folder, conversations):
+    """Return True if the metric of two ranks is that of the model's greedy answers, in the order of the questions."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    answers, references = [], []
+    for line in conversations.read_text(encoding="utf-8").splitlines():
+        *asked, answer = json.loads(line)["messages"]
+        tokens = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        written = model.generate(tokens, do_sample=False, max_new_tokens=GRPO.max_new_tokens)[0, tokens.shape[1] :]
+        ended = [at for at, one in enumerate(written.tolist()) if one in model.generation_config.eos_token_id]
+        answers.append(tokenizer.decode(written[: min(ended, default=len(written))]).strip())
+        references.append(answer["content"].strip())
+    expected = own_code.overlap(answers, references)
+    found = [measured["overlap_mean"], measured["overlap_ordered"]]
+    return found == pytest.approx([expected["mean"], expected["ordered"]], abs=1e-6)
 
 
 MISTAKES = {"grpo": ("group", "kl", "ratio", "beta", "clip", "scale"), "rloo": ("group", "beta", "clip")}

@@ -1,6 +1,7 @@
 """The methods on TRL's trainers: on two ranks, whatever the ZeRO stage, what TRL trains alone without DeepSpeed."""
 
 import json
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -23,7 +24,7 @@ from deepspeed_recipes.training.methods import dpo
 from deepspeed_recipes.training.methods.preferences import reference
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import trl_alone
+from tests.workers import own_code, trl_alone
 
 SETTINGS = trl_alone.SETTINGS
 NOTICED = 100 * gate.LOSS
@@ -46,9 +47,17 @@ def alone(ranks, tmp_path_factory, model_folder, examples):
         arguments = (method, str(model_folder), str(examples[method]), str(output), lora, mistake)
         ranks.check(trl_alone.train, *arguments, log=output / "log", world_size=1)
         name = "adapter_model.safetensors" if lora else "model.safetensors"
-        return gate.Reference(json.loads((output / "records.json").read_text()), load_file(output / name))
+        return gate.Reference(
+            json.loads((output / "records.json").read_text()), load_file(output / name), events(output)
+        )
 
     return trained
+
+
+def events(folder):
+    """Return what a callback has recorded on rank 0, without the ends of passes, whose number may differ."""
+    found = [json.loads(line) for line in (folder / "rank-0.jsonl").read_text().splitlines()]
+    return [one for one in found if one[0] != "on_substep_end"]
 
 
 CASES = [(method, stage, lora) for method in trl_alone.METHODS for stage in range(4) for lora in (False, True)]
@@ -66,12 +75,15 @@ def test_same_model_as_trl_alone(ranks, tmp_path, model_folder, examples, alone,
         method=method,
         lora=trl_alone.ADAPTERS if lora else None,
         micro_batch_size=4 if method == "kto" else 2,  # with fewer, other answers estimate the KL
+        callbacks=f"{own_code.__file__}:Recorder",
     )
     write_recipe(run, recipe)
-    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    ranks.check(own_code.train, str(run.path), str(tmp_path), log=tmp_path / "log")
 
     reference = alone(method, lora)
     gate.agree_on_steps(run, reference.records)
+    assert events(tmp_path) == reference.events and (tmp_path / "rank-1.jsonl").exists(), "every rank calls it"
+    assert all(row["loss_in_bits"] == pytest.approx(row["loss"] / math.log(2)) for row in read_jsonl(run.metrics))
     exported = load_file(run.export / ("adapter_model.safetensors" if lora else "model.safetensors"))
     assert set(exported) == set(reference.weights)
     for name, weight in exported.items():

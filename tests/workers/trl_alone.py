@@ -15,6 +15,7 @@ from deepspeed_recipes.prove.plain import Settings
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.training.model import heads
 from deepspeed_recipes.training.model import lora as adapters
+from tests.workers.own_code import Recorder
 
 SEED = 42
 SETTINGS = Settings(learning_rate=1e-3)
@@ -70,7 +71,7 @@ class SummedCpo(Summed, Cpo):
 
 
 def train(method: str, folder: str, data: str, output: str, lora: bool, mistake: str = "") -> None:
-    """Train on all examples at every step; write the losses, TRL's log and the weights to `output`."""
+    """Train on all examples at every step; write losses, TRL's log, weights and events to `output`."""
     for name in DISTRIBUTED:
         os.environ.pop(name, None)
     rows = [json.loads(line) for line in Path(data).read_text(encoding="utf-8").splitlines()]
@@ -96,6 +97,8 @@ def train(method: str, folder: str, data: str, output: str, lora: bool, mistake:
         "max_length": 128,
     }
     trainer = METHODS[method](folder, tokenizer, rows, common, ADAPTERS if lora else None, mistake)
+    os.environ["EVENTS"] = output
+    trainer.add_callback(Recorder())
     trainer.train()
     trainer.model.save_pretrained(output)
     logged = [row for row in trainer.state.log_history if "grad_norm" in row]
