@@ -163,6 +163,18 @@ MISTAKES = [
         "main_process_port: 29500",
     ),
     (with_deepspeed(gradient_clipping="none"), "deepspeed_config.gradient_clipping", "not a norm", "or auto"),
+    (
+        with_deepspeed(gradient_accumulation_steps="²"),
+        "deepspeed_config.gradient_accumulation_steps",
+        "not a",
+        "above 0",
+    ),
+    (
+        with_deepspeed(gradient_accumulation_steps="9" * 5000),
+        "deepspeed_config.gradient_accumulation_steps",
+        "not a",
+        "0",
+    ),
     (with_deepspeed(gradient_accumulation_steps=0), "deepspeed_config.gradient_accumulation_steps", "not a", "above 0"),
     (with_deepspeed(zero3_save_16bit_model=1), "deepspeed_config.zero3_save_16bit_model", "not a switch", "true"),
     (with_deepspeed(deepspeed_hostfile="h"), "deepspeed_config.deepspeed_hostfile", "with num_machines: 1", "remove"),

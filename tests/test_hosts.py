@@ -24,6 +24,7 @@ MISTAKES = {
     "a;reboot slots=4\n": "is not a valid hostfile line",
     "-oProxyCommand=x slots=4\n": "is not a valid hostfile line",
     "a slots=0\n": "slots=0",
+    "a slots=99999999999\n": "is not a valid hostfile line",  # a list of all of them would fill the memory
     "ubuntu@10.0.0.5 slots=8\n": "write `10.0.0.5 slots=8`, and add to ~/.ssh/config, which ssh and pdsh both read: "
     "`Host 10.0.0.5`, and below it `User ubuntu`",
     "node1:2222 slots=8\n": "`Host node1`, and below it `Port 2222`",

@@ -58,6 +58,8 @@ def test_steps_are_those_of_the_run():
         (["--profile", "5:"], "--profile 5:: not FIRST:LAST; give the first and the last step, e.g. --profile 10:12."),
         (["--profile", "8:10", "max_steps=9"], "the run has 9 steps; e.g. --profile 7:9, or a larger max_steps."),
         (["--profile", "profile.ranks=0,2"], "profile.ranks=0,2: rank 2 does not exist; ranks are 0 to 1."),
+        (["--profile", f"profile.ranks={'9' * 5000}"], "is not a rank; give numbers with commas (0,1), or all."),
+        (["--profile", "9" * 5000], "not FIRST:LAST"),
         (["--profile", "profile.ranks=first"], "`first` is not a rank; give numbers with commas (0,1), or all."),
         (["--profile", "--nsys"], "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia"),
     ],

@@ -133,7 +133,7 @@ def first_host(nodes: str) -> str:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    if not environment[name].isdecimal():
+    if not re.fullmatch(r"\d{1,9}", environment[name]):
         raise UserError(f"{name}={environment[name]}: must be a whole number.")
     return int(environment[name])
 

@@ -5,6 +5,7 @@ and "warning" otherwise.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
         yield hit(("gpu_ids",), gpus, what, "write all, or at least two numbers")
     steps, clipping = (DEEPSPEED_KEYS, "gradient_accumulation_steps"), (DEEPSPEED_KEYS, "gradient_clipping")
     value = config.get(*steps)
-    if value not in (None, "auto") and not (str(value).isdigit() and int(str(value)) > 0):
+    if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
         yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
     value = config.get(*clipping)
     if value not in (None, "auto") and not (_number(value) or -1) >= 0:
@@ -299,7 +300,7 @@ def _fsdp_values(
         what = f"not one of {', '.join(keys.STRATEGIES)}"
         yield hit(at("fsdp_sharding_strategy"), strategy, what, "write FULL_SHARD")
     least = value("fsdp_min_num_params")
-    if str(value("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" and not str(least or 0).isdigit():
+    if str(value("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" and not str(least or 0).isdecimal():
         what = "not a whole number, which YAML only reads without an exponent"
         yield hit(at("fsdp_min_num_params"), least, what, "write 100000000")
 

@@ -1,5 +1,6 @@
 """Rules about batch sizes: DeepSpeed's arithmetic and the Trainer's additions to it."""
 
+import re
 from collections.abc import Iterator
 
 from ...recipe.files import Json
@@ -22,7 +23,7 @@ def _not_positive(config: Config, facts: Facts) -> Iterator[Hit]:
         if value == "auto" and facts.trainer == "hf":
             continue
         if not isinstance(value, (int, float)) or value <= 0:
-            text = isinstance(value, str) and value.isdigit() and int(value) > 0
+            text = isinstance(value, str) and re.fullmatch(r"0*[1-9]\d{,17}", value)
             edits = (Edit("set", (name,), int(value)),) if text else ()
             fix = f"write {value} without quotes" if text else "write a whole number above 0"
             yield Hit((name,), value, f"{shown(value)} is not a batch size", fix, edits)

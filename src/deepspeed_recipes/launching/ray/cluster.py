@@ -9,6 +9,7 @@ over ssh do.
 import importlib.util
 import json
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -136,7 +137,7 @@ def check_address(address: str) -> None:
             "dashboard, to submit a job."
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not re.fullmatch(r"\d{1,5}", port) or int(port) > 65535:
         raise UserError(f"--address {address}: write HOST:PORT as `ray start` prints it, auto, or http://HOST:8265.")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=REACH).close()

@@ -96,7 +96,7 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         if not words:
             continue
         _check_plain(f"{hostfile}:{number}", words[0])
-        count = re.fullmatch(r"slots=(\d+)", words[1]) if len(words) == 2 else None
+        count = re.fullmatch(r"slots=(\d{1,4})", words[1]) if len(words) == 2 else None
         if not count or ":" in words[0] or not HOST.fullmatch(words[0]):
             raise UserError(
                 f"{hostfile}:{number}: `{line.strip()}` is not a valid hostfile line; write `name slots=8`."
@@ -141,7 +141,7 @@ def _filtered(
         host, _, listed = part.partition(":")
         if host not in slots:
             raise UserError(f"{flag} {text}: {host!r} is not in {hostfile}, which has {', '.join(slots)}.")
-        if not re.fullmatch(r"(\d+(,\d+)*)?", listed) or part.endswith(":"):
+        if not re.fullmatch(r"(\d{1,4}(,\d{1,4})*)?", listed) or part.endswith(":"):
             raise UserError(f"{flag} {text}: slots are numbers separated by commas, as in {host}:0,2.")
         chosen = tuple(sorted({int(slot) for slot in listed.split(",")})) if listed else slots[host]
         for slot in chosen:

@@ -76,7 +76,7 @@ def parse(steps: str, last_step: int | None) -> tuple[int, int]:
     """
     if steps == AUTO:
         return (FIRST, LAST) if last_step is None else (min(FIRST, last_step), min(LAST, last_step))
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
+    match = re.fullmatch(r"(\d{1,12})(?::(\d{1,12}))?", steps)
     if match is None:
         raise UserError(f"--profile {steps}: not FIRST:LAST; give the first and the last step, e.g. --profile 10:12.")
     first, last = int(match[1]), int(match[2] or match[1])
@@ -108,7 +108,7 @@ def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
         return tuple(range(0, count, per_host))
     found = []
     for word in asked.split(","):
-        if not word.strip().isdecimal():
+        if not re.fullmatch(r"\d{1,9}", word.strip()):
             raise UserError(f"profile.ranks={asked}: `{word}` is not a rank; give numbers with commas (0,1), or all.")
         found.append(int(word))
         if found[-1] >= count:

@@ -3,6 +3,7 @@
 The launcher checks the files that it can read, the ranks check all data.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 
 from ...recipe.errors import UserError
@@ -14,7 +15,7 @@ SHOWN = 5
 def ordered(names: Iterable[str]) -> list[str]:
     """Return the names of classes in the order of the model's outputs: by number if all are numbers, else by name."""
     found = sorted(set(names))
-    return sorted(found, key=int) if all(name.lstrip("-").isdecimal() for name in found) else found
+    return sorted(found, key=int) if all(re.fullmatch(r"-?\d{1,18}", name) for name in found) else found
 
 
 def check(key: str, counts: Mapping[str, int]) -> None:

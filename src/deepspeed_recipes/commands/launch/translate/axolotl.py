@@ -325,7 +325,7 @@ def _sources(found: Translation, key: str, entries: list[tuple[str, Json]]) -> N
         paths.append(as_text(path))
         used += [f"{start}path", f"{start}data_files"] if in_files else [f"{start}path"]
         split = str(entry.get("split") or "train")
-        first = re.fullmatch(r"(\w+)\[:(\d+)\]", split)
+        first = re.fullmatch(r"(\w+)\[:(\d{1,18})\]", split)
         if split == "train":
             if "split" in entry:
                 found.note(f"{start}split", "the whole source")
