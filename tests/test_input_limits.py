@@ -19,7 +19,7 @@ from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
-from deepspeed_recipes.training.model import load
+from deepspeed_recipes.training.model import load, shown
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.model_folder import intact
 from tests.launching import LAUNCH
@@ -48,7 +48,7 @@ def one_line(caught, *words):
 
 
 def test_a_template_that_never_ends_is_stopped(model, monkeypatch):
-    monkeypatch.setattr(chat_templates, "RENDER_SECONDS", 0.5)
+    monkeypatch.setattr(shown, "RENDER_SECONDS", 0.5)
     usual = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text(LOOP + usual)
     with pytest.raises(UserError) as caught:
@@ -72,7 +72,7 @@ def test_a_template_that_needs_all_memory_is_stopped(model, size):
     one_line(caught, "too much memory")
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
-    assert grown * 2**10 < chat_templates.RENDER_BYTES, "10 GB were never held"
+    assert grown * 2**10 < shown.RENDER_BYTES, "10 GB were never held"
 
 
 def dictionary(path):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -27,13 +27,13 @@ from ..recipe.layout import bubble, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo
 from ..recipe.project import python_path
 from ..recipe.recipe import Data, Recipe, names
-from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
 from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
 from ..training.model_folder import intact, weights
 from ..training.model_folder.base_model import config_of
+from . import chat_template
 
 UNKNOWN = "only the ranks will know"
 """Key for the number of sources that only the ranks read."""
@@ -161,38 +161,6 @@ def check_model(recipe: Recipe) -> None:
             weights.check_tokens(Path(recipe.model.path), known, (), f"model.path={recipe.model.path}")
     if isinstance(recipe.method, Distill) and not recipe.method.served:
         weights.check(Path(str(recipe.method.teacher)), "distill.teacher")
-
-
-def check_chat_template(recipe: Recipe) -> None:
-    """Refuse a chat template in which the assistant's tokens cannot be found, if the model is a local folder.
-
-    Templates that mark them and those that TRL knows need no tokenizer; others take the seconds of importing one.
-
-    Raises:
-        UserError: names the model and two ways to train it.
-    """
-    model, library = recipe.model, importlib.util.find_spec("trl")
-    if recipe.draft.enabled or model.trust_remote_code or not (recipe.method.packs and library and library.origin):
-        return
-    template = _template_of(Path(model.path), model.chat_template)
-    if recipe.method.examples != "conversations" or template is None or re.search(r"{%-?\s*generation\b", template):
-        return
-    known = Path(library.origin).with_name("chat_templates").glob("*_training.jinja")
-    originals = (file.with_name(file.name.replace("_training", "")) for file in known)
-    if not any(file.exists() and file.read_text(encoding="utf-8") == template for file in originals):
-        from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
-
-        chat_templates.marker(recipe, chat_templates.load_tokenizer(recipe))
-
-
-def _template_of(folder: Path, named: str) -> str | None:
-    """Return the text of a model's own chat template or of the file `named`, or None if the project's is used."""
-    file = folder / "chat_template.jinja" if named == "auto" else Path(named)
-    if file.is_file():
-        return file.read_text(encoding="utf-8", errors="replace")
-    config = folder / "tokenizer_config.json"
-    found = read_json(config).get("chat_template") if named == "auto" and config.is_file() else None
-    return found if isinstance(found, str) else None
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: int) -> None:
@@ -357,13 +325,16 @@ def _checked_data(recipe: Recipe) -> int | None:
     """Return the number of training examples of local text files, or None if only the ranks can count them."""
     counts: list[int | None] = []
     bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
+    rendering = chat_template.Rendering(recipe)
     kinds_of: dict[str, Counter[Any]] = {}
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[Any] = Counter()
         for name in names(path):
             files, whole = _text_of(Path(name), recipe.data.split)
             most = STREAMED if recipe.data.streaming and trained else None
-            found: Counter[Any] = sum((check_file(file, *method, most, bad) for file in files), Counter())
+            found: Counter[Any] = sum(
+                (check_file(file, *method, most, bad, rendering.check) for file in files), Counter()
+            )
             count = found.total() if whole else None
             labels += found if whole else Counter([UNKNOWN])
             if trained:
@@ -474,12 +445,13 @@ def check_file(
     vision: bool = False,
     most: int | None = None,
     bad: text_files.Bad | None = None,
+    also: Callable[[str, formats.Example], object] = lambda where, example: None,
 ) -> Counter[Any]:
     """Check a text file's first `most` examples (all if None) for a method, and return their number by kind.
 
     `data` says how they are read. An example's kind is its label, or a flag for a `negative`. With `vision` an example
     may have images, and every image is opened.
-    `bad` is called with the errors of examples, which are otherwise raised.
+    `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
@@ -490,12 +462,23 @@ def check_file(
         text_files.refuse(error, bad)
         errors(error)
 
-    examples = formats.prepared(text_files.read(path, note), formats.reading_of(data), note)
+    place = str(path)
+
+    def placed() -> Iterator[tuple[str, formats.Example]]:
+        nonlocal place
+        for where, example in formats.prepared(text_files.read(path, note), formats.reading_of(data), note):
+            place = where
+            yield where, example
+
+    examples = placed()
     if vision:
         converted = images.checked(images.converted(examples, method, data.form, path.parent, note), note)
     else:
         converted = formats.converted(examples, method, data.form, note)
-    found = Counter(map(_kind, islice(converted, most)))
+    found: Counter[Any] = Counter()
+    for example in islice(converted, most):
+        also(place, example)
+        found[_kind(example)] += 1
     if not found and not errors.count:
         why = f"data.transform={data.transform} drops all its examples" if data.transform else "is empty"
         raise UserError(f"{path} {why}; add examples, or name another file.")

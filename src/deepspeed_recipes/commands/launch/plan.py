@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...launching import cloud, paths, preflight, restarts, scheduler
+from ...launching import chat_template, cloud, paths, preflight, restarts, scheduler
 from ...launching.command import rank_count, visible_gpus
 from ...launching.options import Allocation, LaunchOptions
 from ...launching.ray import cluster as ray_cluster
@@ -272,7 +272,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         preflight.check_trackers(recipe)
         capacity.check_cache()
     examples = preflight.check_data(recipe)
-    preflight.check_chat_template(recipe)
+    chat_template.check(recipe)
     long = options.dry_run and recipe.max_steps  # the ranks print it otherwise
     for warning in (
         updates.long_warmup(recipe, long) if long else None,

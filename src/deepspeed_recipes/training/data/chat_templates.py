@@ -3,11 +3,8 @@
 import contextlib
 import copy
 import inspect
-import resource
-import signal
-import threading
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from ...recipe.recipe import Recipe
 from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import cannot_load
-from ..model.shown import owners, shown
+from ..model.shown import bounded, owners, shown
 from ..model_folder import weights
 
 Turns = list[dict[str, Any]]
@@ -33,10 +30,6 @@ Rendered = tuple[str, list[tuple[int, int]]]
 Mark = Callable[..., Marked]
 """Called with a conversation's turns, tools, and arguments of the template, or None."""
 
-RENDER_SECONDS = 10.0
-"""Time limit of a template for a conversation or a probe; templates in use take milliseconds."""
-RENDER_BYTES = 2**31
-"""Memory limit of a template in addition to the process's own; templates in use take kilobytes."""
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own template, for base models."""
 _TOOL_USE, _OTHERWISE = "{% if tools %}", "{# without tools #}{% else %}"
@@ -85,40 +78,6 @@ def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     # A template may refuse this conversation; its actual use will report why.
     with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(f"model.path={recipe.model.path}"):
         tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
-
-
-@contextlib.contextmanager
-def bounded(where: str) -> Iterator[None]:
-    """Stop a template that does not end: its sandbox has no limit of its own.
-
-    Raises:
-        UserError: it takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES.
-    """
-
-    def stop(number: int, frame: Any) -> None:
-        raise UserError(
-            f"{where}: its chat template has not ended after {RENDER_SECONDS:g} s; correct it, or name another with "
-            "model.chat_template."
-        )
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    # Read directly, since this runs for every conversation: psutil takes twice as long, 85 us.
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + RENDER_BYTES
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
-        yield
-    except (MemoryError, OverflowError) as error:
-        raise UserError(f"{where}: its chat template needs too much memory; correct it.") from error
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
 
 
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

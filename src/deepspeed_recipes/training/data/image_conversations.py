@@ -17,7 +17,7 @@ from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe
 from ..model import processor
 from ..model.control_tokens import ControlTokens, control_tokens
-from ..model.shown import shown
+from ..model.shown import bounded, shown
 from . import chat_templates, thinking
 from .collate import IGNORED, rows
 from .images import read_all
@@ -47,7 +47,7 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
         pictures = read_all(where, example["images"], recipe.data.max_pixels)
         texts = processor.text_of_pictures(seen, pictures)
         try:
-            with chat_templates.bounded(f"model.path={recipe.model.path}"):
+            with bounded(f"model.path={recipe.model.path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 chat, spans = render(found.turns, tools, options)
                 if recipe.loss_on == "all":

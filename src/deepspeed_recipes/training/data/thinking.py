@@ -4,12 +4,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
+
+if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
+    from transformers import PreTrainedTokenizerBase
 
 Turns = list[dict[str, Any]]
 
@@ -55,7 +56,7 @@ def final(text: str) -> str:
 
 
 def unlearned(
-    tokenizer: PreTrainedTokenizerBase, turns: Turns, tokens: Sequence[int], assistant: Sequence[bool]
+    tokenizer: "PreTrainedTokenizerBase", turns: Turns, tokens: Sequence[int], assistant: Sequence[bool]
 ) -> list[bool]:
     """Return which of the assistant's tokens stay in the loss: not those of reasoning blocks with content.
 
@@ -89,13 +90,13 @@ def _runs(assistant: Sequence[bool]) -> Iterator[tuple[int, int]]:
             yield places[0], places[-1] + 1
 
 
-def _block(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> range | None:
+def _block(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> range | None:
     """Return the tokens of the first reasoning block with content; it may have begun in the prompt."""
     found = (_between(tokenizer, tokens, begin, close) for begin, close in BLOCKS)
     return next((block for block in found if block is not None), None)
 
 
-def _between(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], begin: str, close: str) -> range | None:
+def _between(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], begin: str, close: str) -> range | None:
     def says(words: str, first: int, last: int) -> bool:
         return words in tokenizer.decode(tokens[first:last], skip_special_tokens=False)
 

@@ -22,7 +22,7 @@ from ...recipe.recipe import Recipe
 from ..console import say
 from ..model import control_tokens, stored
 from ..model.control_tokens import Turns, conversation_tokens
-from ..model.shown import shown
+from ..model.shown import bounded, shown
 from ..model_folder import weights
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
@@ -282,7 +282,7 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
                 "choose another model, or model.chat_template=chatml."
             )
         try:
-            with chat_templates.bounded(f"model.path={path}"):
+            with bounded(f"model.path={path}"):
                 found = shown(tokenizer, template, turns, tools, options)
                 tokens, assistant = mark(found.turns, tools, options)
                 if loss_on == "all":

@@ -5,24 +5,37 @@ text next to a tool call. So each text of a conversation is replaced by a unique
 is searched for these words. Conversations of one shape are rendered once.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
-from trl.chat_template_utils import has_generation_markers
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
 
+if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
+    from transformers import PreTrainedTokenizerBase
+
 Turns = list[dict[str, Any]]
+
+RENDER_SECONDS = 10.0
+"""Time limit of a template for a conversation or a probe; templates in use take milliseconds."""
+RENDER_BYTES = 2**31
+"""Memory limit of a template in addition to the process's own; templates in use take kilobytes."""
 
 TAGS = re.compile(r"(</?think>)")
 """Tags whose content templates move or drop."""
+GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+"""The mark in a template before a text that the assistant writes."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +87,7 @@ class _Words:
 
 
 def shown(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     template: str,
     turns: Turns,
     tools: Any = None,
@@ -103,7 +116,7 @@ def shown(
     if missing:
         raise UserError(_dropped(turns, *missing))
     found = [_in_form(form, turn) for turn in turns]
-    if not has_generation_markers(template):  # each beginning is rendered too, and must match the whole
+    if not GENERATION.search(template):  # each beginning is rendered too, and must match the whole
         for number in forgotten:
             found[number] = {key: value for key, value in found[number].items() if key not in REASONING}
     return Shown(found, bool(forgotten))
@@ -203,7 +216,7 @@ Missing = tuple[int, str] | None
 
 @lru_cache(maxsize=4096)
 def _best(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     template: str,
     shape: str,
     told: tuple[tuple[str, tuple[int, str]], ...],
@@ -233,7 +246,7 @@ def _best(
 
 
 def _missing(
-    tokenizer: PreTrainedTokenizerBase, template: str, turns: Turns, tools: Any, options: Any, meant: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase", template: str, turns: Turns, tools: Any, options: Any, meant: dict[str, Any]
 ) -> list[tuple[int, str]] | None:
     """Return the texts that the template drops, or None if it refuses the turns."""
     try:
@@ -253,7 +266,7 @@ def _missing(
 
 
 def _forgotten(
-    tokenizer: PreTrainedTokenizerBase, template: str, turns: Turns, tools: Any, options: Any, number: int
+    tokenizer: "PreTrainedTokenizerBase", template: str, turns: Turns, tools: Any, options: Any, number: int
 ) -> bool:
     """Return whether the template would show a turn's reasoning if the conversation ended there."""
     if not any(turn["role"] == "user" for turn in turns[number:]):
@@ -275,3 +288,37 @@ def _dropped(turns: Turns, number: int, what: str) -> str:
         f"it drops {what} of turn {number + 1} ({turn['role']}){place}; {fix}, or name another template with "
         "model.chat_template"
     )
+
+
+@contextlib.contextmanager
+def bounded(where: str) -> Iterator[None]:
+    """Stop a template that does not end: its sandbox has no limit of its own.
+
+    Raises:
+        UserError: it takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        raise UserError(
+            f"{where}: its chat template has not ended after {RENDER_SECONDS:g} s; correct it, or name another with "
+            "model.chat_template."
+        )
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    # Read directly, since this runs for every conversation: psutil takes twice as long, 85 us.
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + RENDER_BYTES
+    previous = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, RENDER_SECONDS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+        yield
+    except (MemoryError, OverflowError) as error:
+        raise UserError(f"{where}: its chat template needs too much memory; correct it.") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)

@@ -1,0 +1,219 @@
+"""Checks before the ranks start that the model's chat template can train and renders the examples in full.
+
+Jinja alone renders here: importing a tokenizer takes seconds. The ranks check every example again, with the tokenizer.
+"""
+
+import contextlib
+import importlib.util
+import json
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..recipe.conversation import REASONING
+from ..recipe.errors import UserError, first_line
+from ..recipe.recipe import Recipe
+from ..recipe.run_folder import read_json
+from ..recipe.samples import TINY_MODEL
+
+Turns = list[dict[str, Any]]
+
+OWN = Path(__file__).parents[1] / "training" / "data" / "chatml.jinja"
+"""The project's template, for base models."""
+ALIASES = ("reasoning_content", "thinking", "reasoning")
+"""The fields whose reasoning transformers also gives a template under the first two names."""
+MOST = 200
+"""Kinds of conversations that are rendered."""
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse a chat template in which the assistant's tokens cannot be found, if the model is a local folder.
+
+    Templates that mark them and those that TRL knows need no tokenizer; others take the seconds of importing one.
+
+    Raises:
+        UserError: names the model and two ways to train it.
+    """
+    if recipe.draft.enabled or not recipe.method.packs or recipe.method.examples != "conversations":
+        return
+    text = _source(recipe)
+    if text is None or _marked(text) is not None or not importlib.util.find_spec("trl"):
+        return
+    from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
+
+    chat_templates.marker(recipe, chat_templates.load_tokenizer(recipe))
+
+
+class Rendering:
+    """Renders the first conversation of each kind, and refuses texts that the template drops."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Read the template that the ranks will use, unless only they can find it."""
+        self.template: _Template | None = None
+        self.thinking, self.model = recipe.data.thinking, f"model.path={recipe.model.path}"
+        self.kinds: set[Any] = set()
+        if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("jinja2"):
+            return
+        text = _source(recipe)
+        if text is not None and recipe.method.packs and recipe.method.examples == "conversations":
+            text = _marked(text) or text
+        if text is not None:
+            self.template = _Template(text, _folder(recipe))
+
+    def check(self, where: str, example: Mapping[str, Any]) -> None:
+        """Render an example's conversations if they are the first of their kind.
+
+        Raises:
+            UserError: names the example, and the text that the template drops or its reason to refuse the example.
+        """
+        if self.template is None or len(self.kinds) >= MOST:
+            return
+        for turns, prompt in _conversations(example):
+            tools, options = example.get("tools"), example.get("options") or {}
+            features = [None, *map(_features, turns), None]
+            kind = frozenset(pairwise(features)), bool(tools), prompt, str(options)
+            if kind not in self.kinds:
+                self.kinds.add(kind)
+                self._render(where, turns, tools, options, prompt)
+
+    def _render(self, where: str, turns: Turns, tools: Any, options: dict[str, Any], prompt: bool) -> None:
+        from jinja2 import TemplateError
+
+        from ..training.data import thinking
+        from ..training.model.shown import bounded, shown
+
+        assert self.template
+        try:
+            with bounded(self.model):
+                if self.thinking == "strip":
+                    turns = thinking.stripped(turns)
+                found = shown(self.template, self.template.text, turns, tools, options, prompt)
+                self.template.apply_chat_template(found.turns, tools, add_generation_prompt=prompt, **options)
+        except (TemplateError, UserError) as error:
+            # Other errors of Jinja may be this module's: the ranks have the tokenizer.
+            if type(error) in (TemplateError, UserError):
+                raise UserError(
+                    f"{where}: the model's chat template cannot be trained on this conversation: {first_line(error)}."
+                ) from error
+        except (TypeError, ValueError):
+            pass
+
+
+def _conversations(example: Mapping[str, Any]) -> Iterator[tuple[Turns, bool]]:
+    """Yield the conversations of an example, each with whether it is a prompt."""
+    if "prompt" in example:
+        yield example["prompt"], True
+        for answer in ("chosen", "rejected", "completion"):
+            if answer in example:
+                yield example["prompt"] + example[answer], False
+    elif "fields" in example:  # the model writes the answers
+        yield example["messages"][: example["given"]], True
+    elif example.get("messages"):
+        yield example["messages"], False
+
+
+def _features(turn: Mapping[str, Any]) -> tuple[Any, ...]:
+    content = turn.get("content")
+    kind = "</think>" in content if isinstance(content, str) else isinstance(content, list)
+    return turn["role"], bool(content), kind, *[name for name in ("tool_calls", *REASONING) if turn.get(name)]
+
+
+class _Template:
+    """Renders as a tokenizer's `apply_chat_template` does, from the files in its folder."""
+
+    def __init__(self, text: str, folder: Path) -> None:
+        from jinja2 import TemplateError, ext, sandbox
+
+        class Generation(ext.Extension):
+            tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
+
+            def parse(self, parser: Any) -> Any:
+                next(parser.stream)
+                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        )
+        environment.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(
+            value, ensure_ascii=ensure_ascii, **how
+        )
+        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "01 Jan 2026"}
+        self.text = text
+        self.compiled: dict[str, Any] = {}
+        self.environment = environment
+        self.special = _special_tokens(folder)
+
+    def apply_chat_template(
+        self, turns: Turns, tools: Any = None, chat_template: str | None = None, tokenize: bool = False, **options: Any
+    ) -> str:
+        """Return the conversation as text."""
+        text = chat_template or self.text
+        if text not in self.compiled:
+            self.compiled[text] = self.environment.from_string(text)
+        messages = []
+        for turn in turns:
+            reasoning = next((turn[name] for name in ALIASES if turn.get(name) is not None), None)
+            aliased = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+            messages.append(turn if reasoning is None else aliased)
+        known = {"add_generation_prompt": False, "documents": None, **self.special, **options}
+        rendered: str = self.compiled[text].render(messages=messages, tools=tools or None, **known)
+        return rendered
+
+
+def _special_tokens(folder: Path) -> dict[str, Any]:
+    """Return the special tokens in a tokenizer's files, by their names in templates."""
+    found: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        with contextlib.suppress(UserError):
+            found |= {key: value for key, value in read_json(folder / name).items() if key.endswith("_token")}
+    return {
+        key: value["content"] if isinstance(value, dict) else value for key, value in found.items() if value is not None
+    }
+
+
+def _folder(recipe: Recipe) -> Path:
+    """Return the folder with the tokenizer: drafts borrow that of `tiny`."""
+    return Path(TINY_MODEL if recipe.draft.enabled else recipe.model.path)
+
+
+def _source(recipe: Recipe) -> str | None:
+    """Return the text of the chat template that the recipe uses, or None if only the ranks can find it."""
+    named, folder = recipe.model.chat_template, _folder(recipe)
+    if recipe.model.trust_remote_code or (recipe.draft.enabled and recipe.model.vision):
+        return None
+    if named == "chatml":
+        return _read(OWN)
+    if named != "auto":
+        return _read(Path(named)) if Path(named).is_file() else None
+    if (folder / "chat_template.jinja").is_file():
+        return _read(folder / "chat_template.jinja")
+    config = folder / "tokenizer_config.json"
+    if not config.is_file() or any(
+        (folder / other).exists() for other in ("chat_template.json", "additional_chat_templates")
+    ):
+        return None
+    found = read_json(config).get("chat_template")
+    return _read(OWN) if found is None else found if isinstance(found, str) else None
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def _marked(text: str) -> str | None:
+    """Return a template that marks the assistant's tokens: this one, or TRL's version of it; None if there is none."""
+    if re.search(r"{%-?\s*generation\b", text):
+        return text
+    library = importlib.util.find_spec("trl")
+    if library is None or not library.origin:
+        return None
+    for file in Path(library.origin).with_name("chat_templates").glob("*_training.jinja"):
+        original = file.with_name(file.name.replace("_training", ""))
+        if original.exists() and _read(original) == text:
+            return _read(file)
+    return None
