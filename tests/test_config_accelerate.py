@@ -90,6 +90,12 @@ MISTAKES = [
         "no effect at stage 2",
         "zero_stage: 3",
     ),
+    (
+        with_deepspeed(zero_stage=0, offload_optimizer_device="cpu"),
+        "deepspeed_config.offload_optimizer_device",
+        "no effect at stage 0",
+        "zero_stage: 2",
+    ),
     (with_deepspeed(zero_stage=2, zero3_init_flag=True), "deepspeed_config.zero3_init_flag", "at stage 2", "false"),
     (with_deepspeed(zero3_init_flag=False), "deepspeed_config.zero3_init_flag", "loads the whole model", "write true"),
     (
@@ -143,7 +149,8 @@ MISTAKES = [
     ),
     (GPUS | {"dynamo_config": {"dynamo_backend": "INDUCTR"}}, "dynamo_config.dynamo_backend", "not one of", "INDUCTOR"),
     (GPUS | {"mixed_precision": False}, "mixed_precision", "bare no as false", '"no", in quotes'),
-    (GPUS | {"gpu_ids": 0}, "gpu_ids", "is not text", "in quotes"),
+    (GPUS | {"gpu_ids": 0}, "gpu_ids", "is not text", 'write "all", in quotes'),
+    (GPUS | {"gpu_ids": [0, 1]}, "gpu_ids", "is not text", 'write "0,1", in quotes'),
     (GPUS | {"gpu_ids": "0"}, "gpu_ids", "a single GPU", "write all"),
     (GPUS | {"num_machines": "2"}, "num_machines", "not a whole number", "num_machines: 1"),
     (GPUS | {"fp8_config": {"backend": "TE"}}, "fp8_config", "without mixed_precision: fp8", "mixed_precision: fp8"),
@@ -175,6 +182,7 @@ MISTAKES = [
         "not a",
         "0",
     ),
+    (with_deepspeed(gradient_clipping=-1), "deepspeed_config.gradient_clipping", "not a norm", "or auto"),
     (with_deepspeed(gradient_accumulation_steps=0), "deepspeed_config.gradient_accumulation_steps", "not a", "above 0"),
     (with_deepspeed(zero3_save_16bit_model=1), "deepspeed_config.zero3_save_16bit_model", "not a switch", "true"),
     (with_deepspeed(deepspeed_hostfile="h"), "deepspeed_config.deepspeed_hostfile", "with num_machines: 1", "remove"),
@@ -283,6 +291,11 @@ def test_a_mistake_is_found_with_its_fix(found, content, key, what, fix):
     assert len(findings) == 1 and fix in findings[0]["fix"], reports
     assert status == int(any(one["severity"] == "error" for report in reports for one in report["findings"]))
     assert findings[0]["line"] or "missing" in what or "." in key
+
+
+@pytest.mark.parametrize("norm", [0, 0.0, "0", 1, "auto"])
+def test_a_norm_of_zero_switches_clipping_off(found, norm):
+    assert found(with_deepspeed(gradient_clipping=norm))[1][0]["findings"] == []
 
 
 def test_a_key_that_comes_twice_is_found_at_its_line(found):

@@ -47,6 +47,7 @@ UNREADABLE = [
     (b'{"a": 01}', 1, 7, "expected a value"),
     (b'{"a": 1} x', 1, 10, "after the end"),
     (b'{"a": "\xff"}', 1, 8, "not UTF-8"),
+    (b'\n{"a": "\xff"}', 2, 8, "not UTF-8"),
     (b'\xef\xbb\xbf{"a": 1}', 1, 1, "byte order mark"),
     (b"\x00\x01", 1, 1, "expected a value"),
     (b"[" * 10_000, 1, 65, "nested deeper"),

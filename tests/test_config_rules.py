@@ -13,7 +13,7 @@ import torch
 from deepspeed_recipes.config import schema
 from deepspeed_recipes.config.lint import ask_deepspeed, judge, lint
 from deepspeed_recipes.config.read import parse
-from deepspeed_recipes.config.rule import REJECTED, Facts, hidden_size
+from deepspeed_recipes.config.rule import REJECTED, Config, Facts, hidden_size
 from deepspeed_recipes.config.rules import RULES, parallel
 from tests.versions import needs
 
@@ -566,6 +566,15 @@ def test_messages_are_short_and_complete():
                 assert "\n" not in finding.what + finding.fix
                 assert len(finding.what) < 220
                 assert json.dumps(finding.as_json())
+                if isinstance(bad, dict):  # a finding shows the value that the file has
+                    value = Config(bad).get(*finding.key.split("."), default=finding.value)
+                    assert value == finding.value
+
+
+def test_buckets_are_shown_with_their_share_of_the_gpu():
+    config = {**zero(2, overlap_comm=True), "bf16": {"enabled": True}}
+    (what,) = [one.what for one in judge(config, Facts(gpu_memory_gib=8)) if one.rule == "bucket-too-large"]
+    assert what == "the buckets take 1.9 GiB, 23% of the GPU"
 
 
 def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):

@@ -115,7 +115,8 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
     if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
         yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
     value = config.get(*clipping)
-    if value not in (None, "auto") and not (_number(value) or -1) >= 0:
+    norm = _number(value)
+    if value not in (None, "auto") and not (norm is not None and norm >= 0):
         yield hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
     flags = {"zero3_init_flag": keys.SWITCH, "zero3_save_16bit_model": ("true", "false")}
     for name, words in flags.items():
