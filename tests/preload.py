@@ -6,9 +6,11 @@
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import io
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -36,6 +38,10 @@ MODULES = (
 
 for module in MODULES:
     importlib.import_module(module)
+# accelerate and transformers read packages' metadata afresh in each of dozens of calls: 4 % of a run on two ranks.
+Distribution = importlib.metadata.Distribution
+Distribution.from_name = staticmethod(cache(Distribution.from_name))
+Distribution.metadata = property(cache(Distribution.metadata.fget))
 compile_and_load = OpBuilder.jit_load
 # torch alone would compile again wherever the environment has another path, such as a link to it in a second checkout.
 upstream.compile_ops_once(Path(tempfile.gettempdir(), f"preload-{os.getpid()}.stack"))

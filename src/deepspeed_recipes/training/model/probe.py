@@ -24,6 +24,8 @@ drafts of every size in `recipes/`: at most 2e-6 if documents are kept apart, at
 other."""
 Place = tuple[str, ...]
 """The keys that lead to a field; several if it is in a nested block."""
+_WITHIN: dict[tuple[type, str], PreTrainedConfig] = {}
+"""What `_within` has found, by the class and the content of a configuration."""
 
 
 def draft_of(
@@ -42,7 +44,11 @@ def draft_of(
         dtype: of the weights.
         certain: without dropout, so that it computes the same in training as in evaluation.
     """
-    small = _within(shrink(config, Draft(layers=4), tokenizer), WINDOW)
+    small = shrink(config, Draft(layers=4), tokenizer)
+    key = (type(small), small.to_json_string(use_diff=False))
+    if key not in _WITHIN:  # packing and the head are checked on the same draft, of which this builds several models
+        _WITHIN[key] = _within(small, WINDOW)
+    small = copy.deepcopy(_WITHIN[key])
     small.use_cache = False
     for key, value in small.to_dict().items() if certain else ():
         if "drop" in key and isinstance(value, float):
