@@ -54,6 +54,12 @@ def test_each_kernel_is_as_fast_as_published_at_every_length(attention, directio
     assert worst(attention, direction) > 0.3
 
 
+def test_a_kernel_has_half_of_its_speed_at_a_length_of_380():
+    at_full_speed = 4 * KIND.attention_width * 16384 * 380 / 2 / (find("H100").bf16_tflops * 1e12)
+    share = constants("H100").kernels["flash_2"][0]
+    assert seconds("flash_attention_2", 380)[0] == pytest.approx(2 * at_full_speed / share)
+
+
 def test_the_kernel_is_the_one_that_the_gpu_has():
     ampere, hopper, blackwell = (constants(name).kernels for name in ("A100 80GB", "H100", "B200"))
     assert kernel("flash_attention_3", False, hopper) == "flash_3"

@@ -531,6 +531,14 @@ def test_the_batch_sizes_that_the_engine_gets_are_multiplied(trainer: str, confi
     assert words is None or words in found[0].what
 
 
+@pytest.mark.parametrize(("stages", "sequence", "ranks"), [(2, 1, 4), (1, 2, 4), (2, 2, 2)])
+def test_pipeline_and_sequence_ranks_share_a_batch(stages: int, sequence: int, ranks: int):
+    facts = {"world_size": 8, "trainer": "plain", "pipeline_stages": stages, "sequence_parallel_size": sequence}
+    config = {"train_batch_size": 64, **M, "gradient_accumulation_steps": 1}
+    (what,) = [item.what for item in lint(config, **facts) if item.rule == "batch-identity"]
+    assert f"x {ranks} data-parallel ranks" in what
+
+
 @pytest.mark.parametrize(("power", "works"), [(16, True), (63, True), (64, False), (2000, False)])
 def test_the_loss_scaler_overflows_where_the_rule_says(power: int, works: bool):
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_recipes.planning.cost import activations, weights
-from deepspeed_recipes.planning.cost.activations import layer_bytes
+from deepspeed_recipes.planning.cost.activations import is_masked, layer_bytes
 from deepspeed_recipes.planning.cost.memory import (
     FRAGMENTATION,
     FRAGMENTATION_SHARDED,
@@ -200,6 +200,22 @@ def test_parallel_ranks_divide_what_they_split():
         assert shared["backward"].components["activations"] < worst["backward"].components["activations"]
     tensor = peak_memory(profile, replace(alone, layout=Layout(tensor=8)), NODE).moments[1]
     assert tensor.components["parameters"] < worst["loss"].components["parameters"] / 4
+    assert replace(alone, layout=Layout(sequence=4)).zero_ranks == 8, "sequence ranks hold the same weights"
+    assert replace(alone, layout=Layout(tensor=4)).zero_ranks == 2
+
+
+def test_offloaded_weights_take_no_gpu_memory():
+    setup = TrainingSetup(8, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    shard = stage_shards(profile_of("llama3", "8b"), setup)[0]
+    assert held_bytes(shard, setup, "forward")["parameters"] == 0
+    assert held_bytes(shard, replace(setup, lora=Lora()), "forward")["parameters"] == 0
+
+
+@pytest.mark.parametrize(("window", "masked"), [(1024, True), (1025, False), (None, False)])
+def test_a_window_masks_sequences_of_its_length(window, masked):
+    """Sequences that are shorter than the window need no mask, and transformers makes none."""
+    kind = replace(profile_of("llama3", "8b").layer_kinds[0], window=window)
+    assert is_masked(kind, TrainingSetup(1, sequence_length=1024, attention="sdpa", packing=False)) == masked
 
 
 def test_experts_are_distributed_before_they_reach_a_gpu():

@@ -279,6 +279,16 @@ def test_a_step_moves_the_bytes_that_were_counted(stage, ranks, micro_batches, p
     assert moved / model.parameters == pytest.approx(per_parameter, rel=1e-3)
 
 
+def test_a_step_copies_the_gradients_of_a_ranks_own_experts_alone():
+    one, known, model = cluster("H100", 8), replace(constants("H100"), memory=1e-4), mixture()
+    experts = sum(model.layer_kinds[kind].expert_parameters for kind in model.layer_order) / model.parameters
+    whole, spread = (
+        step_time(model, TrainingSetup(8, layout, zero_stage=1), one, known).components["optimizer"]
+        for layout in (Layout(), Layout(expert=8))
+    )
+    assert spread / whole == pytest.approx((72 / 8 + 12 * (1 - experts * 7 / 8)) / (72 / 8 + 12), rel=1e-3)
+
+
 @pytest.mark.parametrize(("stage", "beside"), [(0, 12), (1, 44), (3, 44)])
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("bf16_states", [False, True])

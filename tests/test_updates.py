@@ -77,6 +77,12 @@ def test_borrowed_settings_leave_what_the_user_has_set():
     assert (found.max_steps, found.epochs, found.global_batch_size) == (5, 1.0, 6)
 
 
+@pytest.mark.parametrize(("steps", "between"), [(9, None), (10, 1), (20, 2)])
+def test_ten_evaluations_take_at_least_ten_steps(steps, between):
+    page = replace(pages.find("llama3-1b", "lora"), max_steps=steps)
+    assert updates.suited(page, size(400, 400), 2, {"max_steps"}).eval_steps == between
+
+
 def test_data_that_a_run_does_not_reach_is_named():
     recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8)
     (line,) = updates.left_out(recipe, size(380, 127))
