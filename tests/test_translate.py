@@ -194,6 +194,25 @@ def test_saved_training_arguments_become_what_the_user_set(place):
 
 
 @pytest.mark.parametrize(
+    ("kind", "options", "expected"),
+    [
+        ("SFTConfig", {"assistant_only_loss": True, "packing": True}, {"loss_on": "assistant", "packing": "true"}),
+        ("DPOConfig", {"loss_type": "ipo", "beta": 0.3}, {"dpo.loss": "ipo", "dpo.beta": "0.3"}),
+        ("KTOConfig", {}, {"learning_rate": "1e-06", "kto.beta": "0.1"}),
+        ("GRPOConfig", {"gradient_accumulation_steps": 2}, {"grpo.loss": "dapo", "global_batch_size": "16"}),
+        ("RewardConfig", {}, {"learning_rate": "0.0001"}),
+    ],
+)
+def test_saved_arguments_of_trl_keep_their_method_and_its_defaults(place, kind, options, expected):
+    import trl
+
+    arguments = getattr(trl, kind)("out", use_cpu=True, report_to=[], **options)
+    found = translate.translate(written(place, json.dumps(arguments.to_dict()), "arguments.json"), 1)
+    assert set(found.missing) == {"model", "dataset"} and found.overrides | expected == found.overrides
+    assert found.method == kind.removesuffix("Config").lower()
+
+
+@pytest.mark.parametrize(
     ("change", "variant", "expected"),
     [
         ({"finetuning_type": "full"}, "full", {}),
@@ -221,6 +240,13 @@ def test_methods_and_settings_of_llama_factory(place, change, variant, expected)
     found = translate.translate(written(place, values), 1)
     assert translate.command_of(found)[1] == variant
     assert found.overrides | expected == found.overrides
+
+
+def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):
+    file = written(place, FACTORY | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2})
+    alone, eight = (translate.translate(file, gpus) for gpus in (1, 8))
+    assert int(eight.overrides["global_batch_size"]) == 2 * int(alone.overrides["global_batch_size"])
+    assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= eight.yours.keys()
 
 
 @pytest.mark.parametrize(
@@ -400,6 +426,9 @@ def test_a_translation_is_kept_as_a_page(place):
         ("base_model: a\nmicro_batch_size: many\n", "micro_batch_size: many: must be a number"),
         ("model_name_or_path: a\nstage: ppo\n", "stage: ppo: not available"),
         ("model_name_or_path: a\nstage: sft\ndo_train: false\n", "this file does not train"),
+        ("model_name_or_path: a\ntemplate: b\nexport_dir: c\n", "use ds-recipes export RUN --merge"),
+        ("model_name_or_path: a\ntemplate: b\ninfer_backend: vllm\n", "use ds-recipes generate or serve"),
+        ("distributed_type: FSDP\nnum_processes: 8\n", "a configuration of accelerate"),
     ],
 )
 def test_a_file_that_is_no_training_file_is_a_line(place, text, message):

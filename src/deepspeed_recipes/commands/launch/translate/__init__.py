@@ -125,6 +125,8 @@ def read(file: Path) -> Json:
 
 
 def _unknown(values: JsonView) -> str:
+    if "distributed_type" in values:
+        return "a configuration of accelerate, which starts ranks and trains nothing; give the training file."
     if "recipes" in values or "policy" in values or "trainer" in values:
         return "a configuration in sections, of a tool that is not known here; LLaMA-Factory's and Axolotl's are read."
     return "not a training file of LLaMA-Factory, Axolotl or TRL (none of base_model, model_name_or_path, output_dir)."

@@ -3,6 +3,7 @@
 Names and defaults: its src/llamafactory/hparams and data/README.md, in the version of October 2026.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,8 @@ LORA = {
     "dora": "use_dora",
     "rslora": "use_rslora",
 }
+MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Its keys for the GPUs that share a copy of the model."""
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
@@ -57,9 +60,13 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     found = Translation("LLaMA-Factory", values, DEFAULTS)
     if "do_train" in values and not values["do_train"]:
         raise UserError("do_train: false: this file does not train; use ds-recipes evaluate or generate.")
+    for name, instead in (("export_dir", "export RUN --merge"), ("infer_backend", "generate or serve")):
+        if name in values and not {"stage", "dataset"} & values.keys():
+            raise UserError(f"{name}: this file does not train; use ds-recipes {instead}.")
     found.model = str(found.take("model_name_or_path"))
     found.note("model_name_or_path", "the model")
-    trainer.settings(found, gpus)
+    shared = math.prod(trainer.number(found.take(name) or 1, name) for name in MEGATRON)
+    trainer.settings(found, max(1, int(gpus // shared)))
     if found.given("use_muon"):
         found.take("use_muon")
         found.set("optimizer", "muon", "use_muon")

@@ -1,6 +1,8 @@
 """Files for TRL's command line, and TrainingArguments that a script has saved (`json.dump(args.to_dict(), file)`)."""
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -85,9 +87,9 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
         UserError: a value of the wrong kind.
     """
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
-    given = _set_by_the_user(values) if saved else values
-    own = not saved and "model_name_or_path" in values
-    method, told = _method(given)
+    given, kind = _set_by_the_user(values) if saved else (values, "")
+    own = bool(kind) or (not saved and "model_name_or_path" in values)
+    method, told = (kind, True) if kind else _method(given)
     found = Translation(
         "TRL" if own else "TrainingArguments", given, DEFAULTS | METHODS[method] if own else trainer.DEFAULTS
     )
@@ -236,16 +238,38 @@ def _data(found: Translation) -> None:
         found.set("data.validation_share", 0.0)
 
 
-def _set_by_the_user(values: JsonView) -> Json:
-    """Return the arguments that differ from transformers' defaults.
+def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
+    """Return the arguments that differ from the defaults of their class, and its method: none for TrainingArguments.
 
     Raises:
-        UserError: transformers is not installed.
+        UserError: transformers or TRL is not installed.
     """
-    try:
-        from transformers import TrainingArguments  # takes seconds, and only saved arguments need it
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    try:  # takes seconds, and only saved arguments need it
+        import trl
+        from transformers import TrainingArguments
+        from trl.experimental.cpo import CPOConfig
+        from trl.experimental.orpo import ORPOConfig
     except ImportError:
-        raise UserError("a file of all TrainingArguments needs transformers to tell which ones you set.") from None
-    fields = dataclasses.fields(TrainingArguments)
-    usual = {field.name: field.default for field in fields if field.default is not dataclasses.MISSING}
-    return {name: value for name, value in values.items() if name not in usual or value != usual[name]}
+        raise UserError("a file of all TrainingArguments needs transformers and TRL to tell which you set.") from None
+    classes = {
+        "": TrainingArguments,
+        "sft": trl.SFTConfig,
+        "dpo": trl.DPOConfig,
+        "kto": trl.KTOConfig,
+        "orpo": ORPOConfig,
+        "simpo": CPOConfig,
+        "grpo": trl.GRPOConfig,
+        "reward": trl.RewardConfig,
+    }
+
+    def differs(method: str) -> int:
+        return len(values.keys() ^ {field.name for field in dataclasses.fields(classes[method]) if field.init})
+
+    method = min(classes, key=differs)
+    # As `to_dict` writes them: __post_init__ fills in what is None. A run chooses its devices, so use_cpu is left out.
+    usual = json.loads(json.dumps(classes[method](output_dir="", use_cpu=True).to_dict(), default=str))
+    same = {name for name, value in usual.items() if name in values and values[name] == value}
+    if values.get("steps_per_generation") == values.get("gradient_accumulation_steps"):
+        same |= {"steps_per_generation", "generation_batch_size"}  # TRL has derived them
+    return {name: value for name, value in values.items() if name not in same | {"use_cpu"}}, method
