@@ -138,6 +138,6 @@ def test_the_check_needs_no_torch(tmp_path):
         "import sys; from deepspeed_recipes.launching import preflight, paths; "
         "from deepspeed_recipes.recipe import overrides, pages; "
         f"preflight.check_data(paths.locate(overrides.apply(pages.find('tiny', 'full'), ['data.path={data}']))); "
-        "assert 'jinja2' in sys.modules and not {'torch', 'transformers'} & {*sys.modules}"
+        "assert 'jinja2' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,11 +1,11 @@
 """Checks before the ranks start that the model's chat template can train and renders the examples in full.
 
-Jinja alone renders here: importing a tokenizer takes seconds. The ranks check every example again, with the tokenizer.
+transformers' renderer works without a tokenizer, whose import takes seconds and not one. The ranks check every example
+again, with the tokenizer.
 """
 
 import contextlib
 import importlib.util
-import json
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -22,8 +22,6 @@ Turns = list[dict[str, Any]]
 
 OWN = Path(__file__).parents[1] / "training" / "data" / "chatml.jinja"
 """The project's template, for base models."""
-ALIASES = ("reasoning_content", "thinking", "reasoning")
-"""The fields whose reasoning transformers also gives a template under the first two names."""
 MOST = 200
 """Kinds of conversations that are rendered."""
 
@@ -54,7 +52,7 @@ class Rendering:
         self.template: _Template | None = None
         self.thinking, self.model = recipe.data.thinking, f"model.path={recipe.model.path}"
         self.kinds: set[Any] = set()
-        if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("jinja2"):
+        if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("transformers"):
             return
         text = _source(recipe)
         if text is not None and recipe.method.packs and recipe.method.examples == "conversations":
@@ -92,7 +90,7 @@ class Rendering:
                 found = shown(self.template, self.template.text, turns, tools, options, prompt)
                 self.template.apply_chat_template(found.turns, tools, add_generation_prompt=prompt, **options)
         except (TemplateError, UserError) as error:
-            # Other errors of Jinja may be this module's: the ranks have the tokenizer.
+            # Others may come of a special token that only the ranks' tokenizer knows.
             if type(error) in (TemplateError, UserError):
                 raise UserError(
                     f"{where}: the model's chat template cannot be trained on this conversation: {first_line(error)}."
@@ -121,48 +119,21 @@ def _features(turn: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class _Template:
-    """Renders as a tokenizer's `apply_chat_template` does, from the files in its folder."""
+    """Stands for a tokenizer whose `apply_chat_template` returns text."""
 
     def __init__(self, text: str, folder: Path) -> None:
-        from jinja2 import TemplateError, ext, sandbox
-
-        class Generation(ext.Extension):
-            tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
-
-            def parse(self, parser: Any) -> Any:
-                next(parser.stream)
-                return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
-        )
-        environment.filters["tojson"] = lambda value, ensure_ascii=False, **how: json.dumps(
-            value, ensure_ascii=ensure_ascii, **how
-        )
-        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: "01 Jan 2026"}
-        self.text = text
-        self.compiled: dict[str, Any] = {}
-        self.environment = environment
-        self.special = _special_tokens(folder)
+        self.text, self.special = text, _special_tokens(folder)
 
     def apply_chat_template(
         self, turns: Turns, tools: Any = None, chat_template: str | None = None, tokenize: bool = False, **options: Any
     ) -> str:
         """Return the conversation as text."""
-        text = chat_template or self.text
-        if text not in self.compiled:
-            self.compiled[text] = self.environment.from_string(text)
-        messages = []
-        for turn in turns:
-            reasoning = next((turn[name] for name in ALIASES if turn.get(name) is not None), None)
-            aliased = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
-            messages.append(turn if reasoning is None else aliased)
-        known = {"add_generation_prompt": False, "documents": None, **self.special, **options}
-        rendered: str = self.compiled[text].render(messages=messages, tools=tools or None, **known)
-        return rendered
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered = render_jinja_template(
+            [turns], tools or None, None, chat_template or self.text, **self.special, **options
+        )
+        return str(rendered[0][0])
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
