@@ -224,7 +224,7 @@ class Ticks(TrainerCallback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
         """Tick."""
         self.clock.step()
 

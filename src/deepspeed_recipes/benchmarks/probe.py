@@ -19,6 +19,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +96,7 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32)
 
 
-def median_seconds(work: Callable[[], Any], repeats: int | None = None) -> float:
+def median_seconds(work: Callable[[], object], repeats: int | None = None) -> float:
     """Return the median time of a call, including the work it queues on a GPU, after two warm-up rounds."""
     taken, calls = [], sizes()["calls"]
     for _ in range(2 + (repeats or sizes()["repeats"])):
@@ -214,7 +215,7 @@ def _passes(layers: int, stage: int | None) -> dict[str, float]:
     model = LlamaForCausalLM(config).to(distributed.device(), torch.bfloat16).train()
     ids = torch.randint(256, (1, 8), device=distributed.device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
-    engine: Any = model
+    engine: DeepSpeedEngine = model
     if stage is not None:
         settings = {
             "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,

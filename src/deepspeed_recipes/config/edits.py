@@ -69,7 +69,7 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set[tuple[st
 def edit_value(config: Json, edit: Edit) -> Json:
     """Return a copy of a config with one edit; an edit that does not apply changes nothing."""
     result = copy.deepcopy(config)
-    node: Any = result
+    node: object = result
     for part in edit.path[:-1]:
         node = node.get(part) if isinstance(node, dict) else None
     name = edit.path[-1]

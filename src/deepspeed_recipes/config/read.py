@@ -10,7 +10,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..recipe.errors import UserError, of_system
 from ..recipe.files import Json
@@ -157,7 +156,7 @@ class _Parser:
 
     def _value(self) -> object:
         """Parse one value. `stack` holds the open containers as (container, its key, the offset where it opens)."""
-        stack: list[tuple[Json | list[Any], Key, int]] = []
+        stack: list[tuple[Json | list[object], Key, int]] = []
         key: Key = ()
         while True:
             self._skip(key)
@@ -189,7 +188,7 @@ class _Parser:
                 stack.pop()
                 value, key, begin, done = container, base, opened, True
 
-    def _next_key(self, container: Json | list[Any], base: Key, opened: int, first: bool) -> Key | None:
+    def _next_key(self, container: Json | list[object], base: Key, opened: int, first: bool) -> Key | None:
         """Move to the next item of `container` and return its key, or None if the container is closed."""
         closer, end = "}" if isinstance(container, dict) else "]", self.at
         self._skip(base)

@@ -4,12 +4,12 @@
 transformers or by a server, and compared; where they differ, the folder is searched for the cause.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json, JsonView
 from ..recipe.run_folder import read_json
 from ..training.model_folder import base_model, complete, expected, weights
 from .evaluate import server as servers
@@ -87,7 +87,7 @@ class Certificate:
         return complete.of_certificate(folder, environment.titled(server), verdict)
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Json:
     """Return a folder's `expected.json`.
 
     Raises:
@@ -98,7 +98,7 @@ def read(folder: Path) -> dict[str, Any]:
             f"{folder}: has no {base_model.EXPECTED}: an older version exported it, it scores instead of writing, or "
             "it is no export; ds-recipes launch RECIPE VARIANT --resume --output-dir RUN writes a run's export again."
         )
-    found: dict[str, Any] = read_json(folder / base_model.EXPECTED)
+    found: Json = read_json(folder / base_model.EXPECTED)
     if found.get("version") != expected.VERSION or not found.get("texts"):
         raise UserError(f"{folder / base_model.EXPECTED}: of another version, or damaged; export the run again.")
     return found
@@ -158,9 +158,7 @@ def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certif
     return replace(certificate, causes=(*certificate.causes, *_prompts(server, wanted)))
 
 
-def compare(
-    wanted: Mapping[str, Any], found: list[dict[str, Any]], folder: Path, read_tensors: bool = True
-) -> Certificate:
+def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: bool = True) -> Certificate:
     """Return the certificate of answers, with the causes that the folder shows; `read_tensors` as for `of_server`."""
     results, base = [], []
     for text, one in zip(wanted["texts"], found, strict=True):
@@ -188,7 +186,7 @@ def _apart(wanted: list[float], found: list[float]) -> float:
     return mean if mean == mean else float("inf")  # a NaN is no agreement
 
 
-def causes(wanted: Mapping[str, Any], folder: Path, read_tensors: bool = True) -> Iterator[str]:
+def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterator[str]:
     """Yield what is in a folder otherwise than it was written: tensors, settings, end tokens, the chat template."""
     now = expected.described(folder, read_tensors)
     before, after = (wanted["tensors"], now["tensors"]) if read_tensors else ({}, {})
@@ -212,7 +210,7 @@ def causes(wanted: Mapping[str, Any], folder: Path, read_tensors: bool = True) -
         yield "chat_template.jinja is another one"
 
 
-def _prompts(server: Server, wanted: Mapping[str, Any]) -> Iterator[str]:
+def _prompts(server: Server, wanted: JsonView) -> Iterator[str]:
     """Yield a cause if a server's own chat template gives a prompt of another length than the training's."""
     for text in wanted["texts"]:
         if "messages" not in text:

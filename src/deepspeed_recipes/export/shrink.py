@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
@@ -21,6 +20,7 @@ from transformers.utils import logging
 
 from ..machine import children
 from ..recipe.errors import UserError, first_line
+from ..recipe.files import Json, JsonView
 from ..recipe.run_folder import read_json
 from ..training.export import move
 from ..training.model_folder import complete, intact
@@ -117,7 +117,7 @@ def _local(source: str) -> Path:
         raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
 
 
-def _kept(source: str, sizes: Mapping[str, Any], layers: int | None) -> list[int]:
+def _kept(source: str, sizes: JsonView, layers: int | None) -> list[int]:
     before = sizes.get("num_hidden_layers")
     if before is None:
         raise UserError(f"{source}: its config.json has no num_hidden_layers, which shrink needs; use another model.")
@@ -130,7 +130,7 @@ def _kept(source: str, sizes: Mapping[str, Any], layers: int | None) -> list[int
     return spaced(before, layers)
 
 
-def _width(source: str, sizes: Mapping[str, Any], intermediate: int | None) -> int:
+def _width(source: str, sizes: JsonView, intermediate: int | None) -> int:
     before = sizes.get("intermediate_size")
     if intermediate is None:
         return before or 0
@@ -152,7 +152,7 @@ def _count(state: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in state.values())
 
 
-def _layer_lists(state: Mapping[str, Any], layers: int) -> list[str]:
+def _layer_lists(state: JsonView, layers: int) -> list[str]:
     """Return the names of the lists with exactly this number of layers."""
     found: dict[str, set[int]] = {}
     for name in state:
@@ -203,7 +203,7 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
     return result
 
 
-def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[str, Any]:
+def _resized(config: Json, kept: Sequence[int], width: int) -> Json:
     """Return the configuration with the new sizes; lists with an entry per layer keep only the kept layers' entries."""
     sizes = text_of(config)
     before = sizes["num_hidden_layers"]
@@ -215,7 +215,7 @@ def _resized(config: dict[str, Any], kept: Sequence[int], width: int) -> dict[st
     return config | {"text_config": changed} if sizes is not config else changed
 
 
-def _write(folder: Path, output: Path, config: Mapping[str, Any], state: dict[str, torch.Tensor]) -> None:
+def _write(folder: Path, output: Path, config: JsonView, state: dict[str, torch.Tensor]) -> None:
     output.mkdir()
     for pattern in (*COPIED, *LICENCES):
         for file in folder.glob(pattern):

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.run_folder import read_json
 from ..training.model_folder import base_model, card
 from ..training.model_folder.base_model import ADAPTER, KEY
@@ -86,7 +87,7 @@ def check(parts: Sequence[Part]) -> None:
             )
 
 
-def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
+def add(base: object, parts: Sequence[Part], folder: Path) -> None:
     """Write the sum of adapters to `folder`, after comparing every matrix with the sum of the parts.
 
     The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`).
@@ -104,7 +105,7 @@ def add(base: Any, parts: Sequence[Part], folder: Path) -> None:
     from ..training.model.load import adapter_names
 
     names = [f"part{number}" for number in range(len(parts))]
-    options: dict[str, Any] = {"autocast_adapter_dtype": False, "key_mapping": adapter_names(base)}
+    options: Json = {"autocast_adapter_dtype": False, "key_mapping": adapter_names(base)}
     model = PeftModel.from_pretrained(base, parts[0].folder, adapter_name=names[0], **options)
     for name, part in zip(names[1:], parts[1:], strict=True):
         model.load_adapter(part.folder, adapter_name=name, **options)

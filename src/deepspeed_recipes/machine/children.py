@@ -67,7 +67,7 @@ def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
         os.close(opened)
 
 
-def run(command: Sequence[str], timeout: float | None = None, **options: Any) -> "subprocess.CompletedProcess[Any]":
+def run(command: Sequence[str], timeout: float | None = None, **options: object) -> "subprocess.CompletedProcess[Any]":
     """Run a command like `subprocess.run`; it and all that it starts end with this call or with this process."""
     with running(command, **options) as process:
         out, error = process.communicate(timeout=timeout)

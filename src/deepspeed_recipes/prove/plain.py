@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import LayerNorm
 from torch.nn.functional import pad
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..recipe.files import Json
 from .techniques import Settings
@@ -121,7 +121,9 @@ def _example(
     return pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)
 
 
-def summed_loss(model: Any, tokens: torch.Tensor, learned: torch.Tensor, settings: Settings) -> tuple[Any, Any, Any]:
+def summed_loss(
+    model: PreTrainedModel, tokens: torch.Tensor, learned: torch.Tensor, settings: Settings
+) -> tuple[Any, Any, Any]:
     """Return a conversation's summed loss, its number of learned tokens, and its load-balancing loss."""
     routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
     output = model(input_ids=tokens, use_cache=False, **routed)

@@ -40,7 +40,7 @@ class Ranks:
         self.context = multiprocessing.get_context("spawn")
 
     def start(
-        self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path, port: int | None = None
+        self, function: Callable[..., Any], *arguments: object, world_size: int = 2, log: Path, port: int | None = None
     ) -> list[Any]:
         """Start `function(*arguments)` on every rank; each rank's output goes to `log` with the rank's number."""
         port = port or free_port()
@@ -64,7 +64,7 @@ class Ranks:
         return processes
 
     def run(
-        self, function: Callable[..., Any], *arguments: Any, world_size: int = 2, log: Path, timeout: float = 240
+        self, function: Callable[..., Any], *arguments: object, world_size: int = 2, log: Path, timeout: float = 240
     ) -> list[int]:
         """Run to the end and return the ranks' exit statuses; after `timeout` seconds they are killed."""
         port = free_port()
@@ -80,7 +80,7 @@ class Ranks:
             buffer.unlink(missing_ok=True)  # killed CPU ranks leave 66 MB each, in memory
         return [process.exitcode for process in processes]
 
-    def check(self, function: Callable[..., Any], *arguments: Any, log: Path, **options: Any) -> None:
+    def check(self, function: Callable[..., Any], *arguments: object, log: Path, **options: Any) -> None:
         """Run, and fail with the ranks' output unless all ranks end with status 0."""
         statuses = self.run(function, *arguments, log=log, **options)
         assert not any(statuses), f"exit statuses {statuses}\n" + "\n".join(read_logs(log))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 from ..recipe.files import Json
 from ..recipe.samples import TINY_MODEL
@@ -23,7 +22,7 @@ def conversation(question: str, answer: str) -> Json:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: Any) -> Path:
+def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: object) -> Path:
     """Write a random Qwen3 with the tokenizer of `tiny`, and return its folder."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
     return _write(folder, "qwen3", seed, padding, **sizes | {"tie_word_embeddings": True} | changes)
@@ -36,7 +35,7 @@ def random_mixture(folder: Path) -> Path:
     return _write(folder, "qwen3_moe", 0, 0, **experts | sizes)
 
 
-def random_model(folder: Path, config: Any, seed: int = 0) -> Path:
+def random_model(folder: Path, config: object, seed: int = 0) -> Path:
     """Write a random language model of a configuration with the tokenizer of `tiny`, and return its folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +46,7 @@ def random_model(folder: Path, config: Any, seed: int = 0) -> Path:
     return folder
 
 
-def _write(folder: Path, kind: str, seed: int, padding: int, **sizes: Any) -> Path:
+def _write(folder: Path, kind: str, seed: int, padding: int, **sizes: object) -> Path:
     from transformers import AutoConfig, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)

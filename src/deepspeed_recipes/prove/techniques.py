@@ -64,7 +64,7 @@ def small(model: Path, data: Path, /, deepspeed: str = "zero0.json", **changes: 
     return replace(recipe, **changes)
 
 
-def of_settings(settings: Settings, model: Path, data: Path, deepspeed: str, /, **changes: Any) -> Recipe:
+def of_settings(settings: Settings, model: Path, data: Path, deepspeed: str, /, **changes: object) -> Recipe:
     """Return the recipe of the settings on a dataset of eight examples, with all of them in every step."""
     common: Json = {
         "learning_rate": settings.learning_rate,

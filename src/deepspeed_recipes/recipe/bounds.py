@@ -54,7 +54,7 @@ def check(section: object, prefix: str = "") -> None:
     Raises:
         UserError: names the key, the value and what is allowed.
     """
-    kind: Any = type(section)
+    kind: object = type(section)
     for name, nested, kinds, words, bounds in _fields(kind):
         value, key = getattr(section, name), prefix + name
         if value is None and type(None) in kinds:

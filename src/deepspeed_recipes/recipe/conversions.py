@@ -70,7 +70,7 @@ def _method(values: JsonView) -> Method:
     return settings.get(name) or METHODS[name]()
 
 
-def dataclass_in(hint: Any) -> type | None:
+def dataclass_in(hint: object) -> type | None:
     """Return the dataclass that a field's type names (`Lora` for `Lora | None`), or None."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)

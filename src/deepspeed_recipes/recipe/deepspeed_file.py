@@ -96,7 +96,7 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
     )
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
@@ -122,7 +122,7 @@ def fill_prefetch(content: Json, hidden: int, layer: int) -> None:
         zero["stage3_prefetch_bucket_size"] = prefetch_size(hidden, layer)
 
 
-def with_zero(file: DeepSpeedFile, **changes: Any) -> DeepSpeedFile:
+def with_zero(file: DeepSpeedFile, **changes: object) -> DeepSpeedFile:
     """Return a copy of the file with changed values in its `zero_optimization` block."""
     return parse({**file.content, "zero_optimization": {**file.zero, **changes}}, file.name)
 

@@ -189,7 +189,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     return _ASSIGNMENT.sub(_assigned, _SECRET_VALUE.sub("***", text))
 
 
-def redacted(value: Any, key: str = "") -> Any:
+def redacted(value: object, key: str = "") -> Any:
     """Return a JSON value without credentials in its texts or under keys for credentials, safe to share."""
     if isinstance(value, Mapping):
         return {name: redacted(inside, str(name)) for name, inside in value.items()}
@@ -200,7 +200,7 @@ def redacted(value: Any, key: str = "") -> Any:
     return "***" if _SECRET_KEY.fullmatch(key) else redact(value)
 
 
-def check_no_credential(value: Mapping[str, Any], where: str, prefix: str = "") -> None:
+def check_no_credential(value: Mapping[str, object], where: str, prefix: str = "") -> None:
     """Refuse settings that contain a credential where others could read it.
 
     Args:

@@ -11,6 +11,7 @@ from . import pages
 from .bounds import Several, expected, shown
 from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
+from .files import Json
 from .methods import METHODS, Method
 from .optimizers import impossible
 from .recipe import BUILT_IN, Lora, Recipe
@@ -130,9 +131,9 @@ _IDENTITY = {
 }
 
 
-def override_keys(kind: type = Recipe, prefix: str = "") -> dict[str, Any]:
+def override_keys(kind: type = Recipe, prefix: str = "") -> Json:
     """Return every override key with its type, in the order of the fields."""
-    keys: dict[str, Any] = {}
+    keys: Json = {}
     hints = hints_of(kind)
     for name, hint in ((field.name, hints[field.name]) for field in dataclasses.fields(kind)):
         nested = dataclass_in(hint)
@@ -232,7 +233,7 @@ def _check_methods(recipe: Recipe, given: set[str]) -> None:
         raise UserError(f"data.metric={foreign[0]}: {recipe.method.title} measures {known}, not {foreign[0]}.")
 
 
-def _settle_data(data: dict[str, Any], given: set[str]) -> None:
+def _settle_data(data: Json, given: set[str]) -> None:
     """Reset the settings that depend on `data.path`: the page's held-out examples, number of examples and metric.
 
     Unless the user has set them, a share of the new data is held out instead; a stream cannot be split.
@@ -279,17 +280,17 @@ def value_of(recipe: Recipe, key: str) -> Any:
     section, _, name = key.rpartition(".")
     if section in SECTIONS:
         return getattr(recipe.method if recipe.method.name == section else SECTIONS[section](), name)
-    value: Any = recipe
+    value: object = recipe
     for part in key.split("."):
         value = getattr(value, part, None)
     return value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def parse(key: str, text: str, hint: Any) -> Any:
+def parse(key: str, text: str, hint: object) -> Any:
     """Return `text` as a value of type `hint`.
 
     Raises:

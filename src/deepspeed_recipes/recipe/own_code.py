@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import UserError
+from .files import Json
 
 WRITTEN = {
     "reward": "def {}(answer, example)",
@@ -79,7 +80,7 @@ def of_recipe(recipe: Any) -> dict[str, list[Function]]:
     return {key: found for key, text in texts.items() if (found := functions(key, text))}
 
 
-def digests(recipe: Any) -> dict[str, str]:
+def digests(recipe: object) -> dict[str, str]:
     """Return the SHA-256 of the files of each key, in their order; of a file that only other machines have, `unknown`.
 
     Raises:
@@ -97,7 +98,7 @@ def _digest(function: Function) -> str:
         raise UserError(f"{function.path}: cannot be read ({error.strerror}); check its permissions.") from None
 
 
-def changed(recipe: Any, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
+def changed(recipe: object, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:
     """Yield the key and value of each piece of a recipe's code whose file had another content."""
     for key, found in of_recipe(recipe).items():
         before, after = (digests.get(key, "unknown").split(",") for digests in (then, now))
@@ -190,11 +191,11 @@ def _module(path: str) -> ModuleType:
 
 
 def transformed(
-    located: Iterable[tuple[str, dict[str, Any]]],
+    located: Iterable[tuple[str, Json]],
     transform: str | None,
     on_drop: Callable[[], object] = lambda: None,
     on_error: Callable[[UserError], object] | None = None,
-) -> Iterator[tuple[str, dict[str, Any]]]:
+) -> Iterator[tuple[str, Json]]:
     """Yield the examples of one source, (place, example) each, as `data.transform` returns them.
 
     Args:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from . import bounds, compatibility, own_code, trackers
 from .bounds import Bounds, Several
 from .errors import UserError
+from .files import JsonView
 from .lora import Lora as Lora
 from .methods import METHODS, Method, Sft
 from .optimizers import Optimizer
@@ -32,7 +33,7 @@ class Model:
     """A Hub id, or a folder in Hugging Face format with safetensors (a relative path starts at the current folder)."""
     parameters: Annotated[int, Bounds(least=0, most=10**15)] = 0
     """Published parameter count; the model built from `config` on the meta device is within 1 % of it."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: JsonView = field(default_factory=dict)
     """`AutoConfig.for_model(**config)`: `model_type` and the dimensions, for planning and drafts without a network."""
     quantization: Literal["none", "nf4"] = "none"
     """`nf4`: load the frozen linear layers in 4 bits (Dettmers et al. 2023, arXiv:2305.14314) with bitsandbytes; needs

@@ -142,7 +142,7 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path}: not JSON ({reason}).") from None
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write `value` atomically: even after a power failure the file has either its old or its complete new content."""
     files.write_text(path, json.dumps(value, indent=2) + "\n")
 

@@ -33,7 +33,7 @@ sentence-transformers' examples/sentence_transformer/training/nli/training_nli_v
 GRPO: the default of TRL's GRPOConfig."""
 
 
-def qlora(lora: Recipe, **changes: Any) -> Recipe:
+def qlora(lora: Recipe, **changes: object) -> Recipe:
     """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
 
     Every size uses ZeRO-2, so every rank holds all weights. `qlora_zero3` is for models that are too large for that.
@@ -42,7 +42,7 @@ def qlora(lora: Recipe, **changes: Any) -> Recipe:
     return _changed(lora, changes, model=model, deepspeed="zero2.json")
 
 
-def qlora_zero3(lora: Recipe, **changes: Any) -> Recipe:
+def qlora_zero3(lora: Recipe, **changes: object) -> Recipe:
     """Return `lora` on frozen 4-bit weights that ZeRO-3 shards during training (`tests/parity/test_quantised.py`).
 
     Each rank still loads the whole weights before ZeRO-3 shards them: half a byte per weight has to fit on one GPU.
@@ -50,7 +50,7 @@ def qlora_zero3(lora: Recipe, **changes: Any) -> Recipe:
     return qlora(lora, **{"deepspeed": "zero3_adapters.json", **changes})
 
 
-def dora(lora: Recipe, **changes: Any) -> Recipe:
+def dora(lora: Recipe, **changes: object) -> Recipe:
     """Return `lora` with the weights' magnitudes trained too, at half the rank and the same scale (alpha / rank).
 
     DoRA with half the rank still does better than LoRA (arXiv:2402.09353, the results with halved rank).
@@ -60,27 +60,27 @@ def dora(lora: Recipe, **changes: Any) -> Recipe:
     return _changed(lora, changes, lora=adapters)
 
 
-def full_offload(full: Recipe, **changes: Any) -> Recipe:
+def full_offload(full: Recipe, **changes: object) -> Recipe:
     """Return `full` with the optimizer in host memory, at its ZeRO stage."""
     stage = "zero2" if full.deepspeed == "zero2.json" else "zero3"
     return _changed(full, changes, deepspeed=f"{stage}_offload.json")
 
 
-def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **changes: Any) -> Recipe:
+def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **changes: object) -> Recipe:
     """Return `full` on long sequences: under ZeRO-3, with the loss in tiles, so that whole logits never exist."""
     deepspeed = "zero3.json" if full.deepspeed == "zero2.json" else full.deepspeed
     lengths = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
     return _changed(full, changes, deepspeed=deepspeed, tiled_loss=True, **lengths)
 
 
-def dpo(lora: Recipe, *, learning_rate: float, **changes: Any) -> Recipe:
+def dpo(lora: Recipe, *, learning_rate: float, **changes: object) -> Recipe:
     """Return `lora` on preference pairs. TRL's DPO does not pack: each answer is a separate sequence."""
     length = min(DPO_LENGTH, lora.sequence_length)
     pairs = {"method": Dpo(), "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(lora, changes, learning_rate=learning_rate, **pairs)
 
 
-def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) -> Recipe:
+def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: object) -> Recipe:
     """Return `lora` on judged answers. KTO compares the answers of a micro-batch, so it has at least two."""
     least = {
         "sequence_length": min(DPO_LENGTH, lora.sequence_length),
@@ -90,20 +90,20 @@ def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: Any) ->
     return _changed(lora, changes, learning_rate=learning_rate, **judged)
 
 
-def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
+def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: object) -> Recipe:
     """Return `full` on preference pairs as a reward model, which outputs a number for each answer instead of text."""
     length = min(DPO_LENGTH, full.sequence_length)
     pairs = {"method": Reward(), "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
-def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: Any) -> Recipe:
+def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: object) -> Recipe:
     """Return `full` on labelled texts as a classifier."""
     texts = {"method": Classify(), "data": LABELLED, "packing": False, "sequence_length": _of_text(full)}
     return _changed(full, changes, learning_rate=learning_rate, **texts)
 
 
-def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: Any) -> Recipe:
+def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: object) -> Recipe:
     """Return `full` on matching texts as an embedding model; the other pairs of the batch are the negatives.
 
     The micro-batch is as large as the global batch allows on two ranks, up to 16 pairs.
@@ -117,28 +117,28 @@ def _of_text(recipe: Recipe) -> int:
     return min(TEXT_LENGTH, recipe.sequence_length)
 
 
-def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: Any) -> Recipe:
+def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: object) -> Recipe:
     """Return `lora` on preference pairs by ORPO, which also imitates the better answers and so needs no SFT before."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Orpo())
 
 
-def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: Any) -> Recipe:
+def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: object) -> Recipe:
     """Return `lora` on preference pairs by SimPO."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Simpo())
 
 
-def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: Any) -> Recipe:
+def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: object) -> Recipe:
     """Return `full` on prompts: `global_batch_size` answers of the model per step, scored by functions."""
     own = {"method": Grpo(), "packing": False, "reward": f"{REWARDS}:exact_match"}
     return _changed(full, changes, learning_rate=learning_rate, **own)
 
 
-def pretrain(full: Recipe, **changes: Any) -> Recipe:
+def pretrain(full: Recipe, **changes: object) -> Recipe:
     """Return `full` on raw text."""
     return _changed(full, changes, method=Pretrain(), data=TEXT)
 
 
-def distill(full: Recipe, settings: Distill, **changes: Any) -> Recipe:
+def distill(full: Recipe, settings: Distill, **changes: object) -> Recipe:
     """Return `full` learning from the output distributions of the teacher in `settings`."""
     return _changed(full, changes, method=settings)
 

@@ -3,10 +3,10 @@
 import io
 import re
 from collections.abc import Sequence
-from typing import Any
 from xml.etree import ElementTree
 
 from ..recipe.errors import printable
+from ..recipe.files import Json
 from .page import LEAST_POINTS, Chart, Curve
 
 SVG = "http://www.w3.org/2000/svg"
@@ -73,7 +73,7 @@ def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
     if not kept:
         return
     colour, x, y = SERIES[index % len(SERIES)], [at for at, _ in kept], [value for _, value in kept]
-    style: dict[str, Any] = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
+    style: Json = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
     few = len(kept) < LEAST_POINTS
     style |= {"marker": "o" if curve.dotted or few else None, "markersize": 4, "linestyle": "none" if few else "-"}
     axes.plot(x, y, color=colour, **style)  # type: ignore[attr-defined]

@@ -8,6 +8,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 
 KEPT = (
@@ -24,7 +25,7 @@ def of_layers(recipe: Recipe) -> bool:
     return recipe.gradient_checkpointing in (True, "selective")
 
 
-def options(recipe: Recipe) -> dict[str, Any]:
+def options(recipe: Recipe) -> Json:
     """Return the arguments with which transformers calls `torch.utils.checkpoint`."""
     kept = {"context_fn": keep_products} if recipe.gradient_checkpointing == "selective" else {}
     return {"use_reentrant": False} | kept
@@ -82,7 +83,7 @@ class LayerInputs(saved_tensors_hooks):
         self.mover.__enter__()
         super().__enter__()
 
-    def __exit__(self, *failure: Any) -> None:
+    def __exit__(self, *failure: object) -> None:
         super().__exit__(*failure)
         self.mover.__exit__(*failure)
 

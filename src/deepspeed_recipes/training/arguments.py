@@ -1,13 +1,13 @@
 """Translates a recipe into `transformers.TrainingArguments`, and puts the layout into its DeepSpeed configuration."""
 
 import copy
-from typing import Any
 
 from peft import PeftModel
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 
 from ..recipe import limits
 from ..recipe.deepspeed_file import DeepSpeedFile, fill_prefetch, with_zero
+from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
@@ -18,9 +18,7 @@ from .parallel import expert
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def common_arguments(
-    recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool
-) -> dict[str, Any]:
+def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool) -> Json:
     """Return the Trainer's arguments that do not depend on the method.
 
     The DeepSpeed file is passed as it is: the Trainer fills its `"auto"` values from these arguments.
@@ -66,7 +64,7 @@ def common_arguments(
     }
 
 
-def gather_layers(arguments: TrainingArguments, model: Any, file: DeepSpeedFile) -> None:
+def gather_layers(arguments: TrainingArguments, model: PreTrainedModel, file: DeepSpeedFile) -> None:
     """Let ZeRO-3 gather a layer's weights in one message where its file has "auto"; call before the engine is made.
 
     Args:
@@ -90,7 +88,7 @@ def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
     return min(workers, 1) if recipe.data.streaming else workers
 
 
-def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
+def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
     Raises:
@@ -106,7 +104,7 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> dict[str, Any]:
     if layout.pipeline > 1:
         config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
     elif layout.tensor > 1:
-        sizes: dict[str, Any] = {"autotp_size": layout.tensor}
+        sizes: Json = {"autotp_size": layout.tensor}
         if upstream.has_vocabulary_parallel_heads():
             # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
             sizes["vocab_parallel_lm_head"] = False

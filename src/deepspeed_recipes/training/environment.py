@@ -7,18 +7,18 @@ import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
+from ..recipe.files import Json
 from ..recipe.project import PACKAGE
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", "wandb", "deepspeed-recipes")
 
 
-def describe() -> dict[str, Any]:
+def describe() -> Json:
     """Return the facts that must accompany a measurement."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -17,6 +16,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
+    Trainer,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -24,6 +24,7 @@ from ..machine import children
 from ..machine.capacity import check_disk
 from ..recipe import quantization as stored_quantization
 from ..recipe.errors import UserError, cannot_write, errors_only, first_line
+from ..recipe.files import Json, JsonView
 from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, read_recipe, write_json
 from . import distributed, upstream
 from .checkpoint import digests
@@ -35,7 +36,7 @@ from .model_folder import base_model, complete, expected, head, intact, record, 
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
 
-def save(trainer: Any, folder: Path) -> None:
+def save(trainer: Trainer, folder: Path) -> None:
     """Write the trained model, or its adapter, to `folder`; a collective.
 
     Args:
@@ -55,7 +56,7 @@ def save(trainer: Any, folder: Path) -> None:
     torch.distributed.barrier()
 
 
-def rehearse(trainer: Any, model: Any) -> None:
+def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
     """Save everything of an export except its weights, and load it again, to find failures before training.
 
     On rank 0, by `distributed.check_on_first`.
@@ -94,7 +95,7 @@ def rehearse(trainer: Any, model: Any) -> None:
         vision.load(place, recipe.model.trust_remote_code) if recipe.model.vision else load_tokenizer(Path(place))
 
 
-def describe(run: RunFolder, results: Mapping[str, Any], step: int | None = None) -> None:
+def describe(run: RunFolder, results: JsonView, step: int | None = None) -> None:
     """Add the model card and `training/` to the folder that `save` wrote; a collective. An error never ends the run.
 
     Args:
@@ -208,7 +209,7 @@ def _allowed(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 3e-2
 
 
-def load(folder: Path, dtype: Any = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
+def load(folder: Path, dtype: torch.dtype | str = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
     """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as in training.
 
     Args:
@@ -239,7 +240,7 @@ def base_of(adapter: Path) -> Path:
     return base_model.find(adapter)
 
 
-def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedModel:
+def load_base(folder: Path, adapter: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
     quantization = adapter / QUANTIZATION
     if not quantization.exists():
@@ -249,7 +250,10 @@ def load_base(folder: Path, adapter: Path, dtype: Any = "auto") -> PreTrainedMod
 
 
 def load_whole(
-    folder: Path, dtype: Any, quantization: BitsAndBytesConfig | None = None, of_adapter: Path | None = None
+    folder: Path,
+    dtype: torch.dtype | str,
+    quantization: BitsAndBytesConfig | None = None,
+    of_adapter: Path | None = None,
 ) -> PreTrainedModel:
     """Return the whole model in `folder`, which may be a Hub id.
 
@@ -266,7 +270,7 @@ def load_whole(
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
     check_loadable(folder)
     trusted = remote_code.permitted(of_adapter or folder)
-    options: dict[str, Any] = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
+    options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
     if quantization:
         options["quantization_config"] = quantization
     found = head.of_folder(of_adapter or folder)

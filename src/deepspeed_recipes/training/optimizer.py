@@ -9,13 +9,13 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import get_scheduler
 
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 from . import distributed
 from .console import say
@@ -32,7 +32,9 @@ def check(recipe: Recipe) -> None:
         raise UserError("optimizer=adamw_8bit: bitsandbytes is not installed; pip install bitsandbytes.")
 
 
-def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[str], options: dict[str, Any]) -> Any:
+def make(
+    recipe: Recipe, model: torch.nn.Module, kind: type, decayed: Collection[str], options: Json
+) -> torch.optim.Optimizer:
     """Return the optimizer.
 
     Args:
@@ -57,7 +59,7 @@ def make(recipe: Recipe, model: torch.nn.Module, kind: Any, decayed: Collection[
     return kind(parts, **options)
 
 
-def eight_bit() -> Any:
+def eight_bit() -> type[torch.optim.Optimizer]:
     """Return bitsandbytes' AdamW with moments in 8 bits.
 
     The Trainer's own option keeps embeddings' moments in 32 bits, and finds these only without ZeRO.
@@ -73,7 +75,7 @@ EMBEDDING_ADAPTER = "lora_embedding_"
 EMBEDDING_RATE = 1e-6
 """Rate of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
 
-Group = dict[str, Any]
+Group = Json
 """A parameter group of an optimizer: `params`, and their options."""
 
 
@@ -142,7 +144,7 @@ def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
         return int(share) if share >= 1 else math.ceil(steps * share)
 
     rate = recipe.learning_rate
-    options: dict[str, dict[str, Any]] = {
+    options: dict[str, Json] = {
         "cosine_with_restarts": {"num_cycles": chosen.cycles},
         "cosine_with_min_lr": {"min_lr_rate": chosen.min_rate},
         "cosine_warmup_with_min_lr": {"min_lr_rate": chosen.min_rate},
@@ -202,7 +204,7 @@ def muon_groups(given: Iterable[Group], chosen: set[nn.Parameter]) -> list[Group
     return found
 
 
-def _muon(model: nn.Module, given: Iterable[Group], **options: Any) -> torch.optim.Optimizer:
+def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.optim.Optimizer:
     """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles its kernels when it is imported
 

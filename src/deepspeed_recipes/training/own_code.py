@@ -18,6 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ..recipe import own_code
 from ..recipe.errors import UserError
+from ..recipe.files import JsonView
 from ..recipe.own_code import Function, described
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, newest_checkpoint
@@ -80,7 +81,7 @@ def vocabulary(recipe: Recipe) -> int | None:
     return config.get("vocab_size")
 
 
-def _check_equal(mine: Mapping[str, Any], when: str) -> None:
+def _check_equal(mine: JsonView, when: str) -> None:
     """Refuse results that differ between ranks; a collective.
 
     Raises:
@@ -281,7 +282,7 @@ def measured(
     return found
 
 
-def _number(shown: str, value: Any) -> float:
+def _number(shown: str, value: object) -> float:
     """Return a number of Python, NumPy or torch as a float.
 
     Raises:

@@ -11,7 +11,6 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
@@ -64,6 +63,9 @@ from . import console, rendezvous, without_launcher
 from .model_folder import expected
 from .tracking.trackers import Trackers
 from .trainer import RunContext
+from ..recipe.files import Json
+from transformers import PreTrainedModel
+from transformers import Trainer
 
 
 def main(folder: str) -> None:
@@ -132,7 +134,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
 
 def checked_data(
     recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[Json, str | None]:
     """Print the number of updates and the step where a resumed run continues.
 
     Returns:
@@ -204,9 +206,9 @@ def prepare(
     run: RunFolder,
     file: DeepSpeedFile,
     datasets: Datasets,
-    model: Any,
+    model: PreTrainedModel,
     checkpoint: Path | None,
-    mark: dict[str, Any],
+    mark: Json,
     trackers: Trackers,
 ) -> RunContext:
     """Return the trainer's context; `model` is used to count parameters and operations, checkpoints record `mark`."""
@@ -261,7 +263,7 @@ def measures_layers(recipe: Recipe, file: DeepSpeedFile) -> bool:
     return known and file.offload_optimizer == "none" if recipe.layer_stats is None else recipe.layer_stats
 
 
-def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> dict[str, Any]:
+def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -> Json:
     """Return the facts about the run that the verdict on recorded steps needs."""
     return {
         "total": total,
@@ -276,7 +278,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
     }
 
 
-def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
+def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
     """Evaluate and export the trained model and print the last screen; after a stop, print how to resume.
 
     Raises:
@@ -329,7 +331,7 @@ def conclude(trainer: Any, datasets: Datasets, too_few: str | None) -> None:
     summary.finished(recipe, run, context.trackers, evaluation, results, too_few, image)
 
 
-def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
+def beside_tokens(inputs: Json, dtype: object) -> Json:
     """Return a vision-language model's inputs for images, on this rank's device, numbers in the model's dtype."""
     return {
         name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
@@ -337,7 +339,7 @@ def beside_tokens(inputs: dict[str, Any], dtype: Any) -> dict[str, Any]:
     }
 
 
-def check_moved(trainer: Any) -> None:
+def check_moved(trainer: Trainer) -> None:
     """Refuse to report success for a run that has not changed the weights; a collective.
 
     A resumed run is not checked: its weights changed before.
@@ -355,7 +357,7 @@ def check_moved(trainer: Any) -> None:
         )
 
 
-def keep_holdings(trainer: Any) -> None:
+def keep_holdings(trainer: Trainer) -> None:
     """Write the bytes of each layer that this rank holds into the run folder, for the report; never fails a run."""
     rank, run = dist.get_rank(), trainer.context.run
     try:

@@ -2,8 +2,8 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
+from ..recipe.files import Json
 from ..recipe.methods.metrics import title
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
@@ -33,7 +33,7 @@ def finished(
     run: RunFolder,
     trackers: Trackers,
     evaluation: Evaluation | None,
-    results: dict[str, Any],
+    results: Json,
     few: str | None,
     image: str | None = None,
 ) -> None:

@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from datasets import Dataset
+from deepspeed import DeepSpeedEngine
 from peft import PeftModel
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer_utils import seed_worker
 
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
+from ..recipe.files import Json
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_json
@@ -37,6 +49,7 @@ from .callbacks.system_log import SystemLog
 from .checkpoint import digests, pickles, universal
 from .checkpoint.save import Checkpoints
 from .data import example_numbers
+from .data.collate import Batch
 from .environment import describe
 from .model import transforms
 from .model.noise import Noise
@@ -84,7 +97,7 @@ class OnTrainBegin(TrainerCallback):
     def __init__(self, action: Callable[[], None]) -> None:
         self.action = action
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Call `action`."""
         self.action()
 
@@ -101,16 +114,16 @@ class RunHooks(Hooked):
     """The run's overrides of transformers' Trainer; must precede the trainer's own class."""
 
     control: TrainerControl
-    lr_scheduler: Any
-    optimizer: Any
+    lr_scheduler: LRScheduler
+    optimizer: torch.optim.Optimizer
 
-    def __init__(self, context: RunContext, **options: Any) -> None:
+    def __init__(self, context: RunContext, **options: object) -> None:
         """`options` are passed to the trainer's own class."""
         self.context = context
-        self.micro_batches: list[dict[str, Any]] = []  # collected by a pipeline until its step is complete
+        self.micro_batches: list[Batch] = []  # collected by a pipeline until its step is complete
         self.start: holdings.Sample = {}
         """Some of the trained weights before the first step."""
-        self.asked: list[dict[str, Any]] = []
+        self.asked: list[Json] = []
         """The recipe's update settings of each parameter group."""
         self.filler = False
         """Whether the micro-batch has no effect (`example_numbers.EvenBatches`)."""
@@ -131,7 +144,13 @@ class RunHooks(Hooked):
 
     @classmethod
     def of(
-        cls, context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any, **options: Any
+        cls,
+        context: RunContext,
+        model: PreTrainedModel,
+        arguments: TrainingArguments,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+        **options: object,
     ) -> "RunHooks":
         """Return the trainer; `options` are passed to its own class."""
         given = {"model": model, "args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
@@ -171,7 +190,7 @@ class RunHooks(Hooked):
         arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
         ranks = data_parallel_size(layout, dist.get_world_size())
         dataset = example_numbers.numbered(self.train_dataset, self.context.run)
-        options: dict[str, Any] = {"batch_size": self.sequences_per_load()}
+        options: Json = {"batch_size": self.sequences_per_load()}
         if not isinstance(dataset, IterableDataset):
             sampler = self._get_train_sampler(dataset)
             assert sampler, "every dataset with a length has one"
@@ -203,7 +222,7 @@ class RunHooks(Hooked):
         """Return how many sequences a rank reads at once: a micro-batch."""
         return self._train_batch_size
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Return the recipe's optimizer, with expert-parallel weights in their own parameter group."""
         recipe, trained = self.context.recipe, self.model if model is None else model
         if self.optimizer is None and optimizer.needed(recipe):
@@ -251,7 +270,7 @@ class RunHooks(Hooked):
             write_json(context.run.environment, describe())
         context.trackers.begin(context.recipe, config)
 
-    def _run_epoch(self, **options: Any) -> None:
+    def _run_epoch(self, **options: object) -> None:
         """Run an epoch, unless the run has completed its steps or stopped early, and was resumed only to finish.
 
         The Trainer checks the number of steps only after a step. `test_resume_layouts.py` passes without this once it
@@ -268,7 +287,7 @@ class RunHooks(Hooked):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[dict[str, Any]], Any]:
+    ) -> tuple[list[Batch], Any]:
         """Return a step's micro-batches and their number of tokens in the loss, counted and timed for the metrics."""
         metrics = self.context.metrics
         self.context.phases.begin(self.state.global_step + 1)
@@ -279,18 +298,20 @@ class RunHooks(Hooked):
         metrics.count(batches)
         return batches, items
 
-    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Return a step's micro-batches and their number of tokens in the loss; overridden to change them."""
         return batches, items
 
-    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: object = None) -> torch.Tensor:
         """Return the loss of a micro-batch, computed by `context.parallel` and checked by the guard."""
         numbers, self.filler = inputs.pop(example_numbers.KEY), inputs.pop(example_numbers.FILLER, False)
         ordinary = partial(super().training_step, model)
         loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
         return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: TrainingArguments, **options: object
+    ) -> Any:
         """Return the loss, with the routers' load-balancing loss where the recipe has it (`whole.load` scales it)."""
         if self.context.recipe.router_aux_loss_coef:
             inputs = {**inputs, "output_router_logits": True}
@@ -300,7 +321,7 @@ class RunHooks(Hooked):
             loss = super().compute_loss(model, inputs, *arguments, **options)
         return loss * 0 if self.filler else loss  # its labels are excluded, but routers balance its tokens
 
-    def _clip_grad_norm(self, model: Any) -> Any:
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
         """Return the engine's gradient norm, still on the device; the engine clips by itself.
 
         The Trainer and accelerate read the norm at every step. A read blocks until the device has caught up, and the
@@ -308,7 +329,7 @@ class RunHooks(Hooked):
         """
         return self.deepspeed.get_global_grad_norm()
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: object = None) -> Any:
         """Return the same tensor, which is read only when it is logged."""
         return self.deepspeed.get_global_grad_norm()
 
@@ -319,7 +340,7 @@ class RunHooks(Hooked):
         if self.context.evaluation and self.state.global_step == 0:
             self.context.evaluation.measure(self, with_metric=True)
 
-    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+    def evaluate(self, *arguments: TrainingArguments, **options: object) -> dict[str, float]:
         """Measure the held-out data with `Evaluation` instead of the Trainer's loop."""
         if self.context.evaluation is None:
             raise UserError(
@@ -370,12 +391,12 @@ class RunTrainer(RunHooks, Trainer):
     """transformers' Trainer with the run's hooks."""
 
 
-def resolved_config(engine: Any) -> dict[str, Any]:
+def resolved_config(engine: DeepSpeedEngine) -> Json:
     """Return the engine's configuration as values of strict JSON."""
     return _strict(engine._config._param_dict)
 
 
-def _strict(value: Any) -> Any:
+def _strict(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

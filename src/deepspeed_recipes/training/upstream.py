@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.module_inject import layers as autotp
@@ -44,6 +45,7 @@ from trl.trainer import utils as trl_utils
 
 from ..machine import ops, software
 from ..recipe.compatibility import refusal
+from ..recipe.files import Json
 from ..recipe.recipe import Layout
 
 try:
@@ -134,7 +136,7 @@ def reading_any_index() -> Iterator[None]:
     """
     shard_files = modeling_utils.get_checkpoint_shard_files
 
-    def read(folder: Any, index: str, *arguments: Any, **options: Any) -> Any:
+    def read(folder: object, index: str, *arguments: object, **options: object) -> Any:
         content = json.loads(Path(index).read_text(encoding="utf-8"))
         if isinstance(content.get("metadata"), dict):
             return shard_files(folder, index, *arguments, **options)
@@ -239,7 +241,7 @@ def score_every_token() -> None:
     trl_utils._use_triton = lambda device: False
 
 
-def remember_gradient_norm(engine: Any) -> None:
+def remember_gradient_norm(engine: DeepSpeedEngine) -> None:
     """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
 
     DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped.
@@ -284,7 +286,7 @@ def meet_apart_from_earlier_attempts(timeout: timedelta) -> None:
     dist.init_process_group(backend, store=apart, rank=rank, world_size=world_size, timeout=timeout, device_id=device)
 
 
-def forget_kept_weights(engine: Any) -> None:
+def forget_kept_weights(engine: DeepSpeedEngine) -> None:
     """Let ZeRO-3 decide again which weights it keeps until the backward pass, after the order of modules has changed.
 
     DeepSpeed 0.19.8, partitioned_param_coordinator.py, caches this decision permanently, by module and position. After
@@ -310,7 +312,7 @@ def kept_weights() -> Any:
     return inspect.getclosurevars(wrapped).nonlocals["func"]
 
 
-def before_refused_updates(engine: Any, look: Callable[[], None]) -> None:
+def before_refused_updates(engine: DeepSpeedEngine, look: Callable[[], None]) -> None:
     """Call `look` when the engine is about to refuse an update whose gradients are not finite.
 
     DeepSpeed 0.19.8 discards the gradients before anyone else can inspect them; it calls `_update_scale(overflow)` just
@@ -356,7 +358,7 @@ def mark_as_split(model: torch.nn.Module) -> None:
     model.ds_autotp_parsed = True
 
 
-def rank_of_shard(weight: Any) -> int:
+def rank_of_shard(weight: torch.nn.Parameter) -> int:
     """Return the index of this rank's ZeRO-3 shard of a weight, which DeepSpeed before 0.19.3 does not store."""
     if hasattr(weight, "ds_zero_partition_rank"):
         return weight.ds_zero_partition_rank
@@ -390,7 +392,7 @@ def take_intervals(state: TrainerState, arguments: TrainingArguments) -> None:
     state.compute_steps(arguments, state.max_steps)
 
 
-def take_update_settings(optimizer: Any, scheduler: Any, asked: Sequence[dict[str, Any]]) -> None:
+def take_update_settings(optimizer: torch.optim.Optimizer, scheduler: LambdaLR, asked: Sequence[Json]) -> None:
     """Let a resumed run update weights with the learning rate, the decay and Adam's settings of its recipe.
 
     DeepSpeed and transformers load those of the checkpoint. From a universal checkpoint DeepSpeed 0.19.8 under ZeRO-3
@@ -415,7 +417,7 @@ def take_update_settings(optimizer: Any, scheduler: Any, asked: Sequence[dict[st
         scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def separate_step_counters(engine: Any) -> None:
+def separate_step_counters(engine: DeepSpeedEngine) -> None:
     """Under ZeRO-3, let each state of the optimizer count its own steps after a universal checkpoint was loaded.
 
     DeepSpeed 0.19.8 gives all of them one tensor, which each advances (the same function of stage3.py).
@@ -427,7 +429,7 @@ def separate_step_counters(engine: Any) -> None:
                 state["step"] = state["step"].clone()
 
 
-def reshard_small_parameters(engine: Any) -> None:
+def reshard_small_parameters(engine: DeepSpeedEngine) -> None:
     """Under ZeRO-3, shard small weights again after a checkpoint was loaded, as in a fresh engine.
 
     DeepSpeed 0.19.8 gathers them at the end of a load and releases each after its module's first forward pass; DoRA,
@@ -442,7 +444,9 @@ def reshard_small_parameters(engine: Any) -> None:
 class _RowsInOutputs(TrainableTokensLayer):
     """Trains rows of an embedding or a head by replacing their outputs, with the base layer's own forward pass."""
 
-    def forward_adapters(self, x: torch.Tensor, active_adapters: Sequence[str], *args: Any, **options: Any) -> Any:
+    def forward_adapters(
+        self, x: torch.Tensor, active_adapters: Sequence[str], *args: object, **options: object
+    ) -> Any:
         """Return the output of the base layer with that of the trained rows in its place."""
         known = [name for name in active_adapters if name in self.trainable_tokens_delta]
         if self.disable_adapters or self.merged or not known:
@@ -507,7 +511,7 @@ def reading_rows(model: PreTrainedModel) -> Iterator[None]:
         trainable_tokens.check_deepspeed_zero3_enabled = original
 
 
-def load_universal(engine: Any, universal: bool) -> None:
+def load_universal(engine: DeepSpeedEngine, universal: bool) -> None:
     """Let the engine load the next checkpoint in its universal form, or as its ranks wrote it.
 
     DeepSpeed reads this once, from its configuration; a run's best checkpoint may differ from the one that it resumed
@@ -516,7 +520,7 @@ def load_universal(engine: Any, universal: bool) -> None:
     engine._config.load_universal_checkpoint = universal
 
 
-def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
+def train_pipeline(engine: DeepSpeedEngine, micro_batches: Sequence[object]) -> torch.Tensor:
     """Return the loss of one optimizer step over `micro_batches`, of which an epoch's last step may have fewer.
 
     DeepSpeed 0.19.8 expects the number in its configuration, and waits for the rest. `test_pipeline.py` ends an epoch
@@ -526,7 +530,7 @@ def train_pipeline(engine: Any, micro_batches: list[Any]) -> torch.Tensor:
     return engine.train_batch(iter(micro_batches)).detach()
 
 
-def sum_tied_gradients(engine: Any) -> None:
+def sum_tied_gradients(engine: DeepSpeedEngine) -> None:
     """Add up the gradients of the weight that a pipeline's stages share where ZeRO accumulates them apart, in fp16.
 
     DeepSpeed 0.19.8, pipe/engine.py, `_exec_reduce_tied_grads`, reads `weight.grad`, which is None where ZeRO-1 keeps
@@ -536,7 +540,7 @@ def sum_tied_gradients(engine: Any) -> None:
     if not hasattr(engine, "_INSTRUCTION_MAP"):
         return
 
-    def reduce(engine: Any) -> None:
+    def reduce(engine: DeepSpeedEngine) -> None:
         for weight, group in engine.module.get_tied_weights_and_groups():
             if (summed := getattr(weight, "grad_accum", None)) is not None:
                 dist.all_reduce(summed, group=group)
@@ -546,7 +550,7 @@ def sum_tied_gradients(engine: Any) -> None:
     engine._INSTRUCTION_MAP = {kind: reduce if run is usual else run for kind, run in engine._INSTRUCTION_MAP.items()}
 
 
-def mark_phases(engine: Any, phase: Callable[[str], contextlib.AbstractContextManager]) -> None:
+def mark_phases(engine: DeepSpeedEngine, phase: Callable[[str], contextlib.AbstractContextManager]) -> None:
     """Surround the engine's backward passes and updates with ranges of their names.
 
     accelerate makes both in one call, and DeepSpeed 0.19.8 marks them on GPUs only. A pipeline's engine runs the whole
@@ -563,9 +567,9 @@ def mark_phases(engine: Any, phase: Callable[[str], contextlib.AbstractContextMa
     engine.step = _within(partial(phase, "step"), engine.step)
 
 
-def _within(around: Callable[[], contextlib.AbstractContextManager], call: Callable[..., Any]) -> Callable[..., Any]:
+def _within(around: Callable[[], contextlib.AbstractContextManager], call: Callable[..., object]) -> Callable[..., Any]:
     @wraps(call)
-    def inside(*arguments: Any, **options: Any) -> Any:
+    def inside(*arguments: object, **options: object) -> Any:
         with around():
             return call(*arguments, **options)
 

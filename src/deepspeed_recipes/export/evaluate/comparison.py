@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 
+from ...recipe.files import Json
 from ...recipe.methods.metrics import higher_is_better, shown, title
 from .harness import Found
 from .held_out import HeldOut
@@ -18,7 +18,7 @@ LEVEL = 0.95
 RESAMPLES = 2000
 
 
-def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
+def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> Json:
     """Return the comparison in the format of evaluation.json.
 
     Args:
@@ -28,7 +28,7 @@ def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]
     return _compared(held_out.metric, held_out.source, higher_is_better(held_out.metric), found)
 
 
-def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any]]:
+def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[Json]:
     """Return a comparison in the same format for each metric of each of lm-evaluation-harness's tasks.
 
     Args:
@@ -47,7 +47,7 @@ def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[dict[str, Any
     ]
 
 
-def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]) -> dict[str, Any]:
+def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tuple[str, Scores]]) -> Json:
     return {
         "metric": metric,
         "data": data,
@@ -62,7 +62,7 @@ def _compared(metric: str, data: str, higher_is_better: bool, found: Sequence[tu
     }
 
 
-def model(name: str, scores: Scores) -> dict[str, Any]:
+def model(name: str, scores: Scores) -> Json:
     """Return one model's row: `score` with the interval from `low` to `high`, and every example's value."""
     values: list[float]
     if set(scores.sums) <= {0, 1} and set(scores.counts) == {1}:
@@ -72,12 +72,12 @@ def model(name: str, scores: Scores) -> dict[str, Any]:
         low, high = bootstrap(scores.sums, scores.counts)
         values = [total / count for total, count in zip(scores.sums, scores.counts, strict=True)]
     interval = {"score": scores.value, "low": low, "high": high}
-    answers: dict[str, Any] = {"answers": scores.answers} if scores.answers else {}
+    answers: Json = {"answers": scores.answers} if scores.answers else {}
     answers |= {"cut_off": scores.cut_off} if scores.cut_off else {}
     return {"name": name, **interval, "seconds": round(scores.seconds, 1), "values": values, **answers}
 
 
-def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, Scores]) -> dict[str, Any]:
+def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, Scores]) -> Json:
     """Return the number of examples on which the second model is better or worse than the first, and the p-value."""
     sign = 1 if higher_is_better else -1
     values = [
@@ -89,7 +89,7 @@ def pair(higher_is_better: bool, first: tuple[str, Scores], second: tuple[str, S
     return {"first": first[0], "second": second[0], "better": better, "worse": worse, "p": p}
 
 
-def lines(found: dict[str, Any]) -> Iterator[str]:
+def lines(found: Json) -> Iterator[str]:
     """Yield the lines that print a comparison."""
     metric, examples = found["metric"], found["examples"]
     yield f"{title(metric)} on {examples} held-out examples of {found['data']}"
@@ -111,7 +111,7 @@ def lines(found: dict[str, Any]) -> Iterator[str]:
         yield sentence(found, one)
 
 
-def sentence(found: dict[str, Any], one: dict[str, Any]) -> str:
+def sentence(found: Json, one: Json) -> str:
     """Return the difference between two models as a sentence."""
     shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
     test = "McNemar's test, exact" if shares else "sign test"

@@ -5,10 +5,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...machine import children
 from ...recipe.errors import UserError
+from ...recipe.files import JsonView
 from ...recipe.run_folder import read_json, read_jsonl
 from ...training.model_folder import base_model, card
 from .score import Scores
@@ -113,7 +113,7 @@ def read(place: Path) -> list[Found]:
     return found
 
 
-def _scores(rows: Sequence[Mapping[str, Any]], metric: str, results: Mapping[str, Any]) -> Scores:
+def _scores(rows: Sequence[JsonView], metric: str, results: JsonView) -> Scores:
     values = [float(row[metric]) for row in rows]
     answers = [str(row["filtered_resps"][0]) for row in rows]
     return Scores(values, [1] * len(values), answers, float(results["total_evaluation_time_seconds"]))

@@ -2,15 +2,17 @@
 
 import gc
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Layout
 from ...training import distributed, export
 from ...training.data import tokenize
@@ -80,7 +82,7 @@ def _shares(right: Sequence[bool], answers: list[str], cut_off: int = 0) -> Scor
     return Scores([float(one) for one in right], [1] * len(right), answers, 0.0, cut_off)
 
 
-def _asked(example: Mapping[str, Any], reasoning_learned: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _asked(example: JsonView, reasoning_learned: bool) -> tuple[list[Json], Json]:
     """Return the turns before the assistant's last turn, for the server to answer, and that last turn.
 
     The last turn keeps its reasoning, for comparison with the server's, only if training teaches reasoning.
@@ -136,7 +138,7 @@ def _check_kind(folder: Path, held_out: HeldOut) -> None:
         )
 
 
-def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+def _classes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
     right, answers = [], []
     judged = classify.judged(model, tokenizer, held_out.examples, held_out.recipe, Layout())
     for batch, logits in judged:
@@ -146,7 +148,7 @@ def _classes(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
     return _shares(right, answers)
 
 
-def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+def _exact_match(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
     if tokenizer.chat_template is None:
         raise UserError("the model's tokenizer has no chat template, which exact_match needs; choose --metric loss.")
     answers: list[scores.Answer] = []
@@ -163,20 +165,20 @@ def _exact_match(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
     return _shares([answer.right for answer in answers], [answer.text for answer in answers], cut_off)
 
 
-def questions(tokenizer: Any, held_out: HeldOut) -> list[Question]:
+def questions(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Question]:
     """Return the held-out questions tokenized by `tokenizer`, with the answers that training teaches."""
     opening = generation_prompt(tokenizer)
     return [question(one, opening) for one in _sequences(tokenizer, held_out)]
 
 
-def _sequences(tokenizer: Any, held_out: HeldOut) -> list[dict[str, Any]]:
+def _sequences(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Json]:
     """Return every example as training a model with this tokenizer would read it."""
     recipe = replace(held_out.recipe, model=replace(held_out.recipe.model, path=tokenizer.name_or_path, vision=False))
     return list(map(tokenize.of_conversation(recipe, tokenizer), held_out.examples))
 
 
 @torch.no_grad()
-def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
+def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
     recipe = replace(held_out.recipe, packing=False, truncate=False)
     sequences, _ = tokenize.tokenized(held_out.examples, recipe, tokenizer)
     collator = Collator(tokenizer.pad_token_id)
@@ -190,7 +192,7 @@ def _loss(model: Any, tokenizer: Any, held_out: HeldOut) -> Scores:
 
 
 @torch.no_grad()
-def _preferences(model: Any, tokenizer: Any, held_out: HeldOut, value: Any) -> Scores:
+def _preferences(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut, value: Any) -> Scores:
     right: list[bool] = []
     size = held_out.recipe.micro_batch_size
     examples = list(held_out.examples)

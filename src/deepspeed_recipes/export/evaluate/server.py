@@ -6,13 +6,14 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 
 TIMEOUT = 600
 """Time limit of an answer, in seconds."""
@@ -21,7 +22,7 @@ AT_ONCE = 8
 KEY = "OPENAI_API_KEY"
 """The environment variable with the key; without it no key is sent."""
 
-Turns = Sequence[Mapping[str, Any]]
+Turns = Sequence[JsonView]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def connect(address: str, model: str | None = None) -> Server:
 class Answer:
     """A server's answer: the message, and True in `cut_off` if it did not end by itself."""
 
-    message: Mapping[str, Any]
+    message: JsonView
     cut_off: bool
 
     def __str__(self) -> str:
@@ -66,13 +67,13 @@ class Answer:
         _, content, calls = _parts(self.message)
         return "\n".join(filter(None, [content, *(json.dumps(call, ensure_ascii=False) for call in calls)]))
 
-    def right(self, wanted: Mapping[str, Any]) -> bool:
+    def right(self, wanted: JsonView) -> bool:
         """Return True if text and tool calls equal those of a turn, up to white space, and its reasoning, if any."""
         given, expected = _parts(self.message), _parts(wanted)
         return not self.cut_off and given[1:] == expected[1:] and expected[0] in ("", given[0])
 
 
-def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
+def _parts(message: JsonView) -> tuple[str, str, list[Json]]:
     """Return a message's reasoning, text and tool calls; servers without a parser leave reasoning in the text."""
     before, _, after = str(message.get("content") or "").rpartition("</think>")
     inline = before.partition("<think>")[2] if "<think>" in before else before
@@ -82,7 +83,7 @@ def _parts(message: Mapping[str, Any]) -> tuple[str, str, list[dict[str, Any]]]:
     return str(reasoning).strip(), after.strip(), read
 
 
-def _read(arguments: Any) -> Any:
+def _read(arguments: object) -> Any:
     """Return a call's arguments, which the protocol encodes as JSON in a string."""
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -91,7 +92,7 @@ def _read(arguments: Any) -> Any:
 
 
 def answers(
-    server: Server, conversations: Sequence[Turns], options: Mapping[str, Any], tools: Sequence[Any] | None = None
+    server: Server, conversations: Sequence[Turns], options: JsonView, tools: Sequence[object] | None = None
 ) -> list[Answer]:
     """Return the answers to conversations, in their order.
 
@@ -105,7 +106,7 @@ def answers(
         UserError: as `stream`.
     """
 
-    def answer(turns: Turns, offered: Any) -> Answer:
+    def answer(turns: Turns, offered: object) -> Answer:
         asked = {**options, **({"tools": offered} if offered else {})}
         with _complete(server, _as_protocol(turns), asked, stream=False) as reply, _unbroken(server):
             choice = json.loads(reply.read())["choices"][0]
@@ -115,9 +116,9 @@ def answers(
         return list(waiting.map(answer, conversations, tools or [None] * len(conversations)))
 
 
-def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
+def _as_protocol(turns: Turns) -> list[Json]:
     """Return turns with tool calls in the protocol's format: with ids, and with arguments as JSON in a string."""
-    written: list[dict[str, Any]] = []
+    written: list[Json] = []
     waiting: list[str] = []
     for number, turn in enumerate(turns):
         message = dict(turn)
@@ -134,7 +135,7 @@ def _as_protocol(turns: Turns) -> list[dict[str, Any]]:
     return written
 
 
-def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator[str]:
+def stream(server: Server, turns: Turns, options: JsonView) -> Iterator[str]:
     """Yield the answer to a conversation in pieces, as they arrive.
 
     Raises:
@@ -149,7 +150,7 @@ def stream(server: Server, turns: Turns, options: Mapping[str, Any]) -> Iterator
                     yield choice.get("delta", {}).get("content") or ""
 
 
-def _complete(server: Server, messages: list[dict[str, Any]], options: Mapping[str, Any], stream: bool) -> Any:
+def _complete(server: Server, messages: list[Json], options: JsonView, stream: bool) -> Any:
     return _request(
         server.address, "/v1/chat/completions", {**_named(server), "messages": messages, "stream": stream, **options}
     )
@@ -183,7 +184,7 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
         }
 
 
-def prompt_tokens(server: Server, messages: list[dict[str, Any]]) -> int | None:
+def prompt_tokens(server: Server, messages: list[Json]) -> int | None:
     """Return how many tokens a server makes of messages, or None if it does not tell.
 
     Raises:
@@ -203,7 +204,7 @@ def _unbroken(server: Server) -> Iterator[None]:
         raise UserError(f"{server.address}: the answer broke off ({type(error).__name__}: {error}).") from None
 
 
-def _request(address: str, path: str, body: Mapping[str, Any] | None) -> Any:
+def _request(address: str, path: str, body: JsonView | None) -> Any:
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY):
         headers["Authorization"] = f"Bearer {key}"

@@ -90,7 +90,7 @@ def _literal(text: str) -> str:
     return f"{{{{ {json.dumps(text, ensure_ascii=False)} }}}}" if set(text) & set('{}"') else text
 
 
-def template(tokenizer: Any) -> str | None:
+def template(tokenizer: object) -> str | None:
     """Return the chat template in Ollama's language, or None if a turn's text depends on more than its role.
 
     Ollama itself adds the token that begins a text.
@@ -110,7 +110,7 @@ def template(tokenizer: Any) -> str | None:
     return f"{{{{ range .Messages }}}}{''.join(cases)}{{{{ end }}}}{_literal(answer)}"
 
 
-def _turn(tokenizer: Any, role: str) -> tuple[str, str] | None:
+def _turn(tokenizer: object, role: str) -> tuple[str, str] | None:
     """Return the text before and after the content of a role's turn, or None if the template has no such turn."""
     before = [] if role == "system" else [{"role": "user", "content": _FIRST}]
     if role == "user":
@@ -130,6 +130,6 @@ def _turn(tokenizer: Any, role: str) -> tuple[str, str] | None:
     return (left, right) if found else None
 
 
-def _rendered(tokenizer: Any, turns: list[dict[str, str]], **options: Any) -> str:
+def _rendered(tokenizer: Any, turns: list[dict[str, str]], **options: object) -> str:
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, **options))
     return text.removeprefix(tokenizer.bos_token or "")

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from datasets import Dataset
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.methods import metrics
 from ...recipe.run_folder import read_json
 from ...training import distributed, export
@@ -36,7 +37,7 @@ class Comparison:
     unit: Literal["token", "answer"]
     """What `same` counts."""
 
-    def recorded(self) -> dict[str, Any]:
+    def recorded(self) -> Json:
         """Return the comparison for `training/results.json`."""
         found = {"metric": self.metric, "examples": self.examples, "before": self.before, "after": self.after}
         return found | {f"same_{self.unit}": self.same}
@@ -114,7 +115,7 @@ def answers(
     whole: Path,
     held_out: HeldOut | None,
     say: Callable[[str], None],
-    answered: Callable[[dict[str, Any]], dict[str, Any]],
+    answered: Callable[[Json], Json],
 ) -> Comparison | None:
     """Compare a model's answers with those of its GGUF file, or return None without held-out conversations.
 

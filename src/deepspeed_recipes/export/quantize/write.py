@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...machine import children
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model, complete, expected, head, record
 from ..serve import environment
@@ -142,7 +143,7 @@ def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
     from ...training import distributed
     from ...training.model import generation_settings, remote_code
 
-    options: dict[str, Any] = {"trust_remote_code": remote_code.permitted(whole)}
+    options: Json = {"trust_remote_code": remote_code.permitted(whole)}
     dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
     compute = torch.bfloat16 if dtype == torch.float32 else dtype
     if scheme == "nf4":
@@ -169,7 +170,7 @@ def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     return file
 
 
-def log_probabilities(folder: Path, sequences: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def log_probabilities(folder: Path, sequences: list[Json]) -> list[Json]:
     """Return llama.cpp's log-probabilities of tokens (`gguf_answer.py`), by a folder's GGUF file or its model in fp32.
 
     Raises:
@@ -177,11 +178,11 @@ def log_probabilities(folder: Path, sequences: list[dict[str, Any]]) -> list[dic
     """
     with children.scratch("ds-recipes-gguf-") as place:
         file = next(folder.glob("*.gguf"), None) or _convert(folder, place, UNROUNDED, place)
-        found: list[dict[str, Any]] = _answer(file, {"sequences": sequences}, UNROUNDED, place)
+        found: list[Json] = _answer(file, {"sequences": sequences}, UNROUNDED, place)
         return found
 
 
-def _answer(file: Path, asked: dict[str, Any], kind: Kind, place: Path) -> Any:
+def _answer(file: Path, asked: Json, kind: Kind, place: Path) -> Any:
     """Return the tokens of the prompts and of llama.cpp's answers, or its log-probabilities (`gguf_answer.py`)."""
     questions, answers = place / "questions.json", place / "answers.json"
     questions.write_text(json.dumps(asked), encoding="utf-8")

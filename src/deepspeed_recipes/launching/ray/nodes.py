@@ -9,7 +9,6 @@ import json
 import logging
 import sys
 import time
-from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -23,7 +22,7 @@ PATIENCE = 180
 """Seconds within which a node must answer; a first start of Python from a network file system can take most of them."""
 
 
-def connect(address: str, variables: dict[str, str] | None = None, **local: Any) -> None:
+def connect(address: str, variables: dict[str, str] | None = None, **local: object) -> None:
     """Become a driver of the cluster at `address`, whose processes import this checkout.
 
     Args:

@@ -14,7 +14,6 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -22,6 +21,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from ...recipe.errors import first_line
+from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, write_json
 from .. import variables
 from ..supervise import FailedRank
@@ -76,7 +76,7 @@ def main(words: list[str] | None = None) -> int:
 
 def attempt(run: RunFolder, options: Attempt) -> int:
     """Run the ranks to their end and return the exit status: the first failed rank's, or 1 if Ray has failed."""
-    local: dict[str, Any] = {}
+    local: Json = {}
     if options.address == LOCAL:
         counts = {"num_cpus": options.each, "num_gpus": options.each if options.gpus else 0}
         local = {**counts, "include_dashboard": False, "object_store_memory": OBJECTS}

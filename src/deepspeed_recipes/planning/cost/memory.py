@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
+from ...recipe.files import Json
 from ...recipe.recipe import Layout
 from ...recipe.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
@@ -239,7 +239,7 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
 def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
     """Return the states of the trained parameters on one rank of a pipeline stage, including those on the host."""
     sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
-    options: dict[str, Any] = {
+    options: Json = {
         "offload": setup.offload_optimizer != "none",
         "gradient_accumulation_steps": setup.gradient_accumulation_steps,
         "moment": moment,

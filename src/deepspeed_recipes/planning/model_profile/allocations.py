@@ -97,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         self.bytes = self.peak = 0
         self.saved: dict[int, tuple[int, int]] = {}
         """By storage: the layer that first saved it for the backward pass, and its bytes."""
-        self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._known: dict[int, tuple[weakref.ref[object], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunction():  # shapes are computed in Python, which would call function modes

@@ -81,7 +81,7 @@ class Method:
         """Return the metric that judges the run: the method's own, or `chosen` (`data.metric`) if it has none."""
         return self.metric or chosen
 
-    def check(self, recipe: Any) -> None:
+    def check(self, recipe: object) -> None:
         """Refuse settings that contradict each other or the rest of the recipe.
 
         Args:

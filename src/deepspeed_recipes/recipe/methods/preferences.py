@@ -1,7 +1,7 @@
 """Methods on answers that people or a model have compared or judged: DPO, KTO, ORPO, SimPO, reward models."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from ..bounds import Bounds
 from ..errors import UserError
@@ -59,7 +59,7 @@ class Dpo(Method):
         """True unless the reference's log-likelihoods are computed before training."""
         return not self.precompute
 
-    def check(self, recipe: Any) -> None:
+    def check(self, recipe: object) -> None:
         """Refuse label smoothing that the loss does not read, or a loss that lacks it."""
         loss, smoothing = self.loss, self.label_smoothing
         if smoothing and loss not in SMOOTHED:

@@ -8,6 +8,7 @@ from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
+from ...recipe.files import Json
 from ...recipe.methods.metrics import shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
@@ -40,9 +41,9 @@ class Evaluation(TrainerCallback):
         run: RunFolder,
         datasets: Datasets,
         parallel: Holding,
-        metric: Callable[[Any, Any], dict[str, float]],
-        on_record: Callable[[dict[str, Any]], None],
-        answer: Callable[[Any, Any], None] | None = None,
+        metric: Callable[[object, object], dict[str, float]],
+        on_record: Callable[[Json], None],
+        answer: Callable[[object, object], None] | None = None,
     ) -> None:
         """Measure with a method's and a layout's own functions.
 
@@ -64,7 +65,7 @@ class Evaluation(TrainerCallback):
         self.answer = answer
         self.ended: str | None = None
         """Why the run ended before its last step, or None."""
-        self.latest: dict[str, Any] = {}
+        self.latest: Json = {}
         """The record of the newest evaluation."""
 
     @property
@@ -76,7 +77,7 @@ class Evaluation(TrainerCallback):
         """Return the metric before the first step; read from the log, so that a resumed run has it too."""
         return read_jsonl(self.run.evaluations)[0][self.metric]
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Json:
         """Return the model card's facts about the held-out examples, except the metric after training."""
         return {"metric": self.metric, "before": self.before(), "held_out": len(self.judged)}
 
@@ -120,7 +121,9 @@ class Evaluation(TrainerCallback):
             return f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
         return f", margin {found[0]:.2f} -> {found[-1]:.2f} {method.unit}"
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Request an evaluation where one is due, and a log before it, which ends the timed window."""
         every, step = self.recipe.steps_between_evaluations, state.global_step
         if (every and step % every == 0 and step < state.max_steps) or (
@@ -129,7 +132,9 @@ class Evaluation(TrainerCallback):
             control.should_log = control.should_evaluate = True
         return control
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_evaluate(
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Save the best model so far, and end the run after too many evaluations without a gain."""
         step = state.global_step
         best = self.decide(step)

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from .. import distributed
 from ..console import say
@@ -41,9 +43,11 @@ class LayerStats(TrainerCallback):
     `exploding` where that applies.
     """
 
+    engine: DeepSpeedEngine
+    """Set by `watch`."""
+
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.engine: Any = None
         self.names: list[str] = []
         self.places: dict[int, list[holdings.Fragment]] = {}
         self.looks = self.stepped = False
@@ -51,7 +55,7 @@ class LayerStats(TrainerCallback):
         self.earlier: dict[str, deque[float]] = {}
         self.said: set[tuple[str, str]] = set()
 
-    def watch(self, engine: Any) -> None:
+    def watch(self, engine: DeepSpeedEngine) -> None:
         """Measure at the optimizer steps of an engine; a collective."""
         self.engine = engine
         self.names = holdings.layers(engine)
@@ -60,7 +64,7 @@ class LayerStats(TrainerCallback):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(self._look)
 
-    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Determine whether this step will be logged."""
         step, recipe = state.global_step + 1, self.recipe
         saves = recipe.save_steps and step % recipe.save_steps == 0
@@ -68,7 +72,7 @@ class LayerStats(TrainerCallback):
         self.stepped, self.found = False, []
 
     @torch.no_grad()
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _look(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Measure the weights that the optimizer has just updated: all of them, or one of ZeRO's groups."""
         if not self.looks:
             return
@@ -81,7 +85,7 @@ class LayerStats(TrainerCallback):
                 for one in self.places.get(id(weight), []) if weight.grad is not None else []:
                     self.found += [(one.layer, sums) for sums in _sums(weight, optimizer, group, one)]
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
         """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if not self.stepped or "loss" not in (logs or {}):
             return  # DeepSpeed has refused the update, or nothing was trained since the last log
@@ -106,7 +110,7 @@ class LayerStats(TrainerCallback):
         table /= holdings.copies(self.engine, self.recipe.layout)
         return dict(zip(self.names, table.tolist(), strict=True))
 
-    def _judge(self, measured: dict[str, dict[str, Any]]) -> None:
+    def _judge(self, measured: dict[str, Json]) -> None:
         """Add a verdict to the numbers of layers whose gradients vanish or explode."""
         sizes = {name: one["grad_norm"] for name, one in measured.items()}
         for name, verdict in verdicts(sizes, self.earlier).items():
@@ -114,7 +118,7 @@ class LayerStats(TrainerCallback):
         for name, size in sizes.items():
             self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
 
-    def _new(self, measured: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    def _new(self, measured: Mapping[str, JsonView]) -> Iterator[tuple[str, str]]:
         """Yield the verdicts that have not been printed before."""
         for name, one in measured.items():
             found = (one.get("verdict", ""), name)
@@ -123,9 +127,9 @@ class LayerStats(TrainerCallback):
                 yield found
 
 
-def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, dict[str, Any]]:
+def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, Json]:
     """Return `grad_norm`, `update_ratio` and `dead` of each updated layer from its sums."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Json] = {}
     for name, (gradients, zeros, count, updates, weights, updated) in sums.items():
         if count:
             found[name] = {"grad_norm": _short(unclipped * math.sqrt(gradients))}
@@ -135,7 +139,7 @@ def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, dict
     return found
 
 
-def verdicts(sizes: Mapping[str, float], earlier: Mapping[str, Any]) -> dict[str, str]:
+def verdicts(sizes: Mapping[str, float], earlier: JsonView) -> dict[str, str]:
     """Return the layers whose gradients vanish or explode compared with the median layer or with earlier steps.
 
     Only numbered layers are similar enough to be compared with each other.
@@ -166,20 +170,20 @@ def _numbered(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
 
 
-def _sentence(verdict: str, name: str, measured: Mapping[str, Mapping[str, Any]]) -> str:
+def _sentence(verdict: str, name: str, measured: Mapping[str, JsonView]) -> str:
     usual = usual_size({other: one["grad_norm"] for other, one in measured.items()})
     context = f" ({usual:.2g} in the median layer)" if usual else ""
     advice = "lower learning_rate or max_grad_norm" if verdict == "exploding" else "it learns next to nothing"
     return f"{verdict} gradient in {name}: its norm is {measured[name]['grad_norm']:.2g}{context}; {advice}"
 
 
-def _unclipped(engine: Any) -> float:
+def _unclipped(engine: DeepSpeedEngine) -> float:
     """Return the factor by which gradients were larger before DeepSpeed clipped them."""
     norm, most = engine.get_global_grad_norm(), engine.gradient_clipping()
     return max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
 
 
-def _sums(weight: torch.Tensor, optimizer: Any, group: Mapping[str, Any], one: Any) -> Iterator[torch.Tensor]:
+def _sums(weight: torch.Tensor, optimizer: torch.optim.Optimizer, group: JsonView, one: Any) -> Iterator[torch.Tensor]:
     """Yield `FIELDS` numbers of each piece of a fragment, in fp64, on the weight's device."""
     assert weight.grad is not None
     state = optimizer.state.get(weight, {})
@@ -203,7 +207,7 @@ def _sums(weight: torch.Tensor, optimizer: Any, group: Mapping[str, Any], one: A
         yield torch.stack(sums)
 
 
-def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: Mapping[str, Any]) -> tuple[Any, Any]:
+def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: JsonView) -> tuple[Any, Any]:
     """Return the weights before AdamW's update, and the update, computed from the optimizer's states after it.
 
     A copy made before would take as much memory as the weights, in fp32.
@@ -214,13 +218,13 @@ def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: Mapping[
     return before, before * (-rate * group["weight_decay"]) - moved
 
 
-def _steps(state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
+def _steps(state: JsonView, group: JsonView) -> Any:
     """Return the number of updates, left on its device; 1 - 0.999**1 needs more digits than fp32 has."""
     steps = state.get("step", group.get("step"))
     return steps.double() if torch.is_tensor(steps) else steps
 
 
-def _square(tensor: Any) -> torch.Tensor:
+def _square(tensor: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(tensor).double() ** 2
 
 

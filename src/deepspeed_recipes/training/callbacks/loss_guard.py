@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_jsonl
 from .. import distributed, upstream
@@ -48,10 +50,12 @@ class MicroBatch:
 class LossGuard(TrainerCallback):
     """Ends the run, skips an update or rewinds, as set by `on_nan` and `on_spike`; names step, rank and sequences."""
 
+    engine: DeepSpeedEngine
+    """Set by `watch`."""
+
     def __init__(self, recipe: Recipe, run: RunFolder) -> None:
         self.recipe = recipe
         self.run = run
-        self.engine: Any = None
         self.seen: list[MicroBatch] = []
         self.last_finite: torch.Tensor | None = None
         self.skipped = 0
@@ -59,7 +63,7 @@ class LossGuard(TrainerCallback):
         self.said_no_gradient = False
         self.losses = deque((record["loss"] for record in read_jsonl(run.metrics)), maxlen=WINDOW)
 
-    def watch(self, engine: Any) -> None:
+    def watch(self, engine: DeepSpeedEngine) -> None:
         """Watch an engine that has not trained yet.
 
         Raises:
@@ -85,14 +89,14 @@ class LossGuard(TrainerCallback):
         self.last_finite = torch.where(torch.isfinite(loss), loss, before)
         return self.last_finite
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Act if DeepSpeed has refused an update; in fp16 this is how it finds its loss scale."""
         refused = self.recipe.precision != "fp16" and getattr(self.engine.optimizer, "overflow", False)
         self.skipped = self.skipped + 1 if refused else 0
         if refused:
             self._bad_number(state.global_step, "gradient norm", skippable=self.skipped <= SKIPS)
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
         """Check the numbers that were fetched for the log; they are the same on every rank."""
         if not logs or "loss" not in logs:
             return
@@ -189,7 +193,7 @@ def listed(numbers: Sequence[int]) -> str:
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more
 
 
-def not_finite(engine: Any) -> list[str]:
+def not_finite(engine: DeepSpeedEngine) -> list[str]:
     """Return the names of those groups among the gradients that this rank holds.
 
     Must be called before DeepSpeed discards the gradients (`upstream.before_refused_updates`).
@@ -197,7 +201,7 @@ def not_finite(engine: Any) -> list[str]:
     return [_group_name(engine, index) for index in sorted(set(_bad_groups(engine.optimizer)))]
 
 
-def _bad_groups(optimizer: Any) -> Iterator[int]:
+def _bad_groups(optimizer: torch.optim.Optimizer) -> Iterator[int]:
     sub_groups = getattr(optimizer, "sub_group_to_group_id", {})  # ZeRO-3 cuts groups into smaller ones
     flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", []) if flat is None else flat
@@ -207,7 +211,7 @@ def _bad_groups(optimizer: Any) -> Iterator[int]:
             yield sub_groups.get(index, index)
 
 
-def _group_name(engine: Any, index: int) -> str:
+def _group_name(engine: DeepSpeedEngine, index: int) -> str:
     """Return `group 0 (model.embed_tokens.weight and 14 more)`."""
     groups = engine.optimizer.optimizer.param_groups
     names = [name for name, parameter in engine.module.named_parameters() if parameter in _group_members(engine, index)]
@@ -215,7 +219,7 @@ def _group_name(engine: Any, index: int) -> str:
     return f"group {index} of {len(groups)} ({names[0]}{more})" if names else f"group {index} of {len(groups)}"
 
 
-def _group_members(engine: Any, index: int) -> set[Any]:
+def _group_members(engine: DeepSpeedEngine, index: int) -> set[Any]:
     optimizer = engine.optimizer
     if hasattr(optimizer, "bit16_groups"):
         return set(optimizer.bit16_groups[index])

@@ -9,17 +9,18 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...recipe.files import Json
 from ...recipe.gpus import GIB, peak_flops
 from ...recipe.run_folder import RunFolder, accept_recipe, append_jsonl, read_jsonl
 from ...report.page import duration
 from .. import distributed
 from ..console import say
+from ..data.collate import Batch
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Progress(TrainerCallback):
     def __init__(self) -> None:
         self.bar: tqdm | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Open the bar."""
         if distributed.is_first():
             shown = sys.stdout.isatty()
@@ -78,18 +79,18 @@ class Progress(TrainerCallback):
                 dynamic_ncols=True,
             )
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Advance the bar."""
         if self.bar is not None:
             self.bar.update(1)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Close the bar."""
         if self.bar is not None:
             self.bar.close()
 
 
-def step_line(record: dict[str, Any], last_step: int) -> str:
+def step_line(record: Json, last_step: int) -> str:
     """Return one logged step as a line; `record` is an object of metrics.jsonl."""
     norm = record["grad_norm"]
     speed = record["tokens_per_second"]
@@ -141,7 +142,7 @@ class Metrics(TrainerCallback):
     def __init__(
         self,
         run: RunFolder,
-        on_record: Callable[[dict[str, Any]], None],
+        on_record: Callable[[Json], None],
         counts: bool,
         flops: TrainingFlops,
         utilization: Callable[[], dict[str, float]] = dict,
@@ -183,14 +184,16 @@ class Metrics(TrainerCallback):
         if self.window_start is not None:
             self.window_start += seconds
 
-    def count(self, batches: Iterable[dict[str, Any]]) -> None:
+    def count(self, batches: Iterable[Batch]) -> None:
         """Count the batches of an optimizer step, and remove their counts from them."""
         for batch in batches:
             tokens, squares = _count(batch)
             self.new_tokens += tokens * self.counts
             self.new_squares += squares * self.counts
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Log also the first and the last step, and before every checkpoint.
 
         An average then never spans a checkpoint, and a resumed run logs the same as an uninterrupted one.
@@ -199,7 +202,7 @@ class Metrics(TrainerCallback):
             control.should_log = True
         return control
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
         """Write one record; called on every rank, since the token counts are summed over them."""
         if not logs or "loss" not in logs:
             return
@@ -229,7 +232,7 @@ class Metrics(TrainerCallback):
         say(step_line(record, state.max_steps))
         self.on_record(record)
 
-    def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: dict[str, Any]) -> dict[str, float]:
+    def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: Json) -> dict[str, float]:
         """Return `mfu` on a GPU with a known peak, unless a second model runs or answers are generated."""
         peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
         if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
@@ -237,7 +240,7 @@ class Metrics(TrainerCallback):
         return {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
 
 
-def _count(batch: dict[str, Any]) -> tuple[int | torch.Tensor, int]:
+def _count(batch: Batch) -> tuple[int | torch.Tensor, int]:
     """Return the tokens in a batch and the sum of its documents' squared lengths."""
     if "tokens" in batch:  # our collator counts
         return batch.pop("tokens"), batch.pop("squared_lengths")

@@ -21,6 +21,7 @@ from torch.nn.modules import module as hooks
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, write_json
 from ...report.profiler import window
@@ -50,9 +51,7 @@ class Profiler(Phases, TrainerCallback):
     The time of a step runs from the fetch of its batches to its update, without evaluations, logs and checkpoints.
     """
 
-    def __init__(
-        self, recipe: Recipe, run: RunFolder, about: dict[str, Any], leave_out: Callable[[float], None]
-    ) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, about: Json, leave_out: Callable[[float], None]) -> None:
         """Record the steps that `recipe.profile` selects.
 
         Args:
@@ -69,7 +68,7 @@ class Profiler(Phases, TrainerCallback):
         self.first = self.last = 0
         self.steps: list[dict[str, float]] = []
         self.others: list[float] = []
-        self.collectives: list[dict[str, Any]] = []
+        self.collectives: list[Json] = []
         self.recording: contextlib.ExitStack | None = None
         self.profile: torch.profiler.profile | None = None
         self.written: Path | None = None
@@ -77,7 +76,7 @@ class Profiler(Phases, TrainerCallback):
         self.now: dict[str, float] = {}
         self.model: torch.nn.Module | None = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Choose the steps to record, once their number is known.
 
         Raises:
@@ -119,7 +118,7 @@ class Profiler(Phases, TrainerCallback):
             self.now["data_seconds"] += time.perf_counter() - wall
             self.now["data_cpu_seconds"] += time.thread_time() - cpu
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Record the step's times; after the last profiled step, write the trace."""
         if self.recording and state.global_step == self.last and distributed.on_gpu():
             torch.cuda.synchronize()  # so that the last step's kernels are recorded
@@ -137,7 +136,7 @@ class Profiler(Phases, TrainerCallback):
             dist.barrier()  # ranks take unequally long to write their traces
             self.leave_out(time.perf_counter() - wall - begun)
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the times of the steps that were not recorded, for comparison with the recorded steps."""
         if self.recording:  # the run stopped before the last step to record
             self._stop()
@@ -179,7 +178,7 @@ class Profiler(Phases, TrainerCallback):
             say(f"rank {dist.get_rank()}: the trace could not be written: {type(error).__name__}: {first_line(error)}")
         self.profile = None
 
-    def _gloo_collectives(self) -> list[dict[str, Any]]:
+    def _gloo_collectives(self) -> list[Json]:
         """Return gloo's collectives since the last call, with their process group, which a trace does not contain.
 
         PyTorch's flight recorder keeps the latest 2,000.
@@ -244,7 +243,7 @@ def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
             handle.remove()
 
 
-def write_trace(export: Callable[[str], Any], path: Path, about: dict[str, Any]) -> None:
+def write_trace(export: Callable[[str], Any], path: Path, about: Json) -> None:
     """Write a gzipped Chrome trace that contains `about`; leaves no incomplete file.
 
     torch would write to the temporary folder; this writes to the run folder, whose free space has been checked.

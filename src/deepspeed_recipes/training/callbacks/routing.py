@@ -1,12 +1,12 @@
 """Measures how an MoE model's routers distribute the tokens: each expert's load, and the routers' certainty."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from ...recipe.files import Json
 from ..upstream import TokenChoiceTopKRouter
 
 
@@ -24,7 +24,7 @@ class Routing(TrainerCallback):
         self.counts: list[torch.Tensor] = []
         self.entropies: list[torch.Tensor] = []
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Attach hooks to every router of the model, whose layers are final at this point."""
         for index, router in enumerate(routers(kwargs["model"])):
             experts = router.num_experts
@@ -53,7 +53,7 @@ class Routing(TrainerCallback):
             router.register_forward_hook(lambda _, inputs, output: entropy(output[0].detach()))
             router.register_forward_hook(lambda _, inputs, output: count(output[2]))
 
-    def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
         """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if self.counts and "loss" in (logs or {}):
             logs |= summary(self.counts, self.entropies)

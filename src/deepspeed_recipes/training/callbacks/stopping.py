@@ -32,7 +32,7 @@ class StopOnSignal(TrainerCallback):
         self.stopped = False
         self.group: Any = None
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start to listen for signals."""
         # gloo even where the other groups use NCCL: this group must not wait for the GPU.
         self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
@@ -56,7 +56,9 @@ class StopOnSignal(TrainerCallback):
                 os._exit(128 + signal.SIGTERM)
             self.asked = True
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Agree with the other ranks on whether this was the last step."""
         asked = torch.tensor([self.asked], dtype=torch.int32)
         if self.group is not None:
@@ -68,7 +70,7 @@ class StopOnSignal(TrainerCallback):
             say(f"stopping on a signal: writing a checkpoint after step {state.global_step}")
         return control
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Let signals end the process again, unless one has stopped the run: it may reach this host late."""
         signal.set_wakeup_fd(-1)
         for number in STOPS:
@@ -97,11 +99,13 @@ class Agreement(TrainerCallback):
     hang the run. The ranks agree wherever the Trainer reads its flags next.
     """
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Make a group that does not wait for the GPU."""
         self.group = dist.new_group(backend="gloo")
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+    def on_step_end(
+        self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
         """Set the flags that are set on any rank."""
         asked = torch.tensor(
             [
@@ -133,20 +137,20 @@ class Watchdog(TrainerCallback):
         self.seconds = 60 * minutes
         self.file: Any = None
 
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
+    def on_train_begin(self, *_: object, **__: object) -> None:
         """Start the timer."""
         if self.seconds:
             self.run.ranks.mkdir(parents=True, exist_ok=True)
             self.file = (self.run.ranks / f"rank-{os.environ['RANK']}.stack").open("w")
             self._wait()
 
-    def _wait(self, *_: Any, **__: Any) -> None:
+    def _wait(self, *_: object, **__: object) -> None:
         if self.file:
             faulthandler.dump_traceback_later(self.seconds, exit=True, file=self.file)
 
     on_step_end = on_save = _wait
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
+    def on_train_end(self, *_: object, **__: object) -> None:
         """Stop the timer."""
         faulthandler.cancel_dump_traceback_later()
         if self.file:

@@ -9,7 +9,6 @@ import os
 import socket
 import threading
 import time
-from typing import Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -48,7 +47,7 @@ class SystemLog(TrainerCallback):
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._sample, name="system-log", daemon=True)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start sampling, on ranks that have anything to sample."""
         self.step = state.global_step
         if self.uuid:
@@ -63,11 +62,11 @@ class SystemLog(TrainerCallback):
         if self.gpu or self.host:
             self.thread.start()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Store the step, for the samples after it."""
         self.step = state.global_step
 
-    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Take a last sample, and join the files of all ranks; a collective."""
         self.ended.set()
         if self.thread.is_alive():

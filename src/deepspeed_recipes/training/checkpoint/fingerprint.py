@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...recipe import own_code
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
 from ..data.load import Datasets
@@ -39,7 +40,7 @@ ACCEPTABLE = ("tokenizer", "data", "transform", "order")
 """Differences that `data.changed=true` accepts."""
 
 
-def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets) -> dict[str, Any]:
+def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets) -> Json:
     """Return the fingerprint of a run, computed by rank 0; a collective."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -58,7 +59,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
     return found[0]
 
 
-def check(fingerprint: dict[str, Any], checkpoint: Path | None, changed: bool) -> None:
+def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
     """Refuse to resume from a checkpoint that was trained from something else.
 
     Args:
@@ -101,7 +102,7 @@ def of_data(training: Dataset | Stream) -> str:
     return digest.hexdigest()
 
 
-def of_sequences(sequences: Iterable[dict[str, Any]]) -> str:
+def of_sequences(sequences: Iterable[Json]) -> str:
     """Return a digest of sequences as they are read."""
     return xxhash.xxh3_128_hexdigest(json.dumps(list(sequences), sort_keys=True, default=str).encode())
 
@@ -116,5 +117,5 @@ def _bytes(column: Any) -> Iterable[bytes]:
         yield json.dumps(column.to_pylist(), sort_keys=True, default=str).encode("utf-8", "surrogatepass")
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return " ".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else str(value)

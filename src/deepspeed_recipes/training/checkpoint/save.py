@@ -5,11 +5,12 @@ from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...machine import run_lock
 from ...machine.capacity import check_disk, check_memory
 from ...recipe.errors import FileUnusable, first_line, of_system
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (
     COMPLETE,
@@ -29,7 +30,7 @@ from . import digests
 class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, mark: dict[str, Any], needed: int, gathered: int) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, mark: Json, needed: int, gathered: int) -> None:
         """Store the requirements of each save.
 
         Args:
@@ -46,24 +47,26 @@ class Checkpoints(TrainerCallback):
         self.gathered = gathered
         self.lock = run_lock.found(run.path)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Refuse to start if a checkpoint could not be saved."""
         if control.should_save or args.save_strategy != "no":
             distributed.check_on_first(self._check_space)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Stop, with the last checkpoint untouched, if the next would not fit, or if another writer has taken over."""
         if distributed.is_first() and (control.should_log or control.should_evaluate or control.should_save):
             self.lock.check()
         if control.should_save:
             distributed.check_on_first(self._check_space)
 
-    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Check the space before an evaluation that may save."""
         if self.recipe.picks:
             distributed.check_on_first(self._check_space)
 
-    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
         dist.barrier()
         folder = self.run.checkpoints / f"checkpoint-{state.global_step}"

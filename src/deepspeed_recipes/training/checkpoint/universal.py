@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from ...machine import children
 from ...machine.capacity import check_disk
@@ -19,6 +18,7 @@ from ...recipe.bounds import shown
 from ...recipe.compatibility import EXPERT_COUNTS, refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.limits import as_overrides
 from ...recipe.project import python_path
 from ...recipe.recipe import Layout, Recipe
@@ -152,11 +152,11 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
             )
 
 
-def _dimensions(file: Path) -> dict[str, Any]:
+def _dimensions(file: Path) -> Json:
     return dimensions(read_json(file))
 
 
-def dimensions(config: dict[str, Any]) -> dict[str, Any]:
+def dimensions(config: Json) -> Json:
     """Return the values in a config.json that define the architecture."""
     config = config.get("text_config") or config
     return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
@@ -196,7 +196,7 @@ def is_needed(layout: Layout, run: RunFolder, world_size: int, checkpoint: Path 
     return (complete["world_size"], saved.tensor, saved.expert) != (world_size, layout.tensor, layout.expert)
 
 
-def loading(config: dict[str, Any], layout: Layout, run: RunFolder, world_size: int) -> dict[str, Any]:
+def loading(config: Json, layout: Layout, run: RunFolder, world_size: int) -> Json:
     """Return the DeepSpeed configuration, which loads the universal form if these ranks need it."""
     if not is_needed(layout, run, world_size):
         return config

@@ -1,14 +1,15 @@
 """Questions with their expected answers, in the tokens of training, and a model's answers to those with images."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import Json, JsonView
 from ..model import processor
 from ..model.control_tokens import control_tokens, conversation_tokens
 from ..model.generate import greedy, seeded
@@ -25,7 +26,7 @@ class Question:
     prompt: list[int]
     answer: list[int]
     """The tokens that training teaches, including the token that ends the answer; empty if nothing is in the loss."""
-    images: Sequence[dict[str, Any]] = ()
+    images: Sequence[Json] = ()
     where: str = ""
     """The file and line of the example, for messages about its images."""
 
@@ -38,7 +39,7 @@ def generation_prompt(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return asked[next(differing, min(len(asked), len(plain))) :]
 
 
-def question(sequence: Mapping[str, Any], opening: Sequence[int]) -> Question:
+def question(sequence: JsonView, opening: Sequence[int]) -> Question:
     """Return the last answer of a sequence that is in the loss, and everything before it as the prompt.
 
     The template's own generation prompt is not used: thinking templates render it differently from the training text
@@ -65,9 +66,9 @@ AT_ONCE = 16
 
 
 def generate(
-    seen: Any,
+    seen: ProcessorMixin | None,
     max_pixels: int,
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     max_new_tokens: int,
@@ -91,7 +92,11 @@ def generate(
 
 
 def _inputs(
-    seen: Any, max_pixels: int, model: Any, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question]
+    seen: ProcessorMixin | None,
+    max_pixels: int,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
 ) -> dict[str, torch.Tensor]:
     """Return the model's inputs for questions, padded on the left."""
     pictures = [_shown(seen, one.prompt, read_all(one.where, one.images, max_pixels), tokenizer) for one in questions]
@@ -107,10 +112,10 @@ def _inputs(
 
 
 def asked(
-    seen: Any,
+    seen: ProcessorMixin,
     tokenizer: PreTrainedTokenizerBase,
-    turns: list[dict[str, Any]],
-    pictures: Sequence[dict[str, Any]],
+    turns: list[Json],
+    pictures: Sequence[Json],
     max_pixels: int,
 ) -> Question:
     """Return a conversation that waits for an answer, in the tokens of training.
@@ -140,13 +145,13 @@ def asked(
 
 
 def answered(
-    seen: Any,
+    seen: ProcessorMixin | None,
     max_pixels: int,
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     question: Question,
     max_new_tokens: int,
-    how: Mapping[str, Any],
+    how: JsonView,
 ) -> str:
     """Return the model's answer to a question from `asked`.
 
@@ -168,7 +173,9 @@ def answered(
     return tokenizer.decode(output[0, len(question.prompt) :], skip_special_tokens=True)
 
 
-def _shown(seen: Any, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+def _shown(
+    seen: ProcessorMixin, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase
+) -> list[Any]:
     """Return the images whose placeholders are in a prompt, which are the first images."""
     places = list(prompt).count(tokenizer.convert_tokens_to_ids(seen.image_token))
     counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, pictures)]

@@ -15,6 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
@@ -22,7 +23,7 @@ from ..model.load import cannot_load
 from ..model.shown import bounded, owners, shown
 from ..model_folder import weights
 
-Turns = list[dict[str, Any]]
+Turns = list[Json]
 Marked = tuple[list[int], list[bool]]
 """Tokens, and whether each is the assistant's."""
 Rendered = tuple[str, list[tuple[int, int]]]
@@ -154,7 +155,7 @@ _CALL = {"type": "function", "function": {"name": "add", "arguments": {"one": 1,
 _TOOL = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"type": "object"}}}
 _ASKED: Turns = [{"role": "user", "content": " first\n"}, {"role": "assistant", "content": "answer\n"}]
 _REASONED = {"role": "assistant", "content": "second", "reasoning_content": "because"}
-_PROBES: tuple[tuple[Turns, dict[str, Any]], ...] = (
+_PROBES: tuple[tuple[Turns, Json], ...] = (
     (_ASKED, {}),
     (_ASKED[:1], {"add_generation_prompt": True}),
     ([{"role": "system", "content": "rule"}, *_ASKED, _ASKED[0], _REASONED], {}),
@@ -180,7 +181,7 @@ def _alike(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     TRL compares texts, and a comment or a line break in another place makes another text.
     """
 
-    def rendered(source: str, turns: Turns, options: dict[str, Any]) -> str | None:
+    def rendered(source: str, turns: Turns, options: Json) -> str | None:
         try:
             with bounded("its chat template"):
                 return tokenizer.apply_chat_template(turns, chat_template=source, tokenize=False, **options)
@@ -198,7 +199,7 @@ def _alike(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
 
 
 def _by_template(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: Any, options: Any = None
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: list[Json] | None, options: Any = None
 ) -> Marked:
     known = control_tokens(tokenizer, template)
     if known.occur(messages, tools) or _left_out(messages):
@@ -235,12 +236,12 @@ def _with_spans(
     template: str,
     known: ControlTokens,
     messages: Turns,
-    tools: Any,
-    options: Any = None,
+    tools: list[Json] | None,
+    options: object = None,
 ) -> Rendered:
     arguments = tokenizer.special_tokens_map | (options or {})
 
-    def render(turns: Turns, described: Any) -> Rendered:
+    def render(turns: Turns, described: object) -> Rendered:
         (chat,), (spans,) = render_jinja_template(
             [turns], described, chat_template=template, return_assistant_tokens_mask=True, **arguments
         )
@@ -280,7 +281,11 @@ def _left_out(messages: Turns) -> set[int]:
 
 
 def _turn_by_turn(
-    tokenizer: PreTrainedTokenizerBase, known: ControlTokens, messages: Turns, tools: Any, options: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    known: ControlTokens,
+    messages: Turns,
+    tools: list[Json] | None,
+    options: Any = None,
 ) -> Rendered:
     """Render a conversation and each beginning of it, to find the text that each assistant turn adds."""
     left_out = _left_out(messages)
@@ -299,7 +304,9 @@ def _turn_by_turn(
     return whole, spans
 
 
-def _by_rendering(tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: Any, options: Any = None) -> Marked:
+def _by_rendering(
+    tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: list[Json] | None, options: object = None
+) -> Marked:
     """Mark the tokens that each assistant turn adds to the conversation before it and the generation prompt."""
     known = control_tokens(tokenizer, tokenizer.chat_template)
     whole, spans = _turn_by_turn(tokenizer, known, messages, tools, options)

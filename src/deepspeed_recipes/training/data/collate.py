@@ -8,6 +8,8 @@ import torch
 
 from ..model import attention
 
+Batch = dict[str, Any]
+"""The model's inputs, as tensors, with the counts and marks that only the trainer reads."""
 IGNORED = -100
 """Label of a token that is excluded from the loss (PyTorch's `ignore_index`)."""
 STEP = 256
@@ -22,7 +24,7 @@ def rows(lists: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor
     return filled
 
 
-def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> dict[str, Any]:
+def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
     """Return whole texts as `input_ids` and `attention_mask`, [texts, longest] each, and two plain counts.
 
     Padding follows the tokens; its id may also be that of a token.
@@ -52,7 +54,7 @@ class Collator:
     labelled: bool = False
     """Also return `labelled_only`."""
 
-    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, sequences: Sequence[Batch]) -> Batch:
         """Return `input_ids`, `labels`, `position_ids`, each [sequences, longest], and two plain counts."""
         longest = max(len(sequence["input_ids"]) for sequence in sequences)
         width = -(-longest // self.multiple) * self.multiple

@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from datasets import Dataset
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, read_json, write_json
-from .collate import IGNORED
+from .collate import IGNORED, Batch
 
 KEY = "number"
 """Key of a sequence's number in the training data, from 0; in a batch, the list of its sequences' numbers."""
@@ -17,7 +18,7 @@ FILLER = "filler"
 """Key of a micro-batch without effect, which a rank gets where an epoch has none left for it."""
 
 
-def numbered(dataset: Any, run: RunFolder) -> Any:
+def numbered(dataset: Dataset, run: RunFolder) -> Dataset:
     """Return the dataset with a number in every sequence, without the sequences that the run has found to be bad.
 
     A stream stays as it is: its sequences have no numbers.
@@ -50,13 +51,13 @@ class Numbered:
     This keeps the order of the others, and so the place where a checkpoint resumes.
     """
 
-    sequences: Any
+    sequences: Dataset
     bad: frozenset[int]
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> Json:
         """Return a sequence with its number; that of a filler is the complement of one."""
         if number < 0:
             return {**self[~number], FILLER: True}
@@ -86,7 +87,7 @@ class EvenBatches(BatchSampler):
             yield [~0]
 
 
-def filler(batch: dict[str, Any]) -> dict[str, Any]:
+def filler(batch: Batch) -> Json:
     """Return a micro-batch that counts neither in the loss nor in the metrics, marked with `FILLER`."""
     found = {**batch, FILLER: True}
     found |= {name: torch.full_like(batch[name], IGNORED) for name in ("labels", "shift_labels") if name in batch}
@@ -98,9 +99,9 @@ def filler(batch: dict[str, Any]) -> dict[str, Any]:
 class WithNumbers:
     """Adds the sequences' numbers to the batches of another collator, and makes fillers of those that are."""
 
-    collator: Callable[..., dict[str, Any]]
+    collator: Callable[..., Json]
 
-    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, sequences: Sequence[Json]) -> Batch:
         """Return the collator's batch with the numbers of its sequences."""
         bare = [
             {name: value for name, value in sequence.items() if name not in (KEY, FILLER)} for sequence in sequences

@@ -7,26 +7,26 @@ needs them; tokens are padded on the right.
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ..model import processor
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.shown import bounded, shown
 from . import chat_templates, thinking
-from .collate import IGNORED, rows
+from .collate import IGNORED, Batch, rows
 from .images import read_all
 
 Spans = list[tuple[int, int]]
 """The assistant's spans in a rendered conversation: first character, and the one after the last."""
 
 
-def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[dict[str, Any]], dict[str, Any]]:
+def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Json], Json]:
     """Return the function that computes an example's `input_ids` and `labels`; no image is ever in the loss.
 
     Raises:
@@ -37,7 +37,7 @@ def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable
     known = control_tokens(tokenizer, template, [seen.image_token])
     silent = {one for one in (*seen.image_token_ids, getattr(seen, "image_token_id", None)) if one is not None}
 
-    def tokenize(example: dict[str, Any]) -> dict[str, Any]:
+    def tokenize(example: Json) -> Json:
         turns, tools, given, where = (example[name] for name in ("messages", "tools", "given", "where"))
         options = example.get("options") or {}
         if recipe.data.thinking == "strip":
@@ -126,17 +126,17 @@ class PictureCollator:
     multiple: int = 8
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: Any) -> "PictureCollator":
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> "PictureCollator":
         """Return the collator of a run."""
         seen = processor.adopt(processor.of_recipe(recipe), tokenizer)
         return cls(seen, tokenizer.pad_token_id, recipe.data.max_pixels, processor.accepted_by(model))
 
-    def alone(self, sequence: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def alone(self, sequence: Json) -> dict[str, torch.Tensor]:
         """Return the model's inputs for one sequence except its tokens, without padding."""
         inputs = replace(self, multiple=1)([sequence])
         return {name: value for name, value in inputs.items() if name not in _OF_TOKENS and torch.is_tensor(value)}
 
-    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, sequences: Sequence[Json]) -> Batch:
         """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""
         lengths = [len(one["input_ids"]) for one in sequences]
         width = -(-max(lengths) // self.multiple) * self.multiple

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from .forms import formats, keys
 from .text_files import Bad, refuse
 
-Picture = dict[str, Any]
+Picture = Json
 """An image as stored by `datasets`: `path` of its file, or None, and its `bytes`, or None."""
 
 HERE = "\ufffc"
@@ -32,8 +33,8 @@ TURNS = ("messages", "conversations", "prompt", "completion")
 
 
 def converted(
-    located: Iterable[tuple[str, dict[str, Any]]], method: str, form: str, folder: Path | None, bad: Bad | None = None
-) -> Iterator[dict[str, Any]]:
+    located: Iterable[tuple[str, Json]], method: str, form: str, folder: Path | None, bad: Bad | None = None
+) -> Iterator[Json]:
     """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 
     In a turn with images the content is a list of parts, {"type": "image"} or {"type": "text", "text": ...}.
@@ -48,9 +49,9 @@ def converted(
     Raises:
         UserError: the message has the place and the fix.
     """
-    latest: list[Any] = ["", []]
+    latest: list[object] = ["", []]
 
-    def bare() -> Iterator[tuple[str, dict[str, Any]]]:
+    def bare() -> Iterator[tuple[str, Json]]:
         for where, example in located:
             try:
                 plain, latest[1] = taken_out(where, example, folder)
@@ -65,7 +66,7 @@ def converted(
         yield {**example, "messages": put_back(example["messages"]), "images": pictures, "where": where}
 
 
-def taken_out(where: str, example: dict[str, Any], folder: Path | None) -> tuple[dict[str, Any], list[Picture]]:
+def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, list[Picture]]:
     """Return an example with one character in place of each image, and the images in their order.
 
     Raises:
@@ -94,18 +95,18 @@ class _Taker:
         self.places = 0
         self.found: list[Picture] = []
 
-    def field(self, value: Any) -> Any:
+    def field(self, value: object) -> Any:
         """Return a field without its images."""
         if isinstance(value, str):
             return self._text(value)
         return [self._turn(turn) for turn in value] if isinstance(value, list) else value
 
-    def _turn(self, turn: Any) -> Any:
+    def _turn(self, turn: object) -> Any:
         if not isinstance(turn, dict):
             return turn
         return {key: self._content(value) if key in ("content", "value") else value for key, value in turn.items()}
 
-    def _content(self, content: Any) -> Any:
+    def _content(self, content: object) -> Any:
         if isinstance(content, str):
             return self._text(content)
         if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
@@ -115,7 +116,7 @@ class _Taker:
             return content  # `formats` reports the error
         return "".join(self._part(part) for part in parts)
 
-    def _part(self, part: dict[str, Any]) -> str:
+    def _part(self, part: Json) -> str:
         if not _is_picture(part):
             return self._text(str(part["text"]))
         source = part.get("image_url")
@@ -143,11 +144,11 @@ class _Taker:
         return HERE
 
 
-def _is_picture(part: dict[str, Any]) -> bool:
+def _is_picture(part: Json) -> bool:
     return part.get("type") in ("image", "image_url") or ("type" not in part and "image" in part)
 
 
-def _listed(where: str, example: dict[str, Any], folder: Path | None) -> list[Picture] | None:
+def _listed(where: str, example: Json, folder: Path | None) -> list[Picture] | None:
     """Return the images of an example's field, or None if it has no such field or the field is empty."""
     name = next((name for name in FIELDS if example.get(name) is not None), None)
     if name is None:
@@ -156,7 +157,7 @@ def _listed(where: str, example: dict[str, Any], folder: Path | None) -> list[Pi
     return [picture(f"{where}: image {number}", one, folder) for number, one in enumerate(sources, start=1)]
 
 
-def picture(where: str, source: Any, folder: Path | None) -> Picture:
+def picture(where: str, source: object, folder: Path | None) -> Picture:
     """Return an image given by its path, its bytes, or the form of `datasets`.
 
     Raises:
@@ -193,7 +194,7 @@ def _decoded(where: str, source: str) -> bytes:
         raise UserError(f"{where} is not base64 ({error}); encode the file again.") from None
 
 
-def put_back(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def put_back(turns: list[Json]) -> list[Json]:
     """Return turns whose content is a list of parts if it contains images."""
     return [
         {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn for turn in turns
@@ -219,7 +220,7 @@ MOST = 89_478_485
 """Pixels per image, the limit above which Pillow warns: 256 MiB in three colours."""
 
 
-def checked(examples: Iterable[dict[str, Any]], bad: Bad | None = None) -> Iterator[dict[str, Any]]:
+def checked(examples: Iterable[Json], bad: Bad | None = None) -> Iterator[Json]:
     """Yield examples whose images can be read: the first `DECODED` are decoded, of the others the header is read.
 
     Without Pillow, which the launcher may lack, only the files' existence is checked; the ranks decode all images
@@ -271,7 +272,7 @@ def read(where: str, picture: Picture, max_pixels: int) -> "Image":
         return within(_rgb(image), max_pixels)
 
 
-def read_all(where: str, pictures: Sequence[dict[str, Any]], max_pixels: int) -> list["Image"]:
+def read_all(where: str, pictures: Sequence[Json], max_pixels: int) -> list["Image"]:
     """Return an example's images as Pillow's images.
 
     Raises:

@@ -1,19 +1,19 @@
 """Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..console import highlighted, say
 from . import sources, text_files, tokenize, updates
 from .report import Pieces, Report
 from .tokenize import Stream
 
-SKIPPED: dict[str, dict[str, Any]] = {}
+SKIPPED: dict[str, Json] = {}
 """Examples that `data.bad=skip` has left out, by source: their `count`, and the `first` ten errors."""
 
 
@@ -31,19 +31,19 @@ class Datasets:
     """One sequence of tokens, to compare the export on."""
     size: updates.Size | None = None
     """Size of the training data, or None for a stream."""
-    description: Mapping[str, Any] = field(default_factory=dict)
+    description: JsonView = field(default_factory=dict)
     """Content of the run folder's data.json: `training` and `held_out`, each a `Report` or None, and examples as
     `Pieces`, `shown`."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes, in the order of its outputs."""
-    shown: Mapping[str, Any] | None = None
+    shown: JsonView | None = None
     """The sequence of `sample`, if it has images."""
 
-    def described(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    def described(self, tokenizer: PreTrainedTokenizerBase) -> Json:
         """Return `description` with the special tokens in its examples, and with counts where no `Report` has them."""
         text = "".join(text for pieces in self.description.get("shown") or () for text, _ in pieces)
         special = sorted(token for token in tokenizer.get_added_vocab() if token.strip() and token in text)
-        counts: dict[str, Any] = {}
+        counts: Json = {}
         if self.size is not None and "training" not in self.description:
             left_out = self.size.examples - self.size.documents
             counts["training"] = {"examples": self.size.examples, "dropped": left_out}

@@ -39,7 +39,7 @@ from .forms import formats, keys, turns
 from .updates import FEW
 
 Examples: TypeAlias = Dataset | IterableDataset
-Located = Iterator[tuple[str, dict[str, Any]]]
+Located = Iterator[tuple[str, turns.Example]]
 
 GIVEN = {"tools": Json(), "options": Json()}
 """Arguments of the chat template in addition to the turns."""
@@ -150,7 +150,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
             keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
             error = bad.error(0) if bad.count else UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
         raise error from None
-    found: dict[str, Any] = {
+    found: turns.Example = {
         "name": name,
         "split": recipe.data.split,
         "method": recipe.method.name,
@@ -197,11 +197,11 @@ def _converted(
     split: str,
     method: str,
     form: str,
-    reading: dict[str, Any],
+    reading: turns.Example,
     skip: bool,
-    version: Any = None,
+    version: object = None,
     vision: bool = False,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[turns.Example]:
     """Yield the examples, then rows without one: the errors of examples that are skipped, and the number dropped."""
     errors, messages, latest = text_files.BadExamples(), list[str](), list[str]()
 
@@ -260,7 +260,7 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
             yield from _from_file(file, bad)
 
 
-def _numbered(name: Any, found: Examples) -> Located:
+def _numbered(name: object, found: Examples) -> Located:
     return ((f"{name}: row {number}", row) for number, row in enumerate(found, start=1))
 
 
@@ -297,7 +297,7 @@ def _as_files(found: Examples) -> Examples:
     return found
 
 
-def _undecoded(kind: Any) -> Any:
+def _undecoded(kind: object) -> Any:
     """Return a column's type with `Image` as a file's path and bytes."""
     if isinstance(kind, Image):
         return Image(decode=False)
@@ -326,7 +326,7 @@ def _of_sane_size(path: Path, located: Located) -> Located:
         yield where, example
 
 
-def _characters(value: Any) -> int:
+def _characters(value: object) -> int:
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -522,7 +522,7 @@ def _ranks(found: Dataset, seed: int) -> np.ndarray:
     return np.asarray(ranked.with_format("numpy")["rank"][:])  # without the format, each is converted by itself
 
 
-def _rank(row: dict[str, Any], seed: int) -> dict[str, int]:
+def _rank(row: turns.Example, seed: int) -> dict[str, int]:
     content = json.dumps([seed, dict(row)], sort_keys=True, default=bytes.hex).encode()  # an image is bytes
     return {"rank": int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())}
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.recipe import Data, names
 
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
@@ -101,7 +102,7 @@ def refuse(error: UserError, bad: Bad | None) -> None:
     bad(error)
 
 
-def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, Json]]:
     """Yield (place, example) for every example of a text file.
 
     Args:
@@ -119,7 +120,7 @@ def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, dict[str, An
         raise
 
 
-def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     if path.suffix in SEPARATORS:
         return _table(path, SEPARATORS[path.suffix], bad)
     if path.suffix in PLAIN:
@@ -146,7 +147,7 @@ def _lines(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, str]]:
             yield where, text
 
 
-def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     for where, line in _lines(path, bad):
         if line.strip():
             try:
@@ -159,7 +160,7 @@ def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, An
                 yield where, row
 
 
-def _array(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _array(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     text = "".join(line for _, line in _lines(path))
     try:
         rows = from_json(text)
@@ -192,7 +193,7 @@ def from_json(text: str) -> Any:
     return value
 
 
-def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _object_of(pairs: list[tuple[str, object]]) -> Json:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -211,13 +212,13 @@ def _is_array(path: Path) -> bool:
         return start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
-def _object(where: str, row: Any) -> dict[str, Any]:
+def _object(where: str, row: object) -> Json:
     if not isinstance(row, dict):
         raise UserError(f"{where}: a {type(row).__name__}, not a JSON object.")
     return row
 
 
-def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     """Yield a file of raw text as one document, or as several if it is long, so that it need not fit in memory."""
     start, lines, length = "", [], 0
     for where, line in _lines(path, bad):
@@ -231,7 +232,7 @@ def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
         yield start, {"text": "".join(lines)}
 
 
-def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, Json]]:
     """Yield a table's rows, each with the line in which it starts: cells may hold line breaks."""
     csv.field_size_limit(sys.maxsize)  # the module's own limit, 128 KiB per cell, is too small for documents
     places: list[str] = []

@@ -4,15 +4,16 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 
 if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
 
-Turns = list[dict[str, Any]]
+Turns = list[Json]
 
 BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 """Start and end of a reasoning block: in most templates, and in Gemma 4's."""
@@ -42,7 +43,7 @@ def stripped(turns: Turns) -> Turns:
     return found
 
 
-def _without(turn: dict[str, Any]) -> dict[str, Any]:
+def _without(turn: Json) -> Json:
     kept = {name: value for name, value in turn.items() if name not in REASONING}
     content = kept.get("content")
     return kept | {"content": AT_START.sub("", content, count=1)} if isinstance(content, str) else kept
@@ -76,7 +77,7 @@ def unlearned(
     return kept
 
 
-def _reasons(turn: dict[str, Any]) -> bool:
+def _reasons(turn: Json) -> bool:
     content = turn.get("content")
     block = AT_START.match(content) if isinstance(content, str) else None
     return any(turn.get(name) for name in REASONING) or bool(block and block[1].strip())

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ..console import say
 from ..model import control_tokens, stored
@@ -61,7 +62,7 @@ class Stream(TorchIterableDataset):
         self.sequences = sequences
         self.if_empty = if_empty
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Json]:
         """Yield sequences in the form of `tokenize.tokenized`."""
         found, epoch = True, 0
         while found:
@@ -130,9 +131,7 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
     )
 
 
-def first_documents(
-    sequences: Iterable[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, most: int = 2
-) -> list[Pieces]:
+def first_documents(sequences: Iterable[Json], tokenizer: PreTrainedTokenizerBase, most: int = 2) -> list[Pieces]:
     """Return the first documents of `tokenized` or `stream` as text, divided at the boundaries of the loss."""
     found: list[Pieces] = []
     for sequence in islice(sequences, most):
@@ -160,12 +159,12 @@ def first_judged(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[
     return list(found.values())
 
 
-def _answer_pieces(example: dict[str, Any], answer: str, tokenizer: PreTrainedTokenizerBase) -> Pieces:
+def _answer_pieces(example: Json, answer: str, tokenizer: PreTrainedTokenizerBase) -> Pieces:
     tokens, start = answered(tokenizer, example, answer)
     return pieces(tokens, [index >= start for index in range(len(tokens))], tokenizer)
 
 
-def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer: str) -> tuple[list[int], int]:
+def answered(tokenizer: PreTrainedTokenizerBase, example: Json, answer: str) -> tuple[list[int], int]:
     """Return the tokens of an example's prompt with one of its answers, and the number of prompt tokens.
 
     The prompt goes as far as the model gets it at inference; templates that write an answered prompt differently differ
@@ -179,7 +178,11 @@ def answered(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], answer
 
 
 def text_tokens(
-    tokenizer: PreTrainedTokenizerBase, content: str | Turns, longest: int, tools: Any = None, options: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    content: str | Turns,
+    longest: int,
+    tools: list[Json] | None = None,
+    options: Any = None,
 ) -> list[int]:
     """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most the first `longest`.
 
@@ -219,7 +222,7 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
     tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
     features = SEEN if recipe.model.vision else TOKENS
     unread = [name for name in raw.column_names if name not in features]
-    options: dict[str, Any] = {"batched": batched, "remove_columns": unread, "features": features}
+    options: Json = {"batched": batched, "remove_columns": unread, "features": features}
     if isinstance(raw, Dataset):
         # datasets would pickle whole modules for its own key: half a second of every start, on every rank.
         key = Hasher.hash([raw._fingerprint, TOKENIZED_BY, options, _state(tokenize)])
@@ -227,7 +230,7 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
     return raw.map(tokenize, **options)
 
 
-def _state(value: Any) -> Any:
+def _state(value: object) -> Any:
     """Return what a function computes with besides its code and its globals, which `TOKENIZED_BY` identifies."""
     if isinstance(value, FunctionType):
         return [
@@ -246,7 +249,7 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
         return tokenize
     batched, path = recipe.method.name == "pretrain", recipe.model.path
 
-    def look(given: Any) -> dict[str, Any]:
+    def look(given: Any) -> Json:
         found = tokenize(given)
         documents = found["input_ids"] if batched else [found["input_ids"]]
         if beyond := [token for document in documents for token in document if token >= rows]:
@@ -270,7 +273,7 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     # The recipe stays out of the closure, so that a run at another learning rate finds its tokens in the cache.
     reasoning, loss_on, path = recipe.data.thinking, recipe.loss_on, recipe.model.path
 
-    def tokenize(example: dict[str, Any]) -> dict[str, Any]:
+    def tokenize(example: Json) -> Json:
         turns, tools, given, options = example["messages"], example["tools"], example["given"], example.get("options")
         if reasoning == "strip":
             turns = thinking.stripped(turns)
@@ -311,7 +314,7 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         """Return documents, cut; special tokens in them stay tokens, as in plain transformers."""
-        cut: dict[str, list[Any]] = {"input_ids": [], "labels": [], "forgets": []}
+        cut: dict[str, list[object]] = {"input_ids": [], "labels": [], "forgets": []}
         for tokens in tokenizer(batch["text"])["input_ids"]:
             if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
                 tokens = [*tokens, end]
@@ -325,15 +328,15 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenize
 
 
-def _cut(document: dict[str, Any], longest: int) -> dict[str, Any]:
+def _cut(document: Json, longest: int) -> Json:
     return {name: document[name][:longest] for name in ("input_ids", "labels")}
 
 
-def _fits(document: dict[str, Any], longest: int) -> bool:
+def _fits(document: Json, longest: int) -> bool:
     return len(document["input_ids"]) <= longest and any(label != IGNORED for label in document["labels"])
 
 
-def _alone(document: dict[str, Any]) -> dict[str, Any]:
+def _alone(document: Json) -> Json:
     return {"seq_lengths": [len(document["input_ids"])]}
 
 

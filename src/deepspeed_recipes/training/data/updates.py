@@ -6,8 +6,8 @@ Standard library only.
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
+from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Recipe, changed
 
@@ -148,7 +148,7 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
         else:
             best = max(zip(made, found, strict=True), key=lambda one: one[0], default=(0, recipe))[1]
     steps = in_all(best, size.of(best))
-    changes: dict[str, Any] = {}
+    changes: Json = {}
     if "logging_steps" not in given:
         changes["logging_steps"] = max(1, min(best.logging_steps, steps // POINTS))
     measured = best.data.validation or best.data.validation_share

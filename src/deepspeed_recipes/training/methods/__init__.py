@@ -3,10 +3,12 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 
 if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and imports no torch
-    from transformers import PreTrainedTokenizerBase
+    from datasets import Dataset
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
     from ..data.load import Datasets
     from ..trainer import RunContext
@@ -15,18 +17,24 @@ if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and import
 class TrainingMethod(Protocol):
     """What the module of a method has; `sft` also has `answer`, which stores a few answers of each run."""
 
-    def arguments(self, common: dict[str, Any], recipe: Recipe, /) -> Any:
+    def arguments(self, common: Json, recipe: Recipe, /) -> Any:
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""
 
     def datasets(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", /) -> "Datasets":
         """Return the training and held-out data."""
 
     def trainer(
-        self, context: "RunContext", model: Any, arguments: Any, dataset: Any, tokenizer: "PreTrainedTokenizerBase", /
+        self,
+        context: "RunContext",
+        model: "PreTrainedModel",
+        arguments: "TrainingArguments",
+        dataset: "Dataset",
+        tokenizer: "PreTrainedTokenizerBase",
+        /,
     ) -> Any:
         """Return the Trainer, with `RunHooks`."""
 
-    def metric(self, trainer: Any, examples: Any, /) -> dict[str, float]:
+    def metric(self, trainer: "Trainer", examples: Any, /) -> dict[str, float]:
         """Return the method's own scores of held-out examples, by name."""
 
 

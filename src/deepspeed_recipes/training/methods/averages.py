@@ -1,10 +1,9 @@
 """Means of the numbers that a method's trainer logs for its training examples: over all ranks, since the last log."""
 
-from typing import Any
-
 import torch
 
 from .. import distributed
+from ..data.collate import Batch
 from ..data.example_numbers import FILLER
 from ..trainer import RunContext, RunHooks
 
@@ -52,12 +51,12 @@ class Averages:
 class Averaging(RunHooks):
     """A trainer that logs `self.averages`, to which its loss adds."""
 
-    def __init__(self, context: RunContext, **options: Any) -> None:
+    def __init__(self, context: RunContext, **options: object) -> None:
         """`options` are passed to the trainer's own class."""
         self.averages = Averages()
         super().__init__(context, **options)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
         """Return the loss of a micro-batch, whose numbers count unless it only fills the step."""
         self.averages.begin(counts=FILLER not in inputs)
         return super().training_step(model, inputs, *arguments)

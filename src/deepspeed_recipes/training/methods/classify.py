@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from ...recipe.files import Json
 from ...recipe.methods import Classify
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
 from ..data import classes, load, report, tokenize, updates
-from ..data.collate import padded
+from ..data.collate import Batch, padded
 from ..model.load import load_config
 from ..parallel import scores
 from ..trainer import RunContext
@@ -67,14 +68,12 @@ def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
     return known
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, example: dict[str, Any], longest: int) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, example: Json, longest: int) -> list[int]:
     content, options = example["messages"] or example["text"], example.get("options")
     return tokenize.text_tokens(tokenizer, content, longest, example["tools"], options)
 
 
-def _with_tokens(
-    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, numbers: dict[str, int], longest: int
-) -> dict[str, Any]:
+def _with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase, numbers: dict[str, int], longest: int) -> Json:
     tokens = _tokens(tokenizer, example, longest + 1)
     return {"input_ids": tokens[:longest], "labels": numbers[example["label"]], "cut": len(tokens) > longest}
 
@@ -85,7 +84,7 @@ class TextCollator:
 
     pad_token_id: int
 
-    def __call__(self, texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, texts: Sequence[Json]) -> Batch:
         """Return the model's inputs."""
         inputs = padded([text["input_ids"] for text in texts], self.pad_token_id)
         return {**inputs, "labels": torch.tensor([text["labels"] for text in texts])}
@@ -94,7 +93,7 @@ class TextCollator:
 class RunClassificationTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks and our loss."""
 
-    def __init__(self, context: RunContext, *, class_weights: torch.Tensor | None, **options: Any) -> None:
+    def __init__(self, context: RunContext, *, class_weights: torch.Tensor | None, **options: object) -> None:
         """`class_weights`: one per class, or None if all are 1. `options` are passed to the trainer's own class."""
         self.class_weights = class_weights
         super().__init__(context, compute_loss_func=self.loss, **options)
@@ -116,7 +115,11 @@ class RunClassificationTrainer(Averaging, Trainer):
 
 
 def trainer(
-    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+    context: RunContext,
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> RunClassificationTrainer:
     """Return the Trainer."""
     pad = model.config.get_text_config().pad_token_id
@@ -161,8 +164,8 @@ def macro_f1(confused: torch.Tensor) -> float:
 
 @torch.no_grad()
 def judged(
-    model: Any, tokenizer: PreTrainedTokenizerBase, examples: Dataset, recipe: Recipe, layout: Layout
-) -> Iterator[tuple[list[dict[str, Any]], torch.Tensor]]:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Dataset, recipe: Recipe, layout: Layout
+) -> Iterator[tuple[list[Json], torch.Tensor]]:
     """Yield this rank's share of the examples with their logits on the host, [examples, classes]; a collective."""
     for batch, count in scores.rank_batches(list(examples), recipe.micro_batch_size, layout):
         texts = [_tokens(tokenizer, example, recipe.sequence_length) for example in batch]

@@ -15,7 +15,6 @@ writes, packs nothing, and reads numbers from the device at every pass.
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe
-from ..data.collate import Collator
+from ..data.collate import Batch, Collator
 from ..data.load import Datasets, tokenized_datasets
 from ..model import output_head
 from ..model.attention import needs_boundaries
@@ -57,7 +56,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
 class RunDistillTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks, and a teacher."""
 
-    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
+    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
         """`options` are passed to the trainer's own class."""
         recipe = context.recipe
         boundaries = needs_boundaries(options["model"])
@@ -95,7 +94,7 @@ class RunDistillTrainer(Averaging, Trainer):
         found.check(self.processing_class)
         return found
 
-    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Return a step's micro-batches, with the student's own answers in the share of steps `distill.on_policy`."""
         if not on_policy.writes(self.context.recipe, self.state.global_step):
             return batches, items
@@ -103,7 +102,9 @@ class RunDistillTrainer(Averaging, Trainer):
             batches = on_policy.rewritten(self, batches)
         return batches, self._get_num_items_in_batch(batches, self.args.device)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return this rank's part of the step's mean loss per token, times the ranks, over which DeepSpeed averages."""
         with self.context.phases.phase("forward"):
             of_teacher = self.teacher.hidden(inputs, inputs[PLACES]) if self.teacher else None
@@ -113,7 +114,7 @@ class RunDistillTrainer(Averaging, Trainer):
         return loss * (not self.filler) * dist.get_world_size() / options["num_items_in_batch"]
 
     def _forward(
-        self, batch: dict[str, Any], of_teacher: torch.Tensor | None, **inputs: Any
+        self, batch: Batch, of_teacher: torch.Tensor | None, **inputs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss summed over a micro-batch's tokens, and its numbers; inside the student's forward pass.
 
@@ -128,7 +129,7 @@ class RunDistillTrainer(Averaging, Trainer):
             return divergence.summed(hidden, self.head, partial(self._compared, batch, of_teacher))
 
     def _compared(
-        self, batch: dict[str, Any], of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
+        self, batch: Batch, of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
         recipe = self.context.recipe

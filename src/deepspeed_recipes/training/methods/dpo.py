@@ -1,14 +1,14 @@
 """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), by TRL's DPOTrainer."""
 
-from typing import Any
-
 import torch
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
+from ...recipe.files import Json
 from ...recipe.methods import Dpo
 from ...recipe.recipe import Recipe
 from ..data import example_numbers
+from ..data.collate import Batch
 from ..parallel import scores
 from .preferences.pairs import PairHooks, datasets, ranked_by
 from .preferences.reference import precomputed, with_reference
@@ -29,12 +29,12 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
     one_by_one = False
     """Whether the micro-batch is one of which some ranks have fewer pairs."""
 
-    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Also mark the micro-batch of which some ranks have fewer pairs."""
         batches, items = super().prepare_step(batches, items)
         return [*batches[:-1], {**batches[-1], UNEVEN: self.uneven}], items
 
-    def _precompute_ref_logps(self, dataset: Dataset, *arguments: Any) -> Dataset:
+    def _precompute_ref_logps(self, dataset: Dataset, *arguments: object) -> Dataset:
         """Return the pairs unchanged; TRL's computation here is postponed until the engine exists."""
         return dataset
 
@@ -44,7 +44,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         if self.precompute_ref_logps:
             self.before = precomputed(self, self.train_dataset)
 
-    def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any) -> torch.Tensor:
+    def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
         """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""
         if self.before is not None:
             sides = self.before[inputs[example_numbers.KEY]].to(self.args.device, non_blocking=True).unbind(1)
@@ -52,7 +52,9 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         self.one_by_one = inputs.pop(UNEVEN, False)
         return super().training_step(model, inputs, *arguments)
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return a micro-batch's part of the step's mean over pairs.
 
         TRL gathers the numbers of all ranks' pairs at every pass, which must be equally many: pairs that ranks cannot
@@ -68,7 +70,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         return self.mean(torch.stack(losses))
 
 
-def _one(inputs: dict[str, Any], at: int) -> dict[str, Any]:
+def _one(inputs: Batch, at: int) -> Batch:
     """Return one pair of a micro-batch, which has all better answers, then all worse ones."""
     pairs = len(inputs["input_ids"]) // 2
     return {
@@ -77,7 +79,7 @@ def _one(inputs: dict[str, Any], at: int) -> dict[str, Any]:
     }
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> DPOConfig:
+def arguments(common: Json, recipe: Recipe) -> DPOConfig:
     """Return TRL's arguments."""
     dpo = Dpo.of(recipe)
     loss = {"loss_type": dpo.loss, "label_smoothing": dpo.label_smoothing, "beta": dpo.beta}

@@ -8,21 +8,22 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import cross_entropy, normalize
-from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
+from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Embed
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..console import say
 from ..data import classes, load, report, tokenize, updates
-from ..data.collate import padded
+from ..data.collate import Batch, padded
 from ..parallel import scores
 from ..trainer import RunContext
 from . import sft
@@ -61,9 +62,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     return load.Datasets(kept, held_out, None, kept[0]["positive"], size, {"shown": shown})
 
 
-def _with_tokens(
-    example: dict[str, Any], tokenizer: PreTrainedTokenizerBase, sides: Sequence[str], longest: int
-) -> dict[str, Any]:
+def _with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase, sides: Sequence[str], longest: int) -> Json:
     tokens = {side: tokenize.text_tokens(tokenizer, example[side], longest + 1) for side in sides}
     cut = sum(len(text) > longest for text in tokens.values())
     return {side: text[:longest] for side, text in tokens.items()} | {"cut": cut}
@@ -75,7 +74,7 @@ class PairCollator:
 
     pad_token_id: int
 
-    def __call__(self, pairs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, pairs: Sequence[Json]) -> Batch:
         """Return the model's inputs, and `texts`, [2 or 3, pairs]: a number per text, the same for equal texts."""
         sides = [side for side in SIDES if side in pairs[0]]
         texts = [[pair[side] for pair in pairs] for side in sides]
@@ -94,14 +93,14 @@ class Gathered(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, vectors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, vectors: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all ranks, in their order; a collective."""
         every = [torch.empty_like(vectors) for _ in range(dist.get_world_size())]
         dist.all_gather(every, vectors.contiguous())
         return torch.cat(every)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> torch.Tensor:
         """Return the sum of the gradients of all ranks' losses for this rank's vectors; a collective."""
         summed = gradients[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(summed)
@@ -113,7 +112,9 @@ class RunEmbeddingTrainer(Averaging, Trainer):
 
     loss_is_scaled_for_ga = False  # a mean per micro-batch
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return the mean InfoNCE of this rank's anchors, in nats."""
         recipe, numbers = self.context.recipe, inputs["texts"]
         settings = Embed.of(recipe)
@@ -149,7 +150,7 @@ def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return right, equal
 
 
-def embedded(model: Any, inputs: dict[str, Any], pooling: str) -> torch.Tensor:
+def embedded(model: PreTrainedModel, inputs: Batch, pooling: str) -> torch.Tensor:
     """Return the vectors of texts, [texts, hidden size], of length 1 and in fp32.
 
     Args:
@@ -165,7 +166,11 @@ def embedded(model: Any, inputs: dict[str, Any], pooling: str) -> torch.Tensor:
 
 
 def trainer(
-    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Dataset, tokenizer: PreTrainedTokenizerBase
+    context: RunContext,
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> RunEmbeddingTrainer:
     """Return the Trainer."""
     collator = PairCollator(tokenizer.pad_token_id)
@@ -183,7 +188,7 @@ def metric(trainer: RunEmbeddingTrainer, examples: Dataset) -> dict[str, float]:
 
 
 def found_at(
-    model: Any, tokenizer: PreTrainedTokenizerBase, examples: list[dict[str, Any]], recipe: Recipe, layout: Layout
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Json], recipe: Recipe, layout: Layout
 ) -> list[int]:
     """Return for each example how many texts are at least as similar to its anchor as its own; a collective.
 
@@ -208,7 +213,7 @@ def _before(similar: torch.Tensor, right: int, own: set[int]) -> int:
 
 @torch.no_grad()
 def _vectors(
-    model: Any, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: Recipe, layout: Layout
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: Recipe, layout: Layout
 ) -> torch.Tensor:
     """Return the vectors of all texts on every rank, [texts, hidden size]; a collective."""
     found = torch.zeros(len(texts), model.config.get_text_config().hidden_size, device=distributed.device())

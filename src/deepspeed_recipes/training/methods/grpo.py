@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.methods import Grpo, rewards
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
 from ..console import say
 from ..data import load, thinking, updates
+from ..data.collate import Batch
 from ..model.control_tokens import conversation_tokens
 from ..model.generate import continued, ends
 from ..parallel import scores
@@ -65,7 +67,9 @@ def per_answer(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 class RunGRPOTrainer(RolloutHooks, GRPOTrainer):
     """TRL's trainer with the run's hooks."""
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: TrainingArguments, **options: object
+    ) -> torch.Tensor:
         """Return a micro-batch's share of the step's mean loss (the paper's equation 3), as TRL computes it."""
         log_probs, mask = self._log_probs(model, inputs)
         ratio = (log_probs - inputs.get("old_per_token_logps", log_probs.detach())).exp()
@@ -94,7 +98,9 @@ class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
     def _as_trl_expects(self, found: list[list[int]]) -> Any:
         return found
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: TrainingArguments, **options: object
+    ) -> torch.Tensor:
         """Return the mean loss of a micro-batch: a whole answer is one action."""
         log_probs, mask = self._log_probs(model, inputs)
         ratio = ((log_probs * mask).sum(-1) - inputs["old_logps"]).exp()
@@ -103,10 +109,10 @@ class RunRLOOTrainer(RolloutHooks, RLOOTrainer):
         return clip.surrogate(ratio, inputs["advantages"]).mean()
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> GRPOConfig | RLOOConfig:
+def arguments(common: Json, recipe: Recipe) -> GRPOConfig | RLOOConfig:
     """Return TRL's arguments. Their beta stays 0, so that TRL loads no second model; `RolloutHooks` has ours."""
     grpo = Grpo.of(recipe)
-    shared: dict[str, Any] = {
+    shared: Json = {
         "num_generations": grpo.group_size,
         "max_completion_length": grpo.max_new_tokens,
         "temperature": grpo.temperature,
@@ -167,7 +173,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     )
 
 
-def _as_prompt(row: dict[str, Any]) -> dict[str, Any]:
+def _as_prompt(row: Json) -> Json:
     """Return the prompt, which TRL reads, and the example, for the reward functions.
 
     Raises:
@@ -178,7 +184,7 @@ def _as_prompt(row: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": row["messages"][: row["given"]], "example": scoring.example_of(row)}
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> list[int]:
+def _tokens(tokenizer: PreTrainedTokenizerBase, row: Json) -> list[int]:
     return conversation_tokens(tokenizer, row["prompt"], add_generation_prompt=True)
 
 
@@ -202,7 +208,7 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     gather = grpo.gather
     stage_3 = trainer.context.file.stage == 3
     tokenizer = trainer.processing_class
-    answered: list[tuple[dict[str, Any], list[int]]] = []
+    answered: list[tuple[Json, list[int]]] = []
     with unwrap_model_for_generation(
         trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
     ) as model:
@@ -238,12 +244,16 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     return measured | scores.own_metrics(recipe, pairs, trainer.context.run, trainer.state.global_step)
 
 
-def _has_answer(row: dict[str, Any]) -> bool:
+def _has_answer(row: Json) -> bool:
     return len(row["messages"]) > row["given"]
 
 
 def trainer(
-    context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: PreTrainedTokenizerBase
+    context: RunContext,
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> RolloutHooks:
     """Return the trainer, with a reference model if all weights are trained and beta is above 0."""
     kind = RunRLOOTrainer if Grpo.of(context.recipe).loss == "rloo" else RunGRPOTrainer

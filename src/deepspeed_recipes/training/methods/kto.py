@@ -8,17 +8,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import KTOConfig, KTOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Kto
 from ...recipe.recipe import Recipe
 from ..console import say
 from ..data import load, tokenize, updates
+from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
 from .preferences import fused_head
@@ -28,11 +30,13 @@ from .preferences.reference import with_reference
 class RunKTOTrainer(Averaging, KTOTrainer):
     """TRL's trainer with the run's hooks."""
 
-    def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
+    def _prepare_dataset(self, dataset: Dataset, *arguments: object) -> Dataset:
         """Return the examples as `datasets` made them; TRL would pair answers within each rank's own batch."""
         return dataset
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return the mean loss of a micro-batch (the paper's equations 7 and 8), as TRL computes it.
 
         TRL reads a dozen numbers from the device at every pass, and divides the answers by their labels, which also
@@ -72,11 +76,11 @@ class RunKTOTrainer(Averaging, KTOTrainer):
         return means if good is None or bad is None else means | {"rewards/margins": good - bad}
 
 
-def _log_likelihood(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+def _log_likelihood(model: PreTrainedModel, inputs: Batch) -> torch.Tensor:
     return fused_head.log_probs(model, inputs, inputs["completion_mask"].bool()).sum(-1)
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> KTOConfig:
+def arguments(common: Json, recipe: Recipe) -> KTOConfig:
     """Return TRL's arguments."""
     kto = Kto.of(recipe)
     weights = {"desirable_weight": kto.good_weight, "undesirable_weight": kto.bad_weight}
@@ -106,13 +110,13 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
 
 
-def with_tokens(example: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return the columns that TRL's collator reads."""
     tokens, start = tokenize.answered(tokenizer, example, "completion")
     return {"prompt_ids": tokens[:start], "completion_ids": tokens[start:], "label": example["label"]}
 
 
-def _mismatched(examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _mismatched(examples: dict[str, list[object]]) -> dict[str, list[Any]]:
     """Return another example's answer for each, from which the KL is estimated (section 4.1 of the paper).
 
     The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its

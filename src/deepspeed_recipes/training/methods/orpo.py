@@ -4,13 +4,13 @@ Hong et al. 2024, arXiv:2403.07691. The odds ratio is that of TRL's ORPOTrainer;
 since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
 """
 
-from typing import Any
-
 import torch
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
+from ...recipe.files import Json
 from ...recipe.methods import Orpo
 from ...recipe.recipe import Recipe
+from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
 from .preferences import fused_head
@@ -22,7 +22,9 @@ __all__ = ["arguments", "datasets", "metric", "trainer"]
 class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
     """TRL's trainer with the run's hooks."""
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6).
 
         Each pair counts the same. TRL averages the imitated tokens of a micro-batch instead, so that long answers count
@@ -39,7 +41,7 @@ class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
         return self.mean(imitation - terms)
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> ORPOConfig:
+def arguments(common: Json, recipe: Recipe) -> ORPOConfig:
     """Return TRL's arguments."""
     return ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length)
 

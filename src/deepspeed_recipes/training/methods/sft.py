@@ -13,9 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl.models.utils import unwrap_model_for_generation
 
+from ...recipe.files import Json
 from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
@@ -43,7 +44,7 @@ GATHER_LIMIT = 2**30
 """Bytes of weights up to which ZeRO-3's shards are gathered once for generation, not per layer and token."""
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> TrainingArguments:
+def arguments(common: Json, recipe: Recipe) -> TrainingArguments:
     """Return the Trainer's arguments."""
     return TrainingArguments(**common)
 
@@ -54,13 +55,17 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
 
 
 def trainer(
-    context: RunContext, model: Any, arguments: TrainingArguments, dataset: Any, tokenizer: PreTrainedTokenizerBase
+    context: RunContext,
+    model: PreTrainedModel,
+    arguments: TrainingArguments,
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
     boundaries, layout = needs_boundaries(model), context.recipe.layout
     # The stages of a pipeline have no loss or configuration of their own.
     labelled = layout.pipeline == 1 and tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
-    collator: Any
+    collator: object
     if context.recipe.model.vision:
         collator = PictureCollator.of(context.recipe, tokenizer, model)
     elif layout.sequence > 1:
@@ -148,7 +153,7 @@ def _gathers(trainer: RunTrainer) -> bool:
     return sum(sizes) <= GATHER_LIMIT
 
 
-def _generating(trainer: RunTrainer, gather: bool, options: dict[str, Any] | None = None) -> Any:
+def _generating(trainer: RunTrainer, gather: bool, options: Json | None = None) -> Any:
     """Return the context in which the model generates, with its settings of generation changed by `options`."""
     return unwrap_model_for_generation(
         trainer.deepspeed, trainer.accelerator, gather_deepspeed3_params=gather, generation_kwargs=options

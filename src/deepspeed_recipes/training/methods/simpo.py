@@ -4,13 +4,13 @@ Meng et al. 2024, arXiv:2405.14734. The loss is that of TRL's CPOTrainer; its in
 TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
 """
 
-from typing import Any
-
 import torch
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 
+from ...recipe.files import Json
 from ...recipe.methods import Simpo
 from ...recipe.recipe import Recipe
+from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
 from .preferences import fused_head
@@ -22,7 +22,9 @@ __all__ = ["arguments", "datasets", "metric", "trainer"]
 class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
     """TRL's trainer with the run's hooks."""
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
         """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6)."""
         answers = inputs["completion_mask"].bool()
         log_probs = fused_head.log_probs(model, inputs, answers)
@@ -31,7 +33,7 @@ class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
         return self.mean(losses)
 
 
-def arguments(common: dict[str, Any], recipe: Recipe) -> CPOConfig:
+def arguments(common: Json, recipe: Recipe) -> CPOConfig:
     """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
     simpo = Simpo.of(recipe)
     loss = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": simpo.beta, "simpo_gamma": simpo.gamma}

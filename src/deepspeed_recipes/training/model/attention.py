@@ -91,7 +91,7 @@ def _fits(config: PreTrainedConfig) -> bool:
     return width <= WIDEST and not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0))
 
 
-def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, Any]:
+def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
     """Return the documents' boundaries as arguments of transformers' flash attention (`FlashAttentionKwargs`).
 
     Computed on the host, so that no layer has to read them off the position ids on the device.
@@ -129,7 +129,7 @@ def varlen(
     sliding_window: int | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents, with the interface of transformers' implementations.
 
@@ -171,7 +171,7 @@ def varlen(
 
 
 @cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
+def _parameters(function: Callable[..., object]) -> frozenset[str]:
     """Return the names of a function's parameters; cached, since every layer needs them at every pass."""
     return frozenset(inspect.signature(function).parameters)
 
@@ -200,7 +200,7 @@ def _fused(
 
 
 def _one_by_one(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, _: Any, **options: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, _: object, **options: Any
 ) -> torch.Tensor:
     """Compute the same as the kernel, on a CPU; [tokens, heads, width] each."""
     outputs = []

@@ -20,6 +20,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import Json
 from .shown import shown
 
 try:
@@ -37,7 +38,7 @@ except ImportError:  # transformers before 5.20
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), re.compile("(?!)")
 
 
-Turns = list[dict[str, Any]]
+Turns = list[Json]
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class ControlTokens:
     images: re.Pattern[str]
     """Matches in the assistant's turns: the tokens that represent an image in the model's input."""
 
-    def occur(self, turns: Turns, tools: Any = None) -> bool:
+    def occur(self, turns: Turns, tools: list[Json] | None = None) -> bool:
         """Return whether text written by people contains control tokens."""
         return self._first(turns, tools) is not None
 
-    def mark(self, turns: Turns, tools: Any = None) -> tuple[Turns, Any]:
+    def mark(self, turns: Turns, tools: list[Json] | None = None) -> tuple[Turns, Any]:
         """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`.
 
         Raises:
@@ -86,11 +87,11 @@ class ControlTokens:
                 places += [found.span()] * len(as_text)
         return ids, places
 
-    def _first(self, turns: Turns, tools: Any) -> str | None:
+    def _first(self, turns: Turns, tools: list[Json] | None) -> str | None:
         texts = ((text, pattern) for value, pattern in self._guarded(turns, tools) for text in _strings(value))
         return next((found[0] for text, pattern in texts if (found := pattern.search(text))), None)
 
-    def _guarded(self, turns: Turns, tools: Any) -> Iterator[tuple[Any, re.Pattern[str]]]:
+    def _guarded(self, turns: Turns, tools: list[Json] | None) -> Iterator[tuple[Any, re.Pattern[str]]]:
         for turn in turns:
             yield turn, self.images if turn["role"] == "assistant" else self.control
         yield tools, self.control
@@ -120,7 +121,7 @@ def _patterns(control: tuple[str, ...], images: tuple[str, ...]) -> ControlToken
 
 
 def conversation_tokens(
-    tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: Any = None, **options: Any
+    tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: list[Json] | None = None, **options: Any
 ) -> list[int]:
     """Return a conversation's tokens; `options` are those of `apply_chat_template`, and arguments of the template.
 
@@ -147,7 +148,7 @@ def conversation_tokens(
         ) from error
 
 
-def _strings(value: Any) -> Iterator[str]:
+def _strings(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

@@ -4,7 +4,7 @@ A vision-language model's tower and processor are shrunken together with its lan
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 from ...recipe.project import SAMPLES
 from ...recipe.recipe import Draft, Recipe
 from ...recipe.samples import TINY_VISION
@@ -143,7 +144,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
     }
 
 
-def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, list[Any]]:
+def _layers(values: JsonView, before: int, layers: int) -> dict[str, list[Any]]:
     """Return a configuration's lists per layer, shortened to layers of every kind; this may be more than `layers`."""
     listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
     kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
@@ -153,7 +154,7 @@ def _layers(values: Mapping[str, Any], before: int, layers: int) -> dict[str, li
     return {name: [values[name][index] for index in chosen] for name in listed}
 
 
-def _rope(rope: Mapping[str, Any], head: int) -> dict[str, Any]:
+def _rope(rope: JsonView, head: int) -> Json:
     """Return rotary parameters whose lists fit a head of this width: LongRoPE's factors, M-RoPE's sections."""
     fitted = dict(rope)
     pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -251,7 +252,7 @@ def shrink_vision(
         tokenizer: after its processor was created, which may add tokens.
     """
     vision = config.vision_config
-    sizes: dict[str, Any] = {
+    sizes: Json = {
         "hidden_size": draft.hidden_size,
         "intermediate_size": 2 * draft.hidden_size,
         "num_hidden_layers": draft.layers,

@@ -7,13 +7,12 @@ only by computing the base layer's product as well, which cuBLAS is hard to beat
 """
 
 from functools import cache
-from typing import Any
 
 import torch
 from peft.tuners import lora
 from peft.tuners.lora import Linear, LoraLayer
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import linear
 
 
@@ -25,7 +24,7 @@ class DownProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: FunctionCtx, inputs: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
         """Return the same input, [..., in], and x A^T, [..., rank].
 
         Args:
@@ -38,7 +37,7 @@ class DownProjection(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_inputs: Tensor, of_reduced: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: FunctionCtx, of_inputs: Tensor, of_reduced: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of the input, the base layer's and the adapter's, and of A."""
         inputs, down = ctx.saved_tensors
         reduced = _rows(of_reduced)
@@ -54,7 +53,7 @@ class UpProjection(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, reduced: Tensor, up: Tensor, scaling: float) -> Tensor:
+    def forward(ctx: FunctionCtx, output: Tensor, reduced: Tensor, up: Tensor, scaling: float) -> Tensor:
         """Return the sum, [..., out], in the place of the base layer's output.
 
         Not marked as changed: if the output is a view, as in a layer with a bias, autograd would copy the gradient
@@ -75,7 +74,7 @@ class UpProjection(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         """Return the gradients of the base layer's output, of x A^T and of B."""
         reduced, up = ctx.saved_tensors
         rows = _rows(gradient)
@@ -94,7 +93,7 @@ def _scaled_product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 class Fused(LoraLayer):
     """A LoRA layer that fuses the adapter's additions to output and input gradient into its matrix products."""
 
-    def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    def forward(self, x: Tensor, *arguments: object, **options: object) -> Tensor:
         """Return the layer's output for x, [..., in]; PEFT computes all but a single plain adapter in x's dtype."""
         name = None if arguments or options else self._plain_adapter(x)
         if name is None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Thread
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from .control_tokens import conversation_tokens
 
 
@@ -51,7 +51,7 @@ def until(tokens: list[int], end: Collection[int]) -> list[int]:
 
 
 def greedy(
-    model: Any,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     inputs: Mapping[str, torch.Tensor],
     max_new_tokens: int,
@@ -76,7 +76,11 @@ def greedy(
 
 
 def stream(
-    model: Any, tokenizer: PreTrainedTokenizerBase, turns: list[dict[str, str]], max_new_tokens: int, **how: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: list[dict[str, str]],
+    max_new_tokens: int,
+    **how: object,
 ) -> Iterator[str]:
     """Yield the model's answer to a conversation in pieces, as it is written.
 
@@ -120,7 +124,7 @@ def stream(
         raise failures[0]
 
 
-def seeded(how: dict[str, Any]) -> dict[str, Any]:
+def seeded(how: Json) -> Json:
     """Seed torch, where a `seed` is given, and return the other arguments."""
     if (seed := how.get("seed")) is not None:
         torch.manual_seed(seed)

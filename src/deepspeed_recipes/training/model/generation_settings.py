@@ -6,11 +6,11 @@ transformers only warns about invalid settings at that time, and refuses to save
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 
 from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 
 FILE = "generation_config.json"
@@ -37,7 +37,7 @@ def check(path: str) -> None:
         raise UserError(f"{Path(path) / FILE}: {first_line(error)} Correct the file.") from error
 
 
-def correct(model: Any, path: str) -> str | None:
+def correct(model: PreTrainedModel, path: str) -> str | None:
     """Make a model's generation settings valid; return the changes as a line to print, or None if there are none.
 
     This follows transformers' own advice: sampling settings without `do_sample` set it, unless the temperature is 0,
@@ -54,7 +54,7 @@ def correct(model: Any, path: str) -> str | None:
     if config is None:  # the model does not generate
         return None
     _check_types(config, path)
-    changed: dict[str, Any] = {}
+    changed: Json = {}
     if (issues := _issues(config, path)) and any("`do_sample`" in issue for issue in issues.values()):
         greedy = config.temperature == 0
         changed |= (

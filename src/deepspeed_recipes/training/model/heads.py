@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ..model_folder.head import Head
 
@@ -38,7 +39,7 @@ def trained_by(recipe: Recipe) -> Head:
     return "scores" if recipe.method.scores else "none" if recipe.method.embeds else "vocabulary"
 
 
-def options(labels: Sequence[str]) -> dict[str, Any]:
+def options(labels: Sequence[str]) -> Json:
     """Return the arguments of `from_pretrained` for a classifier with these classes; a reward model has none."""
     if not labels:
         return {"num_labels": 1}

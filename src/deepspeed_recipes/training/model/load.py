@@ -18,6 +18,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...recipe import quantization as stored_quantization
 from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
 from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
 from ..console import say
@@ -47,7 +48,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         raise UserError(cannot_load("configuration", recipe, error)) from error
 
 
-def load_model(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
+def load_model(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
     """Return the model in the recipe's precision, with adapters where the recipe has them.
 
     Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
@@ -76,7 +77,7 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
     return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)
 
 
-def load_base(recipe: Recipe, kind: Any = None, labels: Sequence[str] = ()) -> PreTrainedModel:
+def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel:
     """Return the model of `load_model` without adapters.
 
     Raises:
@@ -136,7 +137,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     return model
 
 
-def with_classes(part: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+def with_classes(part: Json, options: Json) -> Json:
     """Return the arguments of `from_pretrained` with a classifier's, which go into the configuration if it has one."""
     if "config" not in part:
         return part | options
@@ -177,7 +178,7 @@ def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
         say(f"model.path={recipe.model.path}: neither loaded nor trained: {', '.join(parts)}; {exported}")
 
 
-def text_part(config: PreTrainedConfig) -> dict[str, Any]:
+def text_part(config: PreTrainedConfig) -> Json:
     """Return the arguments with which `from_pretrained` loads only the language model of a vision-language checkpoint.
 
     Empty where transformers needs none: for a language model, or a whole model that it has a class for. Mistral 3's

@@ -4,10 +4,9 @@ transformers' own NEFTune divides by the length of the padded or packed sequence
 of each document, and draws the same numbers on every rank.
 """
 
-from typing import Any
-
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 SPREAD = 0x9E3779B97F4A7C15
 """Odd, so that multiples of it modulo 2**64 are all different (Knuth's multiplicative hash)."""
@@ -16,7 +15,7 @@ SPREAD = 0x9E3779B97F4A7C15
 class Noise:
     """Adds noise to the embedding's output in training; the same in every run with the same numbers."""
 
-    def __init__(self, model: Any, alpha: float, seed: int, rank: int) -> None:
+    def __init__(self, model: PreTrainedModel, alpha: float, seed: int, rank: int) -> None:
         """Args: the model; NEFTune's alpha; the recipe's seed; the number of the data-parallel rank."""
         self.alpha, self.seed, self.rank = alpha, seed, rank
         self.step, self.pass_ = -1, 0
@@ -35,7 +34,7 @@ class Noise:
         self.step = step
         self.lengths = lengths
 
-    def _add(self, module: torch.nn.Module, _: Any, embedded: torch.Tensor) -> torch.Tensor:
+    def _add(self, module: torch.nn.Module, _: object, embedded: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return embedded
         seed = pass_seed(self.seed, self.step, self.pass_, self.rank)

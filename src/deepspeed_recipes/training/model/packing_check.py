@@ -1,7 +1,6 @@
 """Checks on a shrunken model, not by name, that a model's code keeps packed documents apart."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -95,10 +94,10 @@ def _documents(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
     return probe.random_tokens(model.config, 1, sum(LENGTHS))[0].to(model.device).split(LENGTHS)
 
 
-def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, Any]:
+def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's inputs for one sequence of all documents."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    inputs: dict[str, Any] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
     if attention.needs_boundaries(model):
         inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
     return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...recipe.errors import first_line
+from ...recipe.files import Json
 from ...recipe.recipe import Draft
 from .. import distributed
 from . import attention, remote_code, transforms
@@ -90,13 +91,13 @@ def computed(model: PreTrainedModel, tokens: torch.Tensor) -> tuple[torch.Tensor
     return output.logits.detach(), gradients
 
 
-def on_two_ranks(compute: Callable[[dist.ProcessGroup], Any]) -> tuple[Any, str]:
+def on_two_ranks(compute: Callable[[dist.ProcessGroup], object]) -> tuple[Any, str]:
     """Return the result of `compute` on ranks 0 and 1, or None, and the error's first line; a collective of all ranks.
 
     Whatever a model's own code raises is an answer here, not a crash.
     """
     group = dist.new_group([0, 1])
-    answer: list[tuple[Any, str]] = [(None, "")]
+    answer: list[tuple[object, str]] = [(None, "")]
     if dist.get_rank() < 2:
         try:
             answer = [(compute(group), "")]
@@ -140,7 +141,7 @@ def _within(config: PreTrainedConfig, bound: int) -> PreTrainedConfig:
     return small
 
 
-def _larger(values: dict[str, Any], bound: int, above: Place = ()) -> Iterator[Place]:
+def _larger(values: Json, bound: int, above: Place = ()) -> Iterator[Place]:
     """Yield the places of integers above `bound`, and of lists that contain one."""
     for name, value in values.items():
         if isinstance(value, dict):
@@ -149,7 +150,7 @@ def _larger(values: dict[str, Any], bound: int, above: Place = ()) -> Iterator[P
             yield *above, name
 
 
-def _lowered(value: Any, bound: int) -> Any:
+def _lowered(value: object, bound: int) -> Any:
     if isinstance(value, list):
         return [_lowered(one, bound) for one in value]
     return min(value, bound) if isinstance(value, int) else value
@@ -159,7 +160,7 @@ def _with(config: PreTrainedConfig, place: Place, bound: int) -> PreTrainedConfi
     """Return a copy in which the value at `place` is lowered to `bound`."""
     changed = copy.deepcopy(config)
     *above, name = place
-    owner: Any = changed
+    owner: object = changed
     for key in above:
         owner = owner[key] if isinstance(owner, dict) else getattr(owner, key)
     values = owner if isinstance(owner, dict) else vars(owner)
@@ -177,7 +178,7 @@ def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
 def _logits(config: PreTrainedConfig, tokens: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        options: dict[str, Any] = {
+        options: Json = {
             "attn_implementation": "eager",
             "dtype": torch.float32,
             "trust_remote_code": remote_code.here(),

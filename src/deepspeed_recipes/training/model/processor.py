@@ -6,20 +6,20 @@ torchvision::nms does not exist"). So machines without it get processors for ima
 """
 
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.processing_auto import processor_class_from_name
 from transformers.utils import is_torchvision_available
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from ...recipe.errors import UserError, first_line
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
@@ -61,7 +61,7 @@ def adopt(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> Proc
     return processor
 
 
-def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list[str]:
+def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[object]) -> list[str]:
     """Return the placeholder of each image in the text that is tokenized.
 
     Raises:
@@ -76,7 +76,7 @@ def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[Any]) -> list
     return [one["replacement"] for one in read["text_replacement_offsets"][0]]
 
 
-def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
+def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[object]]) -> dict[str, torch.Tensor]:
     """Return the model's inputs for several texts' images; empty if there are none."""
     shown = [one for one in pictures if len(one)]
     if not shown:
@@ -106,13 +106,13 @@ def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch
     return {name: torch.isin(ids, torch.tensor([one for one in processor.image_token_ids if one is not None])).long()}
 
 
-def accepted_by(model: Any) -> frozenset[str]:
+def accepted_by(model: PreTrainedModel) -> frozenset[str]:
     """Return the names of the parameters of a model's `forward`."""
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     return frozenset(inspect.signature(type(inner).forward).parameters)
 
 
-def _processed(processor: ProcessorMixin, pictures: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
+def _processed(processor: ProcessorMixin, pictures: Sequence[Sequence[object]], **options: object) -> JsonView:
     text = [" ".join([processor.image_token] * len(one)) for one in pictures]
     return processor(text=text, images=[list(one) for one in pictures], **options)
 
@@ -125,14 +125,16 @@ Others have additional options, which `_PicturesOnly` would not pass on.
 
 
 class _PicturesOnly(ProcessorMixin):
-    video_settings: dict[str, Any] | None = None
+    video_settings: Json | None = None
     """The video settings in the model's files; saved with the rest, for machines with torchvision."""
 
-    def __init__(self, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **kwargs: Any):
+    def __init__(
+        self, image_processor: object = None, tokenizer: object = None, chat_template: object = None, **kwargs: object
+    ):
         # transformers loads and saves the parts in this signature (`ProcessorMixin.get_attributes`).
         super().__init__(image_processor, tokenizer, None, chat_template=chat_template, **kwargs)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         videos = {"video_processor": self.video_settings} if self.video_settings else {}
         return super().to_dict() | videos
 

@@ -21,11 +21,12 @@ from jinja2 import TemplateError
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 
 if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
 
-Turns = list[dict[str, Any]]
+Turns = list[Json]
 
 RENDER_SECONDS = 10.0
 """Time limit of a template for a conversation or a probe; templates in use take milliseconds."""
@@ -59,7 +60,7 @@ class _Words:
         self.meant[word] = (turn, what)
         return word
 
-    def leaves(self, value: Any, turn: int, what: str) -> Any:
+    def leaves(self, value: object, turn: int, what: str) -> Any:
         """Return a value with words in place of its texts and numbers; keys, booleans and nulls stay."""
         if isinstance(value, dict):
             return {key: self.leaves(one, turn, what) for key, one in value.items()}
@@ -90,8 +91,8 @@ def shown(
     tokenizer: "PreTrainedTokenizerBase",
     template: str,
     turns: Turns,
-    tools: Any = None,
-    options: Any = None,
+    tools: list[Json] | None = None,
+    options: object = None,
     prompt: bool = False,
 ) -> Shown:
     """Return a conversation in a form in which the template renders every text.
@@ -122,14 +123,14 @@ def shown(
     return Shown(found, bool(forgotten))
 
 
-def _probed(turns: Turns, tools: Any) -> tuple[_Words, Turns, Any]:
+def _probed(turns: Turns, tools: list[Json] | None) -> tuple[_Words, Turns, Any]:
     words = _Words()
     probe = [_probe(turn, number, words) for number, turn in enumerate(turns)]
     return words, probe, [_probe_tool(tool, words) for tool in tools] if tools else None
 
 
 def owners(
-    turns: Turns, tools: Any, render: Callable[[Turns, Any], tuple[str, Sequence[tuple[int, int]]]]
+    turns: Turns, tools: list[Json] | None, render: Callable[[Turns, object], tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[int]:
     """Return the turn's number for each stretch of the assistant's text.
 
@@ -158,8 +159,8 @@ def owners(
     return found
 
 
-def _probe(turn: dict[str, Any], number: int, words: _Words) -> dict[str, Any]:
-    made: dict[str, Any] = {**turn}
+def _probe(turn: Json, number: int, words: _Words) -> Json:
+    made: Json = {**turn}
     content = turn.get("content")
     if isinstance(content, str):
         made["content"] = words.content(content, number, turn["role"])
@@ -176,7 +177,7 @@ def _probe(turn: dict[str, Any], number: int, words: _Words) -> dict[str, Any]:
     return made
 
 
-def _probe_call(call: dict[str, Any], number: int, words: _Words) -> dict[str, Any]:
+def _probe_call(call: Json, number: int, words: _Words) -> Json:
     function = call.get("function", call)
     changed = {
         "name": words.new(number, "the name of a tool call"),
@@ -185,7 +186,7 @@ def _probe_call(call: dict[str, Any], number: int, words: _Words) -> dict[str, A
     return {**call, "function": changed} if "function" in call else {**call, **changed}
 
 
-def _probe_tool(tool: dict[str, Any], words: _Words) -> dict[str, Any]:
+def _probe_tool(tool: Json, words: _Words) -> Json:
     function = tool.get("function", tool)
     named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else function
     return {**tool, "function": named} if "function" in tool else named
@@ -200,7 +201,7 @@ FORMS: tuple[Form, ...] = (
 """The forms of a turn for a template: a name for its reasoning or None, and its content as parts or not."""
 
 
-def _in_form(form: Form, turn: dict[str, Any]) -> dict[str, Any]:
+def _in_form(form: Form, turn: Json) -> Json:
     name, parts = form
     reasoning = next((turn[other] for other in REASONING if other in turn), None)
     if name and reasoning is not None:
@@ -246,7 +247,12 @@ def _best(
 
 
 def _missing(
-    tokenizer: "PreTrainedTokenizerBase", template: str, turns: Turns, tools: Any, options: Any, meant: dict[str, Any]
+    tokenizer: "PreTrainedTokenizerBase",
+    template: str,
+    turns: Turns,
+    tools: list[Json] | None,
+    options: Any,
+    meant: Json,
 ) -> list[tuple[int, str]] | None:
     """Return the texts that the template drops, or None if it refuses the turns."""
     try:
@@ -266,7 +272,12 @@ def _missing(
 
 
 def _forgotten(
-    tokenizer: "PreTrainedTokenizerBase", template: str, turns: Turns, tools: Any, options: Any, number: int
+    tokenizer: "PreTrainedTokenizerBase",
+    template: str,
+    turns: Turns,
+    tools: list[Json] | None,
+    options: Any,
+    number: int,
 ) -> bool:
     """Return whether the template would show a turn's reasoning if the conversation ended there."""
     if not any(turn["role"] == "user" for turn in turns[number:]):

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
@@ -83,7 +82,7 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
     if folder is None:
         return []
     quantizer = getattr(model, "hf_quantizer", None)
-    known: dict[str, Any] = model.state_dict()
+    known: dict[str, torch.Tensor] = model.state_dict()
     modules = {name for name, _ in model.named_modules()}
     unneeded = model._keys_to_ignore_on_load_unexpected or ()  # listed by its class
     inside: list[str] = []
@@ -125,7 +124,7 @@ def loaded_as(
     mapping = get_model_conversion_mapping(model, key_mapping, getattr(model, "hf_quantizer", None))
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
     converters = [one for one in mapping if isinstance(one, WeightConverter)]
-    known: dict[str, Any] = model.state_dict()
+    known: dict[str, torch.Tensor] = model.state_dict()
     found = {}
     for name in names:
         renamed, _ = rename_source_key(name, renamings, converters, model.base_model_prefix, known)

@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from peft import PeftModel
 from torch import nn
 from torch.nn.functional import linear
@@ -93,7 +94,7 @@ def switch_by_batch(model: PreTrainedModel) -> None:
     """
     configs = {id(one.config): one.config for one in model.modules() if _computes(one, VARLEN)}
 
-    def switch(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+    def switch(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
         for config in configs.values():
             config._attn_implementation = VARLEN if inputs.get("cu_seq_lens_q") is not None else "sdpa"
 
@@ -139,7 +140,7 @@ def tile_loss(model: PreTrainedModel) -> None:
     fused = model.forward
 
     @functools.wraps(fused)
-    def forward(*arguments: Any, labelled: torch.Tensor | None = None, **inputs: Any) -> Any:
+    def forward(*arguments: object, labelled: torch.Tensor | None = None, **inputs: object) -> Any:
         if labelled is None:
             return fused(*arguments, **inputs, fused_lm_head=inputs.get("labels") is not None)
         with _only(labelled, model.base_model):
@@ -152,7 +153,7 @@ def tile_loss(model: PreTrainedModel) -> None:
 def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
     """Make the decoder return only the hidden states of these tokens, [1, places, width], to the head."""
 
-    def select(_: torch.nn.Module, __: Any, output: Any) -> Any:
+    def select(_: torch.nn.Module, __: object, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
         return output
 
@@ -193,7 +194,7 @@ def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
     return parts
 
 
-def _in_tiles(forward: Any, tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
+def _in_tiles(forward: Callable[..., torch.Tensor], tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
     """Return forward(*inputs), all of them [sequences, length, width].
 
     The number of tiles is fixed, with empty tiles for short sequences: under ZeRO-3 all ranks must compute the same
@@ -241,7 +242,9 @@ def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
             layer.forward = partial(_exact_in_evaluation, layer, layer.forward)
 
 
-def _exact_in_evaluation(layer: torch.nn.Linear, train: Any, inputs: torch.Tensor) -> torch.Tensor:
+def _exact_in_evaluation(
+    layer: torch.nn.Linear, train: Callable[..., torch.Tensor], inputs: torch.Tensor
+) -> torch.Tensor:
     return train(inputs) if layer.training else linear(inputs, layer.weight, layer.bias)
 
 
@@ -285,7 +288,7 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
         )
 
 
-def check_active(engine: Any, file: DeepSpeedFile) -> None:
+def check_active(engine: DeepSpeedEngine, file: DeepSpeedFile) -> None:
     """Refuse an engine that should be compiled but would silently train as plain ZeRO.
 
     Raises:
@@ -336,7 +339,7 @@ def divide_number(module: nn.Module, name: str, size: int) -> None:
     setattr(module, name, getattr(module, name) // size)
 
 
-def replace_functions(model: nn.Module, names: Collection[str], replace: Callable[[str], Any]) -> None:
+def replace_functions(model: nn.Module, names: Collection[str], replace: Callable[[str], object]) -> None:
     """Replace functions of these names by `replace(name)` in the modeling files of `model`'s modules."""
     for namespace in {sys.modules[type(module).__module__] for module in model.modules()}:
         for name in set(names) & set(vars(namespace)):
@@ -422,7 +425,7 @@ def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
     """
     kind = type(layer)
 
-    def call(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+    def call(self: nn.Module, *arguments: object, **options: object) -> Any:
         options.pop("hidden_states", None)
         return kind.__call__(self, whole.received, *arguments[1:], **options)
 

@@ -11,7 +11,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -21,6 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import cached_file
 
 from ...recipe import quantization
+from ...recipe.files import Json, JsonView
 from ...recipe.run_folder import read_json, write_json
 from ..model_folder import base_model, dequantized, weights
 from ..model_folder.head import PROCESSORS, PROVENANCE, Head
@@ -31,7 +31,7 @@ _DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 """safetensors' names of dtypes."""
 PREFIX = "base_model.model."
 """PEFT's, before the name of a module."""
-_IF_THERE: dict[str, Any] = {
+_IF_THERE: Json = {
     f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")
 }
 """Arguments with which `cached_file` returns None for a file that does not exist."""
@@ -152,7 +152,7 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
     write_json(folder / base_model.ADAPTER, written)
 
 
-def _name(model: PreTrainedModel, module: Any) -> str:
+def _name(model: PreTrainedModel, module: torch.nn.Module) -> str:
     return next(name for name, one in model.named_modules() if one is module)
 
 
@@ -254,7 +254,7 @@ def _write(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Write a safetensors file tensor by tensor, each in memory alone, and return the digests of their bytes."""
     # safetensors aligns tensors by writing the widest dtypes first.
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: Json = {"__metadata__": {"format": "pt"}}
     digests, end = {}, 0
     for name in order:
         one = tensors[name]
@@ -293,7 +293,7 @@ def _write_config(folder: Path, base: Path, head: Head, trusted: bool) -> None:
     write_json(folder / "config.json", whole)
 
 
-def _change(config: dict[str, Any], before: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+def _change(config: Json, before: JsonView, trained: JsonView) -> None:
     """Set in the base's configuration what training changed."""
     for key, value in trained.items():
         old = before.get(key, value)

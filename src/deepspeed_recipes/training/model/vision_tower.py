@@ -39,7 +39,7 @@ def freeze(model: PreTrainedModel) -> None:
 
 def outside_language(model: PreTrainedModel) -> str:
     """Return a regular expression for the modules outside the language part, in the form for PEFT's exclusions."""
-    decoder: Any = model.get_decoder()
+    decoder: object = model.get_decoder()
     name = next(name for name, module in model.named_modules() if module is decoder)
     return rf"(?!{re.escape(name)}\.).*"
 
@@ -56,10 +56,12 @@ def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> N
     inner, decoder = model.base_model, model.get_decoder()
     batch = {"seen": False}
 
-    def look(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+    def look(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
         batch["seen"] = inputs.get("pixel_values") is not None
 
-    def add_nothing(_: Any, arguments: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def add_nothing(
+        _: object, arguments: object, inputs: dict[str, torch.Tensor]
+    ) -> tuple[Any, dict[str, torch.Tensor]] | None:
         cache, embedded = inputs.get("past_key_values"), inputs.get("inputs_embeds")
         if batch["seen"] or embedded is None or (cache is not None and cache.get_seq_length()):
             return None

@@ -3,9 +3,9 @@
 import os
 import re
 from pathlib import Path, PurePath
-from typing import Any
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.run_folder import read_json, write_json
 from .portable import own_path, portable_path
 
@@ -18,7 +18,7 @@ EXPECTED = "expected.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> Json:
     """Return the content of a folder's config.json, or an empty one if it has none.
 
     Raises:
@@ -31,7 +31,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     return config
 
 
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
+def text_of(config: Json) -> Json:
     """Return the part of a config.json that describes the text model: `text_config`, or the whole without one."""
     return config.get("text_config") or config
 

@@ -4,7 +4,6 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -191,7 +190,7 @@ def plain(text: object) -> str:
     return re.sub(r"([\\`*\[\]<>|#&!~])", r"\\\1", " ".join(printable(text).split()))
 
 
-def score(metric: str | None, value: Any) -> str:
+def score(metric: str | None, value: object) -> str:
     """Return a score in readable form, or a dash if there is none."""
     if not isinstance(value, int | float):
         return "-"

@@ -1,12 +1,11 @@
 """Adds to exported weights the files that make the folder usable on any machine."""
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from ...recipe import files
 from ...recipe.errors import UserError
+from ...recipe.files import JsonView
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of
 from . import base_model, card, expected, record, response_template
 
@@ -44,7 +43,7 @@ def check_smaller(source: Path, output: Path, option: str) -> None:
         raise UserError(f"{source}: is already quantised; use {option} on the model that it was made from.")
 
 
-def of_run(folder: Path, run: RunFolder, place: Path, results: Mapping[str, Any], step: int | None = None) -> None:
+def of_run(folder: Path, run: RunFolder, place: Path, results: JsonView, step: int | None = None) -> None:
     """Add the card, `training/` and the response template to weights of a run, and remove absolute paths.
 
     Args:
@@ -81,7 +80,7 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     _finish(folder, place)
 
 
-def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> None:
+def of_quantized(folder: Path, place: Path, quantization: JsonView) -> None:
     """Do the same for a quantised copy, whose card and results describe the quantisation.
 
     Args:
@@ -93,7 +92,7 @@ def of_quantized(folder: Path, place: Path, quantization: Mapping[str, Any]) -> 
     _finish(folder, place)
 
 
-def of_certificate(folder: Path, asked: str, verdict: Mapping[str, Any]) -> bool:
+def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
     """Record a certificate in `training/results.json` and in the card; return False if the folder has no record.
 
     Args:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 from . import weights
 
 
@@ -37,7 +38,7 @@ class Dequantized(torch.Tensor):
         return function(*given[0], **given[1])
 
 
-def state(folder: Path, block: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def state(folder: Path, block: JsonView, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return all weights of a model's folder by their names without quantisation.
 
     Args:
@@ -48,7 +49,7 @@ def state(folder: Path, block: Mapping[str, Any], dtype: torch.dtype) -> dict[st
     Raises:
         UserError: a scale has another shape than its weight needs.
     """
-    places: dict[str, Any] = {}
+    places: Json = {}
     for file in weights.files(folder):
         opened = safe_open(file, "pt")
         places |= dict.fromkeys(weights.header(file), opened)
@@ -76,7 +77,7 @@ def state(folder: Path, block: Mapping[str, Any], dtype: torch.dtype) -> dict[st
     return found
 
 
-def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: Mapping[str, Any]) -> torch.Tensor:
+def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) -> torch.Tensor:
     """Return a weight, computed from its quantised parts."""
     if "blocks" in parts:
         return convert_moe_packed_tensors(parts["blocks"], parts["scales"])
@@ -90,7 +91,7 @@ def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: Mapping[st
     return weight * _spread(name, scale, weight.shape, block)
 
 
-def _unpacked(name: str, parts: Mapping[str, torch.Tensor], block: Mapping[str, Any]) -> torch.Tensor:
+def _unpacked(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) -> torch.Tensor:
     """Return the weight of packed integers, by compressed-tensors' own code."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -110,7 +111,7 @@ def _targets(target: str, layer: str) -> bool:
     return bool(re.match(target[3:], layer)) if target.startswith("re:") else target in ("Linear", layer)
 
 
-def _spread(name: str, scale: torch.Tensor, shape: torch.Size, block: Mapping[str, Any]) -> torch.Tensor:
+def _spread(name: str, scale: torch.Tensor, shape: torch.Size, block: JsonView) -> torch.Tensor:
     """Return scales of blocks in a shape that multiplies the weight's."""
     if scale.numel() == 1:
         return scale.reshape(())
@@ -119,7 +120,7 @@ def _spread(name: str, scale: torch.Tensor, shape: torch.Size, block: Mapping[st
     return scale.repeat_interleave(rows, -2)[..., : shape[-2], :].repeat_interleave(columns, -1)[..., : shape[-1]]
 
 
-def _blocks(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: Mapping[str, Any]) -> tuple[int, int]:
+def _blocks(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: JsonView) -> tuple[int, int]:
     """Return the rows and columns that share one scale.
 
     Raises:

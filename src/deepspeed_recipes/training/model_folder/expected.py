@@ -7,16 +7,16 @@ eight texts, no sampling, and nothing that rounding could turn into another answ
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import PeftModel
 from safetensors import safe_open
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json, JsonView
 from ...recipe.run_folder import read_json, write_json
 from .. import distributed
 from . import base_model, weights
@@ -65,7 +65,7 @@ ADAPTED = (
 """Keys of adapter_config.json that change what an adapter adds."""
 
 
-def sequences(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+def sequences(tokenizer: PreTrainedTokenizerBase) -> list[Json]:
     """Return the texts as the model reads them: `messages` or `text`, `tokens`, and `start`, where the answer begins.
 
     A tokenizer without a chat template gets question and answer as one text.
@@ -75,7 +75,7 @@ def sequences(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
         if tokenizer.chat_template:
             asked = [{"role": "user", "content": question}]
             prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-            example: dict[str, Any] = {"messages": asked}
+            example: Json = {"messages": asked}
         else:
             prompt = f"{question}\n"
             example = {"text": prompt}
@@ -87,8 +87,8 @@ def sequences(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def measured(
-    forward: Callable[[torch.Tensor], torch.Tensor], examples: Sequence[Mapping[str, Any]], device: Any = "cpu"
-) -> list[dict[str, Any]]:
+    forward: Callable[[torch.Tensor], torch.Tensor], examples: Sequence[JsonView], device: object = "cpu"
+) -> list[Json]:
     """Return for each example the log-probability of each answer's token and the likeliest token at its place.
 
     Args:
@@ -111,7 +111,9 @@ def measured(
     return found
 
 
-def write_of(trainer: Any, forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path) -> None:
+def write_of(
+    trainer: Trainer, forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path
+) -> None:
     """Write the file of a run into its export; a collective.
 
     Args:
@@ -132,10 +134,10 @@ def write_of(trainer: Any, forward: Callable[[torch.Tensor], torch.Tensor], dtyp
 
 def write(
     folder: Path,
-    examples: Sequence[Mapping[str, Any]],
+    examples: Sequence[JsonView],
     dtype: torch.dtype,
-    trained: Sequence[Mapping[str, Any]],
-    base: Sequence[Mapping[str, Any]] | None = None,
+    trained: Sequence[JsonView],
+    base: Sequence[JsonView] | None = None,
 ) -> None:
     """Write the file into an export.
 
@@ -164,7 +166,7 @@ def copy(source: Path, folder: Path) -> None:
         write_json(folder / base_model.EXPECTED, read_json(source / base_model.EXPECTED) | described(folder))
 
 
-def described(folder: Path, tensors: bool = True) -> dict[str, Any]:
+def described(folder: Path, tensors: bool = True) -> Json:
     """Return what tells why a copy differs: settings, end tokens, digests of the template and of the tensors."""
     import xxhash
 

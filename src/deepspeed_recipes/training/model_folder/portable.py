@@ -16,7 +16,7 @@ _BEFORE = ("recipes", "samples")
 """The samples' place in exports from before the package moved out of `recipes/`."""
 
 
-def portable(value: Any) -> Any:
+def portable(value: object) -> Any:
     """Return JSON-like values in which no string is an absolute path, or a list of these with commas."""
     if isinstance(value, dict):
         return {key: portable(inner) for key, inner in value.items()}

@@ -1,12 +1,11 @@
 """`training/` in an exported folder: the recipe, the DeepSpeed file and the results of the run that trained it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...recipe.conversions import from_dict, to_dict
 from ...recipe.errors import redacted
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
 from .portable import portable, portable_recipe
@@ -28,11 +27,11 @@ class Record:
     """The record of a model's training, without paths of the machine that trained it."""
 
     recipe: Recipe
-    results: Mapping[str, Any]
+    results: JsonView
     """`metric`, `before`, `after`, `held_out` (examples), `steps`, `tokens`, `seconds`, and the run's environment."""
 
 
-def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) -> Record:
+def of_run(run: RunFolder, results: JsonView, step: int | None = None) -> Record:
     """Return the record of a run, from its folder.
 
     Args:
@@ -54,7 +53,7 @@ def of_run(run: RunFolder, results: Mapping[str, Any], step: int | None = None) 
     return Record(portable_recipe(read_recipe(run)), found)
 
 
-def at_step(run: RunFolder, step: int) -> dict[str, Any]:
+def at_step(run: RunFolder, step: int) -> Json:
     """Return the run's metric before training and after `step` steps, as far as it was measured then."""
     recipe = read_recipe(run)
     metric = recipe.metric
@@ -71,7 +70,7 @@ def write(folder: Path, record: Record, deepspeed: Path | None) -> None:
         write_json(place / DEEPSPEED, redacted(portable(read_json(deepspeed))))
 
 
-def add(folder: Path, results: Mapping[str, Any]) -> None:
+def add(folder: Path, results: JsonView) -> None:
     """Add results to those of an exported folder, if it has a record; None removes what was there."""
     file = folder / FOLDER / RESULTS
     if file.exists():

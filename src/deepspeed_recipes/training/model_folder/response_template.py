@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ...recipe.files import Json
 from ...recipe.run_folder import read_json, write_json
 
 CONFIG = "tokenizer_config.json"
@@ -41,7 +42,7 @@ _TAGGED_CALLS = {
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }
 _CALLED = {"content": _SAID, "tool_calls": [_CALL]}
-_FIELDS: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
+_FIELDS: tuple[tuple[str, Json, Json], ...] = (
     ("reasoning_content", _REASONING, {"content": _SAID, "reasoning_content": _THOUGHT}),
     ("tool_calls", _JSON_CALLS, _CALLED),
     ("tool_calls", _TAGGED_CALLS, _CALLED),
@@ -70,7 +71,7 @@ def write(folder: Path) -> bool:
     return KEY in values
 
 
-def of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
+def of_tokenizer(tokenizer: Any) -> Json | None:
     """Return the response template derived from a tokenizer's chat template, or None if none can be derived.
 
     The answer starts after the generation prompt, and ends with the text that the template writes after an answer.
@@ -90,7 +91,7 @@ def of_tokenizer(tokenizer: Any) -> dict[str, Any] | None:
     if not start.strip() or not close:
         return None
     content = {**_closed(close, stop), "content": "text"}
-    spec: dict[str, Any] = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": {"content": content}}
+    spec: Json = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": {"content": content}}
     for name, field, message in _FIELDS:
         wider = spec | {"fields": {name: field, **spec["fields"]}}
         if name not in spec["fields"] and _parses(tokenizer, wider, message):
@@ -106,7 +107,7 @@ def _closed(close: str, stop: str) -> dict[str, str]:
     return {"close_pattern": rf"\s*(?:{re.escape(close)}|{re.escape(stop)})"}
 
 
-def _parses(tokenizer: Any, spec: dict[str, Any], message: dict[str, Any]) -> bool:
+def _parses(tokenizer: Any, spec: Json, message: Json) -> bool:
     """Return whether an answer, as the chat template writes it, is parsed back into the same message."""
     tools = {"tools": [_TOOL]} if "tool_calls" in message else {}
     anchor = spec["start_anchor"]
@@ -125,5 +126,5 @@ def _user() -> dict[str, str]:
     return {"role": "user", "content": _ASKED}
 
 
-def _rendered(tokenizer: Any, turns: list[dict[str, Any]], **options: Any) -> str:
+def _rendered(tokenizer: Any, turns: list[Json], **options: object) -> str:
     return str(tokenizer.apply_chat_template(turns, tokenize=False, **options))

@@ -5,8 +5,8 @@ In the form of its versions 2 to 5, which later versions also read.
 
 import shutil
 from pathlib import Path
-from typing import Any
 
+from ...recipe.files import Json
 from ...recipe.methods import Embed
 from ...recipe.run_folder import write_json
 
@@ -25,7 +25,7 @@ def write(folder: Path, settings: Embed, hidden_size: int, longest: int) -> None
         hidden_size: of the model.
         longest: maximum number of tokens per text; longer texts are cut.
     """
-    contents: dict[str, Any] = {
+    contents: Json = {
         "modules.json": [
             {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for at, (kind, path) in enumerate(MODULES)

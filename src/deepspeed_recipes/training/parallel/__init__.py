@@ -5,14 +5,15 @@ Both call `tensor`, `sequence` and `expert`.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...recipe.recipe import Layout, Recipe
+from ..data.collate import Batch
 from . import pipeline, whole
 
 
@@ -22,24 +23,24 @@ class Holding(Protocol):
     def check(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, /) -> None:
         """Refuse a model that this module would train differently."""
 
-    def load(self, recipe: Recipe, labels: Sequence[str] = (), /) -> Any:
+    def load(self, recipe: Recipe, labels: Sequence[str] = (), /) -> torch.nn.Module:
         """Return this rank's model, ready for the Trainer; a classifier has `labels`."""
 
-    def outline(self, recipe: Recipe, model: Any, /) -> PreTrainedModel | PeftModel:
+    def outline(self, recipe: Recipe, model: PreTrainedModel, /) -> PreTrainedModel | PeftModel:
         """Return a model to count parameters and operations on."""
 
     def step(
-        self, trainer: Any, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any, /
+        self, trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: object, /
     ) -> torch.Tensor:
         """Make the forward and backward pass of a micro-batch, and return its loss; `ordinary` is the Trainer's."""
 
-    def logits(self, trainer: Any, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
+    def logits(self, trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> torch.Tensor:
         """Return the logits of sequences, on every rank; `beside`: the model's inputs for its images."""
 
-    def measure(self, trainer: Any, sequences: Dataset, /) -> dict[str, float]:
+    def measure(self, trainer: Trainer, sequences: Dataset, /) -> dict[str, float]:
         """Return the loss per token on held-out data, and other scores from the same passes."""
 
-    def save(self, trainer: Any, folder: Path, /) -> None:
+    def save(self, trainer: Trainer, folder: Path, /) -> None:
         """Write an ordinary Hugging Face folder, or a PEFT adapter."""
 
 

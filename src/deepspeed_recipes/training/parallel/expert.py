@@ -10,10 +10,8 @@ import copy
 import itertools
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 
 from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusal
 from ...recipe.errors import first_line
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from .. import distributed, upstream
 from ..model import draft, load, probe
@@ -35,7 +34,7 @@ def layers(model: torch.nn.Module) -> dict[str, AutoEPMoELayer]:
     return {name: module for name, module in model.named_modules() if isinstance(module, AutoEPMoELayer)}
 
 
-def whole_state(model: PreTrainedModel, keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def whole_state(model: PreTrainedModel, keys: JsonView) -> dict[str, torch.Tensor]:
     """Return the state of the ordinary Hugging Face model on rank 0, and nothing on the others; a collective.
 
     Weights are gathered one by one and moved to the CPU: no rank's device ever holds more than one layer's experts.
@@ -134,7 +133,7 @@ JITTER = ("router_jitter_noise", "input_jitter_noise")
 class Mixture:
     """AutoEP's settings for a model."""
 
-    keys: Mapping[str, Any] = field(default_factory=dict)
+    keys: JsonView = field(default_factory=dict)
     """For the DeepSpeed file's `expert_parallel` block; empty where DeepSpeed's own preset is proven."""
     routes_in_fp32: bool = False
     """True if transformers' router computes in fp32 whatever the weights' dtype."""
@@ -199,7 +198,7 @@ def find(config: PreTrainedConfig) -> Mixture:
     raise refusal("experts differ", kind=config.model_type, error=reason)
 
 
-def blocks(model: nn.Module) -> dict[str, dict[str, Any]]:
+def blocks(model: nn.Module) -> dict[str, Json]:
     """Return AutoEP's keys for every layer of experts, with the names of its parts, by the layer's name."""
     found = {}
     for name, block in model.named_modules():
@@ -258,7 +257,7 @@ def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
     return seen == [torch.float32]
 
 
-def difference(whole: PreTrainedModel, keys: Mapping[str, Any], count: int) -> float:
+def difference(whole: PreTrainedModel, keys: JsonView, count: int) -> float:
     """Return how far a model with AutoEP's layers is from `whole`: logits and gradients, as a share of the largest.
 
     Args:

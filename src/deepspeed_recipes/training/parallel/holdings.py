@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import PipelineModule
 from torch import distributed as dist
+from transformers import PreTrainedModel
 
+from ...recipe.files import Json
 from ...recipe.recipe import Layout
 from .. import distributed, upstream
 from . import tensor
@@ -34,7 +37,7 @@ class Fragment:
     """Without padding."""
 
 
-def layers(engine: Any) -> list[str]:
+def layers(engine: DeepSpeedEngine) -> list[str]:
     """Return the layers of the whole model that have trained weights, in its order; a collective.
 
     `model.embed_tokens`, `model.layers.0`, ..., `model.norm`: the same names in every layout, with adapters too.
@@ -44,7 +47,7 @@ def layers(engine: Any) -> list[str]:
     return list(dict.fromkeys(name for names in everyone for name in names))  # ranks are in the order of the stages
 
 
-def by_tensor(engine: Any, layout: Layout) -> dict[int, list[Fragment]]:
+def by_tensor(engine: DeepSpeedEngine, layout: Layout) -> dict[int, list[Fragment]]:
     """Return the fragments in each tensor that the optimizer updates, by the tensor's `id`.
 
     Every element of the model is in the fragments of exactly `copies` ranks. Empty where the way in which DeepSpeed's
@@ -56,13 +59,13 @@ def by_tensor(engine: Any, layout: Layout) -> dict[int, list[Fragment]]:
     return found
 
 
-def copies(engine: Any, layout: Layout) -> int:
+def copies(engine: DeepSpeedEngine, layout: Layout) -> int:
     """Return how many ranks update the same elements: one with any kind of ZeRO, else all data-parallel ranks."""
     shared = any(hasattr(weight, "ds_tensor") or hasattr(weight, "_hp_mapping") for _, weight in _trained(engine))
     return 1 if shared else dist.get_world_size() // (layout.tensor * layout.pipeline)
 
 
-def _fragments(engine: Any, layout: Layout) -> Iterator[tuple[torch.Tensor, Fragment]]:
+def _fragments(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[torch.Tensor, Fragment]]:
     split = {weight for layer in tensor.layers(engine.module).values() for weight in layer.parameters()}
     counted_elsewhere = distributed.place(layout).tensor > 0
     whole = _whole(engine)
@@ -77,14 +80,14 @@ def _fragments(engine: Any, layout: Layout) -> Iterator[tuple[torch.Tensor, Frag
             yield place[0], Fragment(_layer(name), *place[1:])
 
 
-def _sharded(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int]:
+def _sharded(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
     """Return the place of this rank's ZeRO-3 shard: the tensor, the first element and the number of elements."""
     group, start, size = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
     left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
     return engine.optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
 
 
-def _partitioned(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int] | None:
+def _partitioned(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
     """Return the same for ZeRO 1 and 2, whose partitions cut through weights, or None for a weight of other ranks."""
     mapping = getattr(weight, "_hp_mapping", None)
     if mapping is None:
@@ -95,7 +98,7 @@ def _partitioned(engine: Any, weight: Any) -> tuple[torch.Tensor, int, int] | No
     return partitions[mapping.param_group_index], address.start, address.numel
 
 
-def _whole(engine: Any) -> dict[Any, torch.Tensor]:
+def _whole(engine: DeepSpeedEngine) -> dict[Any, torch.Tensor]:
     """Return the tensor that the optimizer updates for each weight without ZeRO: the weight, or its copy in fp32."""
     optimizer = engine.optimizer
     if optimizer is engine.basic_optimizer:
@@ -106,7 +109,7 @@ def _whole(engine: Any) -> dict[Any, torch.Tensor]:
     return {}
 
 
-def _trained(engine: Any) -> Iterator[tuple[str, Any]]:
+def _trained(engine: DeepSpeedEngine) -> Iterator[tuple[str, Any]]:
     """Yield the trained weights of this rank, by their names in the unsplit model."""
     module = engine.module
     model = stage(module).model if isinstance(module, PipelineModule) else module
@@ -120,7 +123,7 @@ def _layer(name: str) -> str:
 _LAYER = re.compile(r"(.*?\.)?\d+(?=\.)")
 
 
-def layer_bytes(engine: Any) -> list[dict[str, Any]]:
+def layer_bytes(engine: DeepSpeedEngine) -> list[Json]:
     """Return the bytes of each layer that this rank holds, in the model's order: `name`, `parameters`, `optimizer`.
 
     Measured on the tensors themselves, wherever they are except on NVMe. A tensor in which the optimizer holds several
@@ -132,7 +135,7 @@ def layer_bytes(engine: Any) -> list[dict[str, Any]]:
     optimizer = sum(one.untyped_storage().nbytes() for key, one in states.items() if key not in held)
     updated = {name: _updated(weight) for name, weight in named if weight.requires_grad}
     each = optimizer / (sum(updated.values()) or 1)
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Json] = {}
     for name, weight in named:
         layer = found.setdefault(layer_of(name), {"name": layer_of(name), "parameters": 0, "optimizer": 0})
         layer["parameters"] += sum(part.nbytes for part in _parts(weight))
@@ -146,7 +149,7 @@ def layer_of(name: str) -> str:
     return numbered[0] if numbered else name.rpartition(".")[0]
 
 
-def _parts(weight: Any) -> Iterator[torch.Tensor]:
+def _parts(weight: torch.nn.Parameter) -> Iterator[torch.Tensor]:
     """Yield the held parts of a weight: all of it or, under ZeRO-3, this rank's part, and also small weights whole."""
     shard = getattr(weight, "ds_tensor", None)
     if shard is None or weight.numel() == weight.ds_numel:
@@ -155,7 +158,7 @@ def _parts(weight: Any) -> Iterator[torch.Tensor]:
         yield shard.detach()
 
 
-def _updated(weight: Any) -> int:
+def _updated(weight: torch.nn.Parameter) -> int:
     """Return the number of a weight's elements that this rank's optimizer updates."""
     if hasattr(weight, "ds_tensor"):
         return weight.ds_tensor.numel()
@@ -164,7 +167,7 @@ def _updated(weight: Any) -> int:
     return weight.numel()
 
 
-def _states(engine: Any) -> Iterator[torch.Tensor]:
+def _states(engine: DeepSpeedEngine) -> Iterator[torch.Tensor]:
     """Yield the optimizer's tensors: moments, and the fp32 weights that it updates."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     for group in inner.param_groups:
@@ -186,21 +189,21 @@ LEAST = 1e-12
 Sample = dict[str, torch.Tensor]
 
 
-def sample(model: Any) -> Sample:
+def sample(model: PreTrainedModel) -> Sample:
     """Return a copy of some of the trained weights that this rank holds, in host memory."""
     held = {name: weight for name, weight in _held_weights(model).items() if weight.numel()}
     chosen = random.Random(0).sample(sorted(held), min(TENSORS, len(held)))
     return {name: _first_elements(held[name]) for name in chosen}
 
 
-def moved(before: Sample, model: Any) -> bool:
+def moved(before: Sample, model: PreTrainedModel) -> bool:
     """Return whether any of the sampled weights has changed on this rank."""
     held = _held_weights(model)
     pairs = [(_first_elements(held[name]).float(), weight.float()) for name, weight in before.items() if name in held]
     return any(not (after - weight).abs().max() <= LEAST for after, weight in pairs)  # NaN counts as moved
 
 
-def _held_weights(model: Any) -> Sample:
+def _held_weights(model: PreTrainedModel) -> Sample:
     """Return the trained weights in memory: with ZeRO-3 this rank's shards, except those on NVMe."""
     trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
     held = {name: getattr(weight, "ds_tensor", weight) for name, weight in trained}

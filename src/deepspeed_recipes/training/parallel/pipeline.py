@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from deepspeed import DeepSpeedEngine
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from peft import PeftModel
@@ -25,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json, write_json
 from .. import distributed, upstream
-from ..data.collate import IGNORED, Collator, next_labels
+from ..data.collate import IGNORED, Batch, Collator, next_labels
 from ..model.load import load_config
 from . import scores, sequence, stages, tensor, tensor_plan
 
@@ -149,7 +150,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
 
 
-def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
+def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: Any) -> torch.Tensor:
     """Return the loss of the optimizer step for its last micro-batch, and zero for the others.
 
     As elsewhere in the Trainer, the loss is the mean over all tokens of the global batch. The engine averages over
@@ -167,11 +168,11 @@ def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[s
     return upstream.train_pipeline(engine, batches)
 
 
-def _inputs(batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def _inputs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["input_ids"], batch["position_ids"]
 
 
-def _labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _labels(batch: Batch) -> torch.Tensor:
     return batch["shift_labels"] if "shift_labels" in batch else next_labels(batch["labels"])
 
 
@@ -205,7 +206,7 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     return {"loss": loss / tokens, "exact_match": right / len(sequences)}
 
 
-def _losses_and_mistakes(engine: Any, batches: Sequence[dict[str, torch.Tensor]]) -> torch.Tensor:
+def _losses_and_mistakes(engine: DeepSpeedEngine, batches: Sequence[Batch]) -> torch.Tensor:
     """Return `losses_and_mistakes` of all batches, joined, [sequences, 2]; a collective."""
     pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
     return _evaluate(engine, pairs, losses_and_mistakes, (sum(len(batch["input_ids"]) for batch in batches), 2))
@@ -230,7 +231,7 @@ def _last_answer(labels: torch.Tensor) -> torch.Tensor:
     return learned & (run == run[:, -1:])
 
 
-def _evaluate(engine: Any, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:
+def _evaluate(engine: DeepSpeedEngine, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:
     """Return `function(logits, labels)` of all batches, joined, on every rank of the pipeline."""
     with engine.module.loss_fn.collecting(function) as results:
         engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))

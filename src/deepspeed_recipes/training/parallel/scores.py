@@ -5,7 +5,7 @@ Every function divides the examples over the data-parallel ranks, makes the same
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...recipe.files import Json, JsonView
 from ...recipe.layout import data_parallel_size
 from ...recipe.own_code import functions
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder
 from .. import distributed, own_code
 from ..data.answers import Question, generation_prompt, question
-from ..data.collate import IGNORED, rows
+from ..data.collate import IGNORED, Batch, rows
 from ..data.tokenize import answered
 from ..model.generate import continued, ends, until
 
@@ -28,7 +29,7 @@ GENERATION_BATCH = 100
 """Prompts per call of `generate`; the answers are short, so the key/value cache stays small."""
 
 
-def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
+def rank_batches(examples: Sequence[object], batch_size: int, layout: Layout) -> Iterator[tuple[list[Any], int]]:
     """Yield this rank's batches, each with the number of its examples that count.
 
     Ranks with fewer examples repeat the first example as filler, so that all make the same number of passes. Ranks that
@@ -47,8 +48,8 @@ def rank_batches(examples: Sequence[Any], batch_size: int, layout: Layout) -> It
 @torch.no_grad()
 def loss_per_token(
     model: PreTrainedModel,
-    sequences: Sequence[dict[str, Any]],
-    collator: Callable[..., dict[str, Any]],
+    sequences: Sequence[Json],
+    collator: Callable[..., Batch],
     batch_size: int,
     layout: Layout,
 ) -> float:
@@ -82,7 +83,7 @@ class Answer:
 def exact_match(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sequences: Sequence[Mapping[str, Any]],
+    sequences: Sequence[JsonView],
     max_new_tokens: int,
     synced_gpus: bool,
     layout: Layout,
@@ -197,7 +198,7 @@ def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenize
 def preferences(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    pairs: Sequence[dict[str, Any]],
+    pairs: Sequence[Json],
     batch_size: int,
     layout: Layout,
     value: Callable[..., torch.Tensor],
@@ -229,7 +230,7 @@ def preferences(
 def judgements(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    judged: Sequence[dict[str, Any]],
+    judged: Sequence[Json],
     batch_size: int,
     layout: Layout,
 ) -> dict[str, float]:
@@ -260,7 +261,7 @@ def judgements(
 
 
 def log_likelihood(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
 ) -> torch.Tensor:
     """Return the log-likelihood of each example's answer given its prompt, [examples], in nats.
 
@@ -271,7 +272,7 @@ def log_likelihood(
 
 
 def log_likelihood_per_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
 ) -> torch.Tensor:
     """Return `log_likelihood` divided by the number of the answer's tokens, [examples]."""
     summed, tokens = _fused(model, tokenizer, examples, answer)
@@ -279,7 +280,7 @@ def log_likelihood_per_token(
 
 
 def _fused(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = _answers(tokenizer, examples, answer)
     log_probs = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs
@@ -289,7 +290,7 @@ def _fused(
 def likelihood_by_own_head(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[dict[str, Any]],
+    examples: Sequence[Json],
     answer: str,
     per_token: bool,
 ) -> torch.Tensor:
@@ -303,7 +304,7 @@ def likelihood_by_own_head(
 
 
 def reward(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
 ) -> torch.Tensor:
     """Return the reward that a reward model gives each example's answer, [examples]."""
     inputs, _ = _answers(tokenizer, examples, answer)
@@ -311,7 +312,7 @@ def reward(
 
 
 def _answers(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[dict[str, Any]], answer: str
+    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return conversations padded on the right and the labels of their answers' tokens, [examples, longest] each."""
     texts = [answered(tokenizer, example, answer) for example in examples]
@@ -321,6 +322,6 @@ def _answers(
     return inputs.to(distributed.device()), labels.to(distributed.device())
 
 
-def to_device(batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+def to_device(batch: Batch) -> dict[str, torch.Tensor]:
     """Return the tensors of a batch on this rank's device."""
     return {name: value.to(distributed.device()) for name, value in batch.items() if torch.is_tensor(value)}

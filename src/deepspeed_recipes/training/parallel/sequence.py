@@ -33,7 +33,7 @@ from ...recipe.compatibility import refusal
 from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
-from ..data.collate import IGNORED, Collator, labelled_only, next_labels
+from ..data.collate import IGNORED, Batch, Collator, labelled_only, next_labels
 from ..model import packing_check, probe, transforms
 from ..model.attention import VARLEN, needs_boundaries
 from ..model.load import load_config
@@ -59,7 +59,7 @@ def attend_over_ranks(model: torch.nn.Module, layout: Layout) -> None:
     attend(model, group)
 
 
-def cut(batch: dict[str, Any], place: layouts.RankPosition, layout: Layout) -> dict[str, Any]:
+def cut(batch: Batch, place: layouts.RankPosition, layout: Layout) -> Batch:
     """Return a rank's part of a batch: an equal share of the columns of every tensor, [sequences, width].
 
     `shift_labels`, in which each token's label is the next token, are computed from whole sequences: the label of a
@@ -83,7 +83,7 @@ class PartCollator:
     boundaries: bool = False
     labelled: bool = False
 
-    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, sequences: Sequence[Batch]) -> Batch:
         """Return this rank's part of the collated batch."""
         collate = Collator(self.pad_token_id, multiple=8 * self.layout.sequence, boundaries=self.boundaries)
         part = cut(collate(sequences), distributed.place(self.layout), self.layout)
@@ -101,7 +101,7 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
         group: its ranks, in the order of their parts.
     """
     modules = list(model.modules())
-    found: list[Any] = [getattr(module, "config", None) for module in modules]
+    found: list[object] = [getattr(module, "config", None) for module in modules]
     configs = {
         id(config): config
         for config in found
@@ -114,7 +114,7 @@ def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
             AttentionMaskInterface.register(PREFIX + name, masking.ALL_MASK_ATTENTION_FUNCTIONS[name])
     transforms.replace_functions(model, MASKS, lambda name: partial(_whole_mask, getattr(masking, name), group))
 
-    def switch(module: torch.nn.Module, _: Any) -> None:
+    def switch(module: torch.nn.Module, _: object) -> None:
         for key, config in configs.items():
             alone = "sdpa" if inner[key] == VARLEN else inner[key]
             config._attn_implementation = PREFIX + inner[key] if module.training else alone
@@ -139,7 +139,7 @@ def _attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    **options: Any,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the implementation `name`; queries, keys and values are [sequences, heads, part, width].
 
@@ -168,7 +168,7 @@ def _attention(
 class _Share:
     """Presents an attention module to an implementation as one with only a share of the heads."""
 
-    def __init__(self, module: torch.nn.Module, changed: dict[str, Any]) -> None:
+    def __init__(self, module: torch.nn.Module, changed: dict[str, object]) -> None:
         self.module = module
         self.__dict__ |= changed
 
@@ -207,7 +207,7 @@ def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _whole_mask(create: Callable[..., Any], group: dist.ProcessGroup, /, *values: Any, **named: Any) -> Any:
+def _whole_mask(create: Callable[..., object], group: dist.ProcessGroup, /, *values: object, **named: object) -> Any:
     """Call one of transformers' mask functions as a model does, but for whole sequences where the model has parts."""
     arguments = inspect.signature(create).bind(*values, **named).arguments
     if _is_shared(arguments["config"]):
@@ -222,14 +222,14 @@ def _whole_mask(create: Callable[..., Any], group: dist.ProcessGroup, /, *values
 def _whole_rotary(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
     """Compute a rotary embedding over whole sequences, since its frequencies may depend on the longest position."""
 
-    def gather(module: torch.nn.Module, values: Any, named: dict[str, Any]) -> Any:
+    def gather(module: torch.nn.Module, values: Any, named: dict[str, object]) -> Any:
         if not _is_shared(module.config):
             return None
         arguments = inspect.signature(module.forward).bind(*values, **named).arguments
         arguments["position_ids"] = _whole(arguments["position_ids"], group)
         return (), arguments
 
-    def part(module: torch.nn.Module, _: Any, output: Any) -> Any:
+    def part(module: torch.nn.Module, _: object, output: Any) -> Any:
         if not _is_shared(module.config):
             return None
         size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -277,7 +277,7 @@ def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
     return max(_difference(model, batch, group) for batch in (_batch(model, True), _batch(model, False)))
 
 
-def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
+def _batch(model: torch.nn.Module, packed: bool) -> Batch:
     """Return two sequences, one of them of two documents if `packed`."""
     width = sum(packing_check.LENGTHS)
     sequences = [
@@ -293,7 +293,7 @@ def _batch(model: torch.nn.Module, packed: bool) -> dict[str, Any]:
     return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
-def _difference(model: torch.nn.Module, batch: dict[str, Any], group: dist.ProcessGroup) -> float:
+def _difference(model: torch.nn.Module, batch: Batch, group: dist.ProcessGroup) -> float:
     rank = dist.get_rank(group)
     count = (batch["labels"][:, 1:] != IGNORED).sum()
     whole = _computed(model.eval(), batch, count)
@@ -304,7 +304,7 @@ def _difference(model: torch.nn.Module, batch: dict[str, Any], group: dist.Proce
     return probe.worst(max(probe.off(a, b) for a, b in zip(part, whole, strict=True)), group)
 
 
-def _computed(model: torch.nn.Module, batch: dict[str, Any], count: torch.Tensor) -> list[torch.Tensor]:
+def _computed(model: torch.nn.Module, batch: Batch, count: torch.Tensor) -> list[torch.Tensor]:
     """Return logits, loss, and all gradients in one tensor."""
     model.zero_grad()
     output = model(**batch, num_items_in_batch=count)

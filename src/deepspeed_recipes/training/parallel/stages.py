@@ -1,7 +1,6 @@
 """Stages of a pipeline: any decoder of transformers, unmodified, cut between its layers (`transforms.cut_to_stage`)."""
 
 import copy
-from typing import Any
 
 import torch
 from torch import nn
@@ -130,7 +129,7 @@ def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedMo
     weights of this stage.
     """
 
-    def init(self: PreTrainedModel, *arguments: Any, **options: Any) -> None:
+    def init(self: PreTrainedModel, *arguments: object, **options: object) -> None:
         kind.__init__(self, *arguments, **options)
         transforms.cut_to_stage(self, layers)
 

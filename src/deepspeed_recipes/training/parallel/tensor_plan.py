@@ -180,7 +180,7 @@ def _layer(name: str) -> str | None:
 
 def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
     """Return the place of each linear layer in the graph: the operations that made its input and its output."""
-    seen: dict[str, tuple[Any, Any]] = {}
+    seen: dict[str, tuple[object, object]] = {}
 
     def listen(name: str) -> Any:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -197,7 +197,7 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
     return seen
 
 
-def _reached(node: Any, names: dict[Any, str]) -> tuple[set[str], set[torch.Tensor]]:
+def _reached(node: object, names: dict[object, str]) -> tuple[set[str], set[torch.Tensor]]:
     """Return the linear layers whose outputs reach a node without passing another layer, and the weights on the way."""
     linears: set[str] = set()
     weights: set[torch.Tensor] = set()

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -17,7 +16,7 @@ from ...recipe.methods import Embed
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json
 from .. import distributed, upstream
-from ..data.collate import Collator
+from ..data.collate import Batch, Collator
 from ..model import heads, lora, transforms
 from ..model.load import load_config, load_model
 from ..model_folder import sentence_transformers
@@ -60,7 +59,7 @@ def outline(recipe: Recipe, model: PreTrainedModel | PeftModel) -> PreTrainedMod
     return model
 
 
-def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: dict[str, Any], items: Any) -> torch.Tensor:
+def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: object) -> torch.Tensor:
     """Return the loss of a micro-batch after its backward pass: the Trainer's `ordinary` training step."""
     return ordinary(inputs, items)
 
@@ -77,7 +76,7 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     """Return the `loss` per token of held-out sequences; a collective."""
     recipe = trainer.context.recipe
     labelled = tiles_loss(recipe, trainer.model.config.get_text_config().vocab_size)
-    collator: Any = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
+    collator: object = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
     if recipe.model.vision:
         collator = trainer.data_collator
     loss = scores.loss_per_token(trainer.model, sequences, collator, recipe.micro_batch_size, recipe.layout)

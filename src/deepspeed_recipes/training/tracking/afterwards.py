@@ -39,7 +39,7 @@ def upload(run: RunFolder) -> None:
     _each(run, ["wandb"] if (recipe.wandb.artifacts or online) and "wandb" in recipe.trackers else [], add)
 
 
-def _each(run: RunFolder, names: Sequence[str], action: Callable[[Any], None]) -> None:
+def _each(run: RunFolder, names: Sequence[str], action: Callable[[object], None]) -> None:
     """Run `action` in each tracker; an error is reported, and never fails the command."""
     for name in names:
         try:

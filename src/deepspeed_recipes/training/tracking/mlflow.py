@@ -4,12 +4,12 @@ import os
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from transformers.utils import flatten_dict
 
+from ...recipe.files import JsonView
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 from .writer import ANSWERS, run_id, settings, tags
@@ -23,7 +23,7 @@ BATCH = 100
 class Run:
     """A run in MLflow; a restarted one is continued."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: JsonView) -> None:
         elsewhere = os.environ.get("MLFLOW_TRACKING_URI")
         self.uri = elsewhere or f"sqlite:///{run.path}/mlflow.db"
         self.client = MlflowClient(self.uri)
@@ -61,7 +61,7 @@ class Run:
         """Store the reason as a tag of the run."""
         self.client.set_tag(self.id, "alert", f"{title}: {text}"[:5000])
 
-    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+    def finish(self, summary: JsonView, status: int) -> str:
         """End the run as finished or failed."""
         self.client.log_dict(self.id, {**summary, "exit_status": status}, "summary.json")
         self.client.set_terminated(self.id, "FAILED" if status else "FINISHED")

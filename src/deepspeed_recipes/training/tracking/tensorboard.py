@@ -3,11 +3,11 @@
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from ...recipe.files import JsonView
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
@@ -17,7 +17,7 @@ from .writer import ANSWERS, over_tokens, settings
 class Run:
     """A run in TensorBoard; each start of the run adds a file."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: JsonView) -> None:
         self.folder = run.path / "tensorboard"
         self.last = last_step(self.folder) if self.folder.exists() else -1
         self.writer = SummaryWriter(str(self.folder))
@@ -44,7 +44,7 @@ class Run:
         """Add the reason as text."""
         self._text("alert", f"{title}\n\n{text}")
 
-    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+    def finish(self, summary: JsonView, status: int) -> str:
         """Close the file."""
         self._text("summary", _as_code({**summary, "exit_status": status}))
         self.writer.close()
@@ -55,7 +55,7 @@ class Run:
         self.writer.flush()
 
 
-def last_step(folder: Any) -> int:
+def last_step(folder: object) -> int:
     """Return the newest step of the losses in a folder of event files, or -1 if there is none."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
     drawn = [tag for tag in events.Tags()["scalars"] if not tag.startswith("by_tokens/")]
@@ -66,5 +66,5 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", "<br>")
 
 
-def _as_code(value: Any) -> str:
+def _as_code(value: object) -> str:
     return "\n".join(f"    {line}" for line in json.dumps(value, indent=2, default=str).splitlines())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...recipe.errors import first_line, redact
+from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
 from .. import distributed
@@ -42,7 +43,7 @@ class Trackers:
     tokens: float = 0
     """Number of tokens trained on, as last logged: the second axis of values that are logged without it."""
 
-    def begin(self, recipe: Recipe, deepspeed_config: dict[str, Any]) -> None:
+    def begin(self, recipe: Recipe, deepspeed_config: Json) -> None:
         """Start or continue the run in every tracker, and report the cause of a restart."""
         if not distributed.is_first() or not recipe.trackers:
             return
@@ -55,13 +56,13 @@ class Trackers:
             if row["time"] > before and row["cause"]:
                 self.alert(f"{recipe.name}: restarted from step {row['from_step']}", row["cause"])
 
-    def _open(self, name: str, recipe: Recipe, deepspeed_config: dict[str, Any]) -> None:
+    def _open(self, name: str, recipe: Recipe, deepspeed_config: Json) -> None:
         writer = self.writers[name] = opened(name, recipe, self.run, deepspeed_config)
         for step, numbers in logged(self.run):
             if step > writer.last:
                 writer.record(step, numbers)
 
-    def record(self, row: dict[str, Any]) -> None:
+    def record(self, row: Json) -> None:
         """Send one object of metrics.jsonl, or of evaluations.jsonl with its keys under `held_out/`."""
         self.tokens = row.get("tokens", self.tokens)
         numbers = numbers_of(row) | {"tokens": self.tokens} | other_nodes(self.run)
@@ -79,7 +80,7 @@ class Trackers:
         self.alert(f"the run ended with status {status}", reason)
         self.end({}, status)
 
-    def end(self, summary: dict[str, Any], status: int = 0) -> list[str]:
+    def end(self, summary: Json, status: int = 0) -> list[str]:
         """Close the run in every tracker; return lines for the last screen on how to view it."""
         rows, lines = answers(self.run), []
         for name, writer in list(self.writers.items()):
@@ -93,7 +94,7 @@ class Trackers:
         self.writers.clear()
         return lines
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+    def _attempt(self, name: str, action: Callable[[], object]) -> Any:
         try:
             return action()
         except Exception as error:
@@ -145,7 +146,7 @@ def other_nodes(run: RunFolder) -> dict[str, float]:
     return found
 
 
-def _newest(path: Path) -> dict[str, Any]:
+def _newest(path: Path) -> Json:
     """Return the last whole sample in a file, or an empty one if there is none or the file cannot be read."""
     try:
         with path.open("rb") as file:

@@ -4,11 +4,11 @@ import contextlib
 import io
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
 
+from ...recipe.files import JsonView
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 from .writer import ANSWERS, run_id, settings, tags
@@ -17,7 +17,7 @@ from .writer import ANSWERS, run_id, settings, tags
 class Run:
     """A run in Trackio; a restarted one is continued."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: JsonView) -> None:
         self.project = recipe.wandb.project
         name = f"{recipe.name}-{run_id(run)}"
         config = settings(recipe, deepspeed_config) | {"tags": tags(recipe)}
@@ -47,7 +47,7 @@ class Run:
         with contextlib.redirect_stdout(io.StringIO()):
             self.live.alert(title=title, text=text, level=trackio.AlertLevel.ERROR)
 
-    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+    def finish(self, summary: JsonView, status: int) -> str:
         """Send the remaining records."""
         with contextlib.redirect_stdout(io.StringIO()):
             trackio.finish()

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import wandb
 
 from ...machine import children
+from ...recipe.files import Json, JsonView
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json
@@ -25,7 +26,7 @@ REPORT = "report"
 class Run:
     """A run in W&B, and its parts: every start of the run is a part, which offline has its own folder."""
 
-    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> None:
+    def __init__(self, recipe: Recipe, run: RunFolder, deepspeed_config: JsonView) -> None:
         """Start the W&B run, or continue it; offline if the service cannot be reached."""
         self.artifacts, self.examples = recipe.wandb.artifacts, recipe.wandb.examples
         # A sweep's agent names the run itself.
@@ -47,7 +48,7 @@ class Run:
         self.live.define_metric("by_tokens/*", step_metric="tokens")
         self.live.define_metric("held_out/loss", summary="min")
 
-    def _started(self, mode: Mode, recipe: Recipe, run: RunFolder, config: dict[str, Any]) -> Any:
+    def _started(self, mode: Mode, recipe: Recipe, run: RunFolder, config: Json) -> Any:
         return wandb.init(
             mode=mode,
             id=self.id,
@@ -101,7 +102,7 @@ class Run:
                     artifact.add_dir(str(path)) if path.is_dir() else artifact.add_file(str(path))
                     self.live.log_artifact(artifact)
 
-    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+    def finish(self, summary: JsonView, status: int) -> str:
         """Close the W&B run; return its address, or the command that uploads it."""
         self.live.summary.update(dict(summary))
         line = self.live.url if self.online else f"wandb sync {self._parts()}"

@@ -4,11 +4,12 @@ import importlib
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...recipe import files
 from ...recipe.conversions import to_dict
 from ...recipe.errors import redact, redacted
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
 
@@ -34,17 +35,17 @@ class Writer(Protocol):
     def alert(self, title: str, text: str) -> None:
         """Report an error with its reason."""
 
-    def finish(self, summary: Mapping[str, Any], status: int) -> str:
+    def finish(self, summary: JsonView, status: int) -> str:
         """End the run with an exit status; return a line for the last screen."""
 
 
-def opened(name: str, recipe: Recipe, run: RunFolder, deepspeed_config: Mapping[str, Any]) -> Writer:
+def opened(name: str, recipe: Recipe, run: RunFolder, deepspeed_config: JsonView) -> Writer:
     """Return the run in a tracker, started or continued."""
     module = importlib.import_module(f".{MODULES[name]}", __package__)
     return module.Run(recipe, run, deepspeed_config)
 
 
-def settings(recipe: Recipe, deepspeed_config: Mapping[str, Any]) -> dict[str, Any]:
+def settings(recipe: Recipe, deepspeed_config: JsonView) -> Json:
     """Return a run's settings for a tracker, without credentials."""
     return redacted({"recipe": to_dict(recipe), "deepspeed": dict(deepspeed_config)})
 
@@ -56,7 +57,7 @@ def run_id(run: RunFolder) -> str:
     return run.wandb_id.read_text(encoding="utf-8").strip()
 
 
-def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+def numbers_of(row: JsonView) -> dict[str, float]:
     """Return the numbers in a record that a tracker can draw: everything numeric except the step.
 
     Those of a layer get names of their own, such as `layers/model.layers.0/grad_norm`.

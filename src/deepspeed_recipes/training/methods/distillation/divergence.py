@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
@@ -83,7 +84,7 @@ class _Tiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, head: Head, compare: Compare, *weights: torch.Tensor
+        ctx: FunctionCtx, hidden: torch.Tensor, head: Head, compare: Compare, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
         # In fp32: in bf16 a sum over many tiles would lose the small terms.
@@ -111,7 +112,7 @@ class _Tiles(torch.autograd.Function):
         return torch.stack(losses).sum(), logged
 
     @staticmethod
-    def backward(ctx: Any, loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
         scaled = [
             None if one is None else (one * loss).to(dtype)
             for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)

@@ -18,6 +18,7 @@ from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 from ....recipe.run_folder import read_json, write_json
@@ -43,7 +44,7 @@ MEANT = {
 """The meaning of a difference, by the fingerprint's key."""
 
 
-def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return the inputs that determine the numbers, found by rank 0; a collective."""
     found: list[Any] = [None]
     if distributed.is_first():
@@ -74,7 +75,7 @@ def is_complete(folder: Path) -> bool:
     return (folder / MARK).exists()
 
 
-def known(folder: Path, mark: dict[str, Any]) -> bool:
+def known(folder: Path, mark: Json) -> bool:
     """Return whether a folder is complete and matches `of_run`.
 
     Raises:
@@ -93,7 +94,7 @@ def known(folder: Path, mark: dict[str, Any]) -> bool:
 
 def compute(
     folder: Path,
-    mark: dict[str, Any],
+    mark: Json,
     teacher: Asked,
     training: Dataset,
     collator: PlacesCollator,
@@ -126,7 +127,7 @@ def compute(
     dist.barrier()
 
 
-def _asked(teacher: Asked, sequences: list[dict[str, Any]], collator: PlacesCollator, count: int) -> list[pa.Array]:
+def _asked(teacher: Asked, sequences: list[Json], collator: PlacesCollator, count: int) -> list[pa.Array]:
     """Return the columns of sequences: one list each, flat."""
     inputs = collator(sequences)
     on_device = {name: one.to(distributed.device()) if torch.is_tensor(one) else one for name, one in inputs.items()}
@@ -140,7 +141,7 @@ def _asked(teacher: Asked, sequences: list[dict[str, Any]], collator: PlacesColl
     ]
 
 
-def read(folder: Path, training: Any) -> "WithLikeliest":
+def read(folder: Path, training: Dataset) -> "WithLikeliest":
     """Return the training sequences with their numbers from the folder."""
     parts = read_json(folder / MARK)["parts"]
     files = [Dataset.from_file(str(folder / f"part-{part}-of-{parts}.arrow")) for part in range(parts)]
@@ -151,12 +152,12 @@ def read(folder: Path, training: Any) -> "WithLikeliest":
 class WithLikeliest:
     """Training sequences with the teacher's likeliest tokens at each place in the loss."""
 
-    sequences: Any
-    likeliest: Any
+    sequences: Dataset
+    likeliest: Dataset
 
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    def __getitem__(self, number: int) -> Json:
         """Return a sequence with both columns."""
         return {**self.sequences[number], **self.likeliest[number]}

@@ -9,12 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import Trainer
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
 from ...console import say
-from ...data.collate import IGNORED
+from ...data.collate import IGNORED, Batch
 from ...data.example_numbers import FILLER, KEY, filler
 from ...data.load import Datasets
 from ...model.generate import ends
@@ -46,7 +48,7 @@ def writes(recipe: Recipe, step: int) -> bool:
     return random.Random(f"{recipe.seed} {step}").random() < Distill.of(recipe).on_policy
 
 
-def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rewritten(trainer: Trainer, batches: list[Batch]) -> list[Json]:
     """Return a step's micro-batches with the student's answers to their prompts; a collective under ZeRO-3.
 
     Args:
@@ -74,7 +76,7 @@ def rewritten(trainer: Any, batches: list[dict[str, Any]]) -> list[dict[str, Any
     return found
 
 
-def _prompts(batch: dict[str, Any]) -> list[list[int]]:
+def _prompts(batch: Batch) -> list[list[int]]:
     rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
     return [tokens[: _prompt_length(labels)] for tokens, labels in rows]
 
@@ -83,7 +85,7 @@ def _prompt_length(labels: list[int]) -> int:
     return next((at for at, label in enumerate(labels) if label != IGNORED), 1)  # a filler has no answer
 
 
-def _sequence(prompt: list[int], answer: list[int]) -> dict[str, Any]:
+def _sequence(prompt: list[int], answer: list[int]) -> Json:
     length = len(prompt) + len(answer)
     return {
         "input_ids": [*prompt, *answer],

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from ...data.collate import IGNORED, Collator, next_labels
+from ....recipe.files import Json
+from ...data.collate import IGNORED, Batch, Collator, next_labels
 
 PLACES, TARGETS = "places", "targets"
 """Keys of a batch: numbers of tokens when all sequences are concatenated, and the token after each, [places]."""
@@ -24,7 +24,7 @@ class PlacesCollator:
     top_k: int | None = None
     """Number of the teacher's likeliest tokens in the sequences, or None if they have none."""
 
-    def __call__(self, sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, sequences: Sequence[Json]) -> Batch:
         """Return the collator's batch with the places, and the tokens and log-probabilities at each of them."""
         inputs = self.collator(sequences)
         labels = next_labels(inputs["labels"]).flatten()

@@ -14,8 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Distill
 from ....recipe.recipe import Recipe
+from ...data.collate import Batch
 
 SECONDS = 600
 """Time limit of the server for a micro-batch."""
@@ -65,7 +67,7 @@ class Served:
                 "choose two models of one family."
             )
 
-    def likeliest(self, inputs: dict[str, Any], places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, inputs: Batch, places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
 
         Args:
@@ -92,7 +94,7 @@ class Served:
         tokens, log_probs = zip(*found, strict=True)
         return torch.tensor(tokens, dtype=torch.int32), torch.tensor(log_probs)
 
-    def _outcomes(self, likely: dict[str, dict[str, Any]], count: int) -> tuple[list[int], list[float]]:
+    def _outcomes(self, likely: dict[str, Json], count: int) -> tuple[list[int], list[float]]:
         """Return a place's likeliest tokens, and the log-probabilities of these and of all others."""
         kept = sorted(((one["rank"], int(token), one["logprob"]) for token, one in likely.items()))[:count]
         tokens, log_probs = [token for _, token, _ in kept], [log_prob for *_, log_prob in kept]
@@ -105,7 +107,7 @@ class Served:
         return tokens, [*log_probs, math.log(others)]
 
 
-def _asked(address: str, path: str, body: dict[str, Any] | None = None) -> Any:
+def _asked(address: str, path: str, body: Json | None = None) -> Any:
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     method = "GET" if body is None else "POST"

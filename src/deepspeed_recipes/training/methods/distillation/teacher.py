@@ -5,15 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from deepspeed import DeepSpeedEngine
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Distill, Sft
 from ....recipe.recipe import Lora, Recipe
 from ... import distributed
 from ...console import say
+from ...data.collate import Batch
 from ...model import load, output_head, packing_check
 from ...model.output_head import Head
 from . import divergence, vocabulary
@@ -31,7 +35,7 @@ def recipe_of(recipe: Recipe) -> Recipe:
     distill = Distill.of(recipe)
     assert distill.teacher is not None
     model = replace(recipe.model, path=distill.teacher, quantization=distill.teacher_quantization, config={})
-    plain: dict[str, Any] = {"tiled_loss": False, "tiled_mlp": False, "compile": "off", "gradient_checkpointing": False}
+    plain: Json = {"tiled_loss": False, "tiled_mlp": False, "compile": "off", "gradient_checkpointing": False}
     return replace(recipe, method=Sft(), model=model, lora=Lora(), **plain)
 
 
@@ -89,24 +93,24 @@ def load_frozen(recipe: Recipe) -> PreTrainedModel:
 class Teacher:
     """A frozen model that returns the likelihood of each next token."""
 
-    engine: Any
+    engine: DeepSpeedEngine
     """DeepSpeed's engine under ZeRO-3, which gathers the weights, otherwise the model."""
     model: PreTrainedModel
     head: Head
     temperature: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, recipe: Recipe, entries: int, accelerator: Any) -> "Teacher":
+    def of(cls, model: PreTrainedModel, recipe: Recipe, entries: int, accelerator: Accelerator) -> "Teacher":
         """Return the teacher, with the engine that holds a sharded one; `entries` as from `check`."""
         sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())
         return cls(engine, model, output_head.head_of(model, entries), Distill.of(recipe).temperature)
 
     @torch.no_grad()
-    def hidden(self, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+    def hidden(self, inputs: Batch, places: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states at some places of a batch, [places, hidden]; a collective under ZeRO-3."""
 
-        def forward(**given: Any) -> torch.Tensor:
+        def forward(**given: object) -> torch.Tensor:
             return hidden_states(self.model, given, places)
 
         return run_as(self.engine, self.model, forward, **read_by_models(inputs))
@@ -122,7 +126,7 @@ class Teacher:
         """Return the log-probabilities for hidden states, [tokens, vocabulary], at the temperature; in `gathered`."""
         return (self.head.logits(hidden, *self.head.weights) / self.temperature).log_softmax(-1)
 
-    def likeliest(self, inputs: dict[str, Any], places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, inputs: Batch, places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
 
         Args:
@@ -140,12 +144,12 @@ class Teacher:
         return torch.cat(tokens), torch.cat(log_probs)
 
 
-def read_by_models(inputs: dict[str, Any]) -> dict[str, Any]:
+def read_by_models(inputs: Batch) -> Batch:
     """Return the part of a batch that models read."""
     return {name: inputs[name] for name in INPUTS if name in inputs}
 
 
-def hidden_states(model: PreTrainedModel, inputs: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+def hidden_states(model: PreTrainedModel, inputs: Batch, places: torch.Tensor) -> torch.Tensor:
     """Return a causal model's last hidden states at some places, [places, hidden].
 
     Args:

@@ -1,25 +1,24 @@
 """TRL's head for language models, which computes log-probabilities of labels in tiles: whole logits never exist."""
 
-from typing import Any
-
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from ...data.collate import IGNORED
+from ...data.collate import IGNORED, Batch
 from ...trainer import RunContext, RunHooks
 
 
 class FusedHead(RunHooks):
     """A trainer that gives its model the head; TRL's DPO and KTO trainers do that themselves."""
 
-    def __init__(self, context: RunContext, **options: Any) -> None:
+    def __init__(self, context: RunContext, **options: object) -> None:
         """`options` are passed to the trainer's own class."""
         super().__init__(context, **options)
         add_fused_lm_head(self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model)
 
 
-def log_probs(model: Any, inputs: dict[str, Any], labelled: torch.Tensor) -> torch.Tensor:
+def log_probs(model: PreTrainedModel, inputs: Batch, labelled: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each token but the first, [sequences, length - 1]; 0 where it is not labelled.
 
     Args:

@@ -2,19 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.layout import data_parallel_size
 from ....recipe.recipe import Recipe
 from ...console import say
 from ...data import load, tokenize, updates
+from ...data.collate import Batch
 from ...parallel import scores
 from ...trainer import RunContext, RunHooks
 
@@ -44,7 +45,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
 
 
-def with_tokens(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+def with_tokens(pair: Json, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
     """Return the columns that the collator reads."""
     (chosen, start), (rejected, other) = (tokenize.answered(tokenizer, pair, side) for side in SIDES)
     start = min(start, other)
@@ -54,7 +55,7 @@ def with_tokens(pair: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dic
 class PairHooks(RunHooks):
     """The run's overrides of a TRL trainer, for pairs that `datasets` has tokenized."""
 
-    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: Any) -> None:
+    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
         """`options` are passed to the trainer's own class."""
         collator = DataCollatorForPreference(processing_class.pad_token_id)
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
@@ -64,7 +65,7 @@ class PairHooks(RunHooks):
     uneven = False
     """Whether some ranks have fewer pairs in the step's last micro-batch."""
 
-    def prepare_step(self, batches: list[dict[str, Any]], items: Any) -> tuple[list[dict[str, Any]], Any]:
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
         recipe, pairs = self.context.recipe, len(self.train_dataset)
         at = self.state.global_step % updates.per_epoch(pairs, recipe.global_batch_size) * recipe.global_batch_size
@@ -84,11 +85,11 @@ class PairHooks(RunHooks):
         """
         return losses.sum() * (not self.filler) / self.pairs_per_pass
 
-    def _prepare_dataset(self, dataset: Dataset, *arguments: Any) -> Dataset:
+    def _prepare_dataset(self, dataset: Dataset, *arguments: object) -> Dataset:
         """Return the pairs unchanged, where TRL's DPO and reward trainers would tokenize them."""
         return dataset
 
-    def tokenize_row(self, feature: dict[str, Any], model: Any = None) -> dict[str, Any]:
+    def tokenize_row(self, feature: Json, model: PreTrainedModel | None = None) -> Json:
         """Return a pair unchanged, where TRL's ORPO and CPO trainers would tokenize it."""
         return feature
 

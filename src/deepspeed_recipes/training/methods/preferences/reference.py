@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from ....recipe.errors import UserError
 from ....recipe.recipe import Recipe
@@ -32,13 +33,19 @@ def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
     loads the first: also from pickles, and under ZeRO-3 with rotary frequencies rounded to the training dtype.
     """
 
-    def trainer(context: RunContext, model: Any, arguments: Any, dataset: Any, tokenizer: Any) -> RunHooks:
+    def trainer(
+        context: RunContext,
+        model: PreTrainedModel,
+        arguments: TrainingArguments,
+        dataset: Dataset,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> RunHooks:
         return kind.of(context, model, arguments, dataset, tokenizer, ref_model=of_recipe(context.recipe))
 
     return trainer
 
 
-def precomputed(trainer: Any, pairs: Dataset) -> torch.Tensor:
+def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
     """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
 
     A new run computes them and stores them in its folder, for when it is resumed with a model that has changed.
@@ -72,7 +79,7 @@ def stored(run: RunFolder, count: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def compute(trainer: Any, pairs: Dataset) -> torch.Tensor:
+def compute(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
     """Return the log-probabilities under the current model, without its adapters if it has any; a collective."""
     engine, size = trainer.deepspeed, trainer.context.recipe.micro_batch_size
     ranks, rank = dist.get_world_size(), dist.get_rank()

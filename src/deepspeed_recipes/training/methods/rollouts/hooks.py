@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import prepare_deepspeed
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Grpo
 from ....recipe.run_folder import append_jsonl
 from ... import distributed
+from ...data.collate import Batch
 from ...model.control_tokens import conversation_tokens
 from ...trainer import RunContext
 from ..averages import Averaging
@@ -38,7 +40,7 @@ class Groups(RepeatSampler):
         self.generator.manual_seed(self.seed + epoch)
 
 
-def together(examples: list[dict[str, Any]]) -> dict[str, Any]:
+def together(examples: list[Json]) -> Json:
     """Return the prompts of a batch as one value; its tokens are counted once there are answers."""
     return {EXAMPLES: examples, "tokens": 0, "squared_lengths": 0}
 
@@ -51,8 +53,8 @@ class RolloutHooks(Averaging):
         context: RunContext,
         *,
         processing_class: PreTrainedTokenizerBase,
-        reference: Any,
-        **options: Any,
+        reference: object,
+        **options: object,
     ) -> None:
         """Take `reference`, the model before training or None; `options` are passed to the trainer's own class."""
         self.scorer = Scorer(context.recipe)
@@ -89,15 +91,15 @@ class RolloutHooks(Averaging):
 
     # In a step
 
-    def _prepare_inputs(self, generation_batch: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, generation_batch: Json) -> Json:
         return super()._prepare_inputs(generation_batch[EXAMPLES])
 
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, Json]:
         """Return tokens as everywhere in a run: control tokens that a person has written are text."""
         tokens = [conversation_tokens(self.processing_class, turns, add_generation_prompt=True) for turns in prompts]
         return tokens, None, {}
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, torch.Tensor]]) -> Json:
         """Return answers to a step's prompts with their advantages; count tokens, and keep the best and the worst."""
         with self.context.phases.phase("rollout"):
             output = super()._generate_and_score_completions(inputs)
@@ -107,7 +109,7 @@ class RolloutHooks(Averaging):
             self._keep_extremes()
         return output
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *others: object) -> Any:
         if self.use_vllm:
             return super()._generate_single_turn(prompt_ids, *others)
         first = self.accelerator.process_index * len(prompt_ids)
@@ -117,7 +119,7 @@ class RolloutHooks(Averaging):
         longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
         return self._as_trl_expects(sampling.written(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
 
-    def _log_probs(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _log_probs(self, model: PreTrainedModel, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of each token of the answers, [answers, longest], and the mask of the loss."""
         prompts, answers = inputs["prompt_ids"], inputs["completion_ids"]
         mask = inputs["completion_mask"].bool()
@@ -135,7 +137,11 @@ class RolloutHooks(Averaging):
         return found, None
 
     def _calculate_rewards(
-        self, inputs: list[dict[str, Any]], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+        self,
+        inputs: list[dict[str, torch.Tensor]],
+        prompts: list[Any],
+        completions: list[Any],
+        completion_ids_list: list[Any],
     ) -> torch.Tensor:
         """Return each function's number for each answer of all ranks, NaN where it returned none.
 
@@ -178,7 +184,7 @@ class RolloutHooks(Averaging):
 
     # Between steps
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
         """Save the answers that are still to be learned from, where a rollout is used in several updates."""
         super()._save_checkpoint(model, trial)
         if self.state.global_step % self.num_iterations:
@@ -195,7 +201,7 @@ def _kept(checkpoint: Path) -> Path:
 def _named(name: str) -> Any:
     """Return a function with a name, the only thing that TRL reads of its reward functions: see `Scorer`."""
 
-    def function(**columns: Any) -> list[float]:
+    def function(**columns: object) -> list[float]:
         raise AssertionError(name)
 
     function.__name__ = name

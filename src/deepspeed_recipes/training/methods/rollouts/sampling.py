@@ -8,10 +8,9 @@ arXiv:1411.0030, section 2).
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel, Trainer
 from trl.models.utils import unwrap_model_for_generation
 
 from ...model.generate import until
@@ -41,7 +40,7 @@ def seeds(seed: int, step: int, answers: Iterable[int]) -> list[int]:
 
 
 def written(
-    trainer: Any, prompts: Sequence[list[int]], noise: Noise, max_new_tokens: int, end: Sequence[int], gather: bool
+    trainer: Trainer, prompts: Sequence[list[int]], noise: Noise, max_new_tokens: int, end: Sequence[int], gather: bool
 ) -> list[list[int]]:
     """Return the answers of a trainer's current model to prompts, without dropout; a collective under ZeRO-3.
 

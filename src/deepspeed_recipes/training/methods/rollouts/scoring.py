@@ -19,6 +19,7 @@ from typing import Any
 
 from ....machine import children
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from ....recipe.methods import Grpo, rewards
 from ....recipe.recipe import Recipe
 from ...console import say
@@ -53,7 +54,7 @@ class Scorer:
         """Return the weighted sum of the functions' numbers for an answer."""
         return sum(weight * score for weight, score in zip(self.weights, scores, strict=True))
 
-    def scores(self, answer: str, example: dict[str, Any]) -> list[float]:
+    def scores(self, answer: str, example: Json) -> list[float]:
         """Return each function's number for an answer; all are NaN if one of them returns none.
 
         The first failure of each kind is printed.
@@ -67,7 +68,7 @@ class Scorer:
             say(f"warning: {self.key}: {found}. Such answers have no reward and are not learned from.")
         return [math.nan] * len(self.functions)
 
-    def ask(self, answer: str, example: dict[str, Any]) -> list[float] | str:
+    def ask(self, answer: str, example: Json) -> list[float] | str:
         """Return each function's number, or an error message.
 
         Raises:
@@ -151,7 +152,7 @@ class Scorer:
             self.process = None
 
 
-def example_of(row: dict[str, Any]) -> dict[str, Any]:
+def example_of(row: Json) -> Json:
     """Return the example for a reward function: its fields, its prompt and the expected answer.
 
     Args:
@@ -162,7 +163,7 @@ def example_of(row: dict[str, Any]) -> dict[str, Any]:
     return {**row["fields"], "prompt": turns[:given], "expected": expected}
 
 
-def check(recipe: Recipe, rows: Sequence[dict[str, Any]]) -> None:
+def check(recipe: Recipe, rows: Sequence[Json]) -> None:
     """Try the reward functions on the expected answers of the first examples.
 
     Raises:
