@@ -223,7 +223,8 @@ def test_few_tokens_per_expert_leave_tiles_empty_and_read_every_expert():
 
     few, many = mixture(experts=8, chosen=2), mixture(experts=256, chosen=2)
     assert forward(many, 8192) > 1.3 * forward(few, 8192)
-    assert forward(many, 65536) < 1.15 * forward(few, 65536)
+    # 512 tokens per expert fill tiles of 128 but for an eighth, on average; 16,384 fill them.
+    assert 1.08 * forward(few, 65536) < forward(many, 65536) < 1.15 * forward(few, 65536)
     # Three times 256 experts of 176 million bf16 weights, at most at the speed of the memory.
     assert forward(many, 64) > 3 * 256 * 3 * 4096 * 14336 * 2 / 3.35e12
 

@@ -601,6 +601,25 @@ def test_lint_accepts_paths_dictionaries_and_models(tmp_path: Path):
     )
 
 
+def test_an_absent_key_is_reported_at_the_section_that_lacks_it(tmp_path: Path):
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(zero(3), indent=1))
+    (finding,) = [item for item in lint(file) if item.rule == "no-gather-on-save"]
+    assert (finding.line, finding.column, finding.value) == (3, 2, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "fix"),
+    [
+        ({"activation_checkpointing": 3}, "write an object"),
+        ({"optimizer": {"type": 3}}, "write a string"),
+        ({"expert_parallel": {"load_balance_coeff": 3}}, "write null"),
+    ],
+)
+def test_a_rejected_value_is_answered_with_a_kind_that_is_accepted(config: dict, fix: str):
+    assert fix in {item.fix for item in judge({**M, **config}, PLAIN)}
+
+
 def test_the_trainer_finds_a_hidden_size_in_a_part_and_a_bare_accelerator_does_not():
     config = {"model_type": "gemma3", "text_config": {"hidden_size": 8}}
     assert hidden_size(config) == 8 and hidden_size(config, nested=False) is None

@@ -581,7 +581,7 @@ def test_judged_answers_are_of_both_kinds(tmp_path):
     (tmp_path / "table.parquet").write_bytes(b"which the ranks read")
     good, both, table = (str(tmp_path / name) for name in ("good.jsonl", "both.jsonl", "table.parquet"))
     kto = small(tmp_path, tmp_path, method="kto")
-    for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None)):
+    for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None), (table, table)):
         preflight.check_data(replace(kto, data=Data(path, validation=held_out)))
     for data, key in ((Data(good), "data.path"), (Data(both, validation=good), "data.validation")):
         with pytest.raises(UserError, match=f"^{key}: all 2 answers .* true, .*; add answers with the label false.$"):

@@ -110,6 +110,7 @@ def test_only_the_memory_is_known(gib, like):
 def test_a_datasheets_rates_are_copied_as_they_are():
     """Dense, without sparsity, of the makers' datasheets; a GPU without bf16 has that of fp16."""
     copied = {"V100": 125, "T4": 65, "A100": 312, "H100": 989.4, "L40S": 362, "RTX 4090": 165.2, "MI300X": 1307.4}
+    copied |= {"A5000": 111.1, "A6000": 154.8, "RTX 6000 Ada": 364.2}
     assert {name: BF16_TFLOPS[name] for name in copied} == copied
 
 

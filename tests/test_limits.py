@@ -73,6 +73,18 @@ def changed(run, suggestion):
     return overrides.apply(recipe, suggestion.split()), world_size, file
 
 
+def test_reasons_name_the_models_that_a_method_has():
+    assert "one loss of all tokens" in METHODS["simpo"].excludes["pipeline"]
+    assert "two models at once" in METHODS["dpo"].excludes["pipeline"]
+
+
+def test_super_offload_is_read_where_deepspeed_reads_it():
+    for stage, value, found in ((3, True, True), (3, False, False), (3, None, False), (2, True, False)):
+        block = {"device": "cpu"} | ({} if value is None else {"super_offload": value})
+        content = {"zero_optimization": {"stage": stage, "offload_optimizer": block}}
+        assert deepspeed_file.parse(content).super_offload == found
+
+
 @settings(max_examples=examples(300), deadline=None)
 @given(runs())
 def test_an_accepted_layout_gives_every_rank_a_position(run):

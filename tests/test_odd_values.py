@@ -339,3 +339,10 @@ def test_an_option_with_two_values_is_refused(words, capsys):
 
 def test_an_option_may_be_repeated_with_the_same_value(capsys):
     assert main.run("launch", ["tiny", "full", "--dry-run", "--gpus", "2", "--gpus", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("a\x1b[2J", "a\\x1b[2J"), ("\x00", "\\x00"), (None, "none"), (True, "true")]
+)
+def test_a_value_is_shown_without_what_a_terminal_obeys(value, text):
+    assert bounds.shown(value) == text

@@ -11,7 +11,7 @@ from deepspeed_recipes.planning.cost.communication import Group, all_reduce, all
 from deepspeed_recipes.planning.cost.compute_time import model_flops
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time, updated_bytes
-from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
+from deepspeed_recipes.planning.cost.training_setup import KNOWN, Software, TrainingSetup
 from deepspeed_recipes.planning.cost.weights import stage_ranges
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -297,6 +297,12 @@ def test_adam_moves_three_times_as_much_operation_by_operation(stage, beside, fo
     setup = TrainingSetup(8, zero_stage=stage, software=Software(foreach_adam=foreach), bf16_states=bf16_states)
     adam = (84 if foreach else 28) / (2 if bf16_states else 1)
     assert updated_bytes(setup) == adam + ({12: 6, 44: 32}[beside] if bf16_states else beside)
+
+
+def test_tools_with_an_adam_of_many_operations_move_more():
+    moved = {name: updated_bytes(TrainingSetup(8, zero_stage=1, software=one)) for name, one in KNOWN.items()}
+    own = updated_bytes(TrainingSetup(8, zero_stage=1))
+    assert {name for name in KNOWN if moved[name] > own} == {"trl", "llama-factory", "fsdp", "transformers-4"}
 
 
 def test_zero_3_gathers_as_many_matrices_at_once_as_it_prefetches():

@@ -180,6 +180,7 @@ def test_no_update_has_rate_zero(tmp_path, kind):
         found = rates(tmp_path, kind, warmup, steps)
         assert all(rate > 0 for rate in found), (warmup, steps, found)
         full = updates.warmup(replace(pages.find("tiny", "full"), schedule=Schedule(kind, warmup)), steps)
+        assert (full == 0) == (kind == "constant" or not warmup)
         rising = max(0, full - 1)
         assert found[rising] == pytest.approx(1), (warmup, steps, found)
         assert found[:rising] == pytest.approx([(k + 1) / full for k in range(rising)])
