@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -677,6 +678,23 @@ def test_roles_are_renamed_turns_joined_and_empty_system_turns_dropped(tmp_path)
         csv.writer(file).writerows([["messages"], [json.dumps(json.loads(chats(*turns))["messages"])]])
     (source,) = sources.read(str(table), recipe_on(table, **roles, join_turns=True))
     assert list(source.examples) == [example]
+
+
+@pytest.mark.parametrize(
+    ("speaker", "text"),
+    [("speaker", "text"), ("from", "msg"), ("author", "message"), ("name", "body"), ("who", "said")],
+)
+def test_keys_of_turns_are_renamed_as_the_refusal_says(tmp_path, speaker, text):
+    path = tmp_path / "chats.jsonl"
+    turns = [{speaker: "customer", text: "Hi?"}, {speaker: "agent", text: "Yes."}]
+    path.write_text(json.dumps({"dialogue": turns}) + "\n", encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        preflight.check_data(recipe_on(path, columns="dialogue:messages"))
+    columns = re.search(r"data.columns=(\S+)\.", str(caught.value))[1]
+    roles = {"roles": "customer:user,agent:assistant"}
+    assert columns == ",".join([f"{speaker}:role"] * (speaker != "from") + [f"{text}:content"])
+    (source,) = sources.read(str(path), recipe_on(path, columns=f"dialogue:messages,{columns}", **roles))
+    assert [one["messages"] for one in source.examples] == [[user("Hi?"), assistant("Yes.")]]
 
 
 def test_a_rows_place_is_its_first_line_and_a_quote_left_open_is_found_where_it_begins(tmp_path):

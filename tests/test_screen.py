@@ -55,6 +55,8 @@ def test_help_of_a_key_says_everything_about_it(capsys):
     [
         ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
         ("--lr=1e-4", "--lr: no such option; write a recipe's key as lr=VALUE."),
+        ("--seed=1", "--seed: no such option; write a recipe's key as seed=VALUE."),
+        ("--nproc_per_node=2", "--nproc_per_node: no such option; did you mean --gpus?"),
         ("--frobnicate=secret", "--frobnicate: no such option; write a recipe's key as frobnicate=VALUE."),
     ],
 )

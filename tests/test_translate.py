@@ -90,12 +90,12 @@ def test_other_names_of_roles_become_data_roles(place):
     entry = {
         "file_name": "ours.jsonl",
         "formatting": "sharegpt",
-        "tags": {"user_tag": "customer", "assistant_tag": "gpt"},
+        "tags": {"user_tag": "customer", "assistant_tag": "gpt", "role_tag": "from", "content_tag": "text"},
     }
     (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
     theirs = {"stage": "sft", "finetuning_type": "lora", "model_name_or_path": "Qwen/Qwen3-0.6B", "dataset": "ours"}
     _, recipe = command_of(theirs | {"template": "qwen3"}, place)
-    assert recipe.data.roles == "customer:user"
+    assert (recipe.data.roles, recipe.data.columns) == ("customer:user", "text:content")
     sets = [{"path": "data/ours.jsonl", "type": "chat_template", "roles": {"user": ["human", "customer"]}}]
     axolotl = {"base_model": "Qwen/Qwen3-0.6B", "adapter": "lora", "datasets": sets}
     assert command_of(axolotl, place)[1].data.roles == "customer:user"
@@ -496,18 +496,19 @@ def test_fp16_keeps_the_given_deepspeed_file(place):
 
 
 def test_data_sets_of_axolotl_have_each_key_named(place):
-    """Fields of turns under other names cannot be read; held-out data is held-out data; `bf16` is on unless set."""
+    """Keys of turns under other names are renamed; held-out data is held-out data; `bf16` is on unless set."""
     own = {"path": "ours.jsonl", "type": "chat_template", "field_messages": "dialog", "roles": {"user": ["customer"]}}
     mapping = {"message_property_mappings": {"role": "speaker", "content": "msg"}, "shards": 4, "split": "train"}
     values = AXOLOTL | {"datasets": [own | mapping, {"path": "b.jsonl", "type": "alpaca", "shards": 2}]}
     values |= {"test_datasets": [{"path": "val.jsonl", "type": "chat_template"}], "early_stopping_patience": 3}
     values = {name: value for name, value in values.items() if name not in ("bf16", "val_set_size")}
     found, recipe = command_of(values, place)
-    assert set(found.missing) == {
-        f"datasets[{name}" for name in ("0].message_property_mappings", "0].shards", "1].shards")
-    }
+    assert set(found.missing) == {"datasets[0].shards", "datasets[1].shards"}
     assert (recipe.data.path, recipe.data.validation) == ("ours.jsonl,b.jsonl", "val.jsonl")
-    assert (recipe.data.columns, recipe.data.roles) == ("dialog:messages", "customer:user")
+    renamed = "dialog:messages,speaker:role,msg:content"
+    assert (recipe.data.columns, recipe.data.roles) == (renamed, "customer:user")
+    values["datasets"][0]["message_property_mappings"] = {"role": "speaker", "tool": "api"}
+    assert "datasets[0].message_property_mappings" in command_of(values, place)[0].missing
     assert (recipe.precision, recipe.early_stopping) == ("bf16", 3)
     assert "datasets[0].chat_template" not in found.translated  # the file does not have it
     del values["gradient_accumulation_steps"]

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..recipe import overrides
 from ..recipe.errors import UserError, first_line, lasting, of_system, printable, redact
 from ..recipe.files import check_ends
 from ..recipe.project import command, program, python_path
@@ -154,6 +155,31 @@ def without(package: str) -> str:
     )
 
 
+_GUESSES = {
+    "--output": "--output-dir --write",
+    "--output-dir": "--output --write",
+    "--out --o -o --output-file --output-path --save --save-dir": "--output --output-dir --write",
+    "--budget --cost --hourly": "--price",
+    "--num-gpus --n-gpus --ngpus --devices --nproc-per-node --num-processes --gpus": "--gpus --world-size",
+    "--num-nodes --nnodes --num-machines": "--nodes",
+    "--vram --gpu-mem": "--gpu-memory",
+    "--ram --cpu-memory": "--host-memory",
+    "--seq-len --max-length --max-len --max-seq-len --max-seq-length --cutoff-len --context": "--sequence-length",
+    "--max-tokens --max-length --max-new": "--max-new-tokens",
+    "--tp --tensor-parallel-size": "--tensor-parallel",
+    "--pp --pipeline-parallel-size": "--pipeline-parallel",
+    "--bits --dtype --quantization": "--quantize",
+    "--merge-lora --merge-adapter": "--merge",
+    "--lora --lora-path --peft --adapter-path": "--adapter",
+    "--system-prompt": "--system",
+    "--served-model-name --model-name": "--name",
+    "--max-samples --num-samples": "--limit",
+    "--format": "--json --gguf",
+    "--time-limit --time --hours": "--deadline",
+}
+"""Options that people guess: other words for options of these commands; the first that a command has is named."""
+
+
 class Parser(argparse.ArgumentParser):
     """The command line of one command."""
 
@@ -207,6 +233,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: object, **options: object) -> tuple[Any, list[str]]:
         """Parse arguments, and refuse an option that is given twice with different values."""
         self._given: dict[str, object] = {}
+        self._typed = next((list(one) for one in arguments if one is not None), sys.argv[1:])
         return super().parse_known_args(*arguments, **options)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
@@ -233,16 +260,37 @@ class Parser(argparse.ArgumentParser):
 
     def nearest(self, option: str) -> str | None:
         """Return the option whose spelling is closest to an unknown option, or None if no option is close."""
-        return next(
-            iter(get_close_matches(option.replace("_", "-"), self._option_string_actions, 1, cutoff=0.65)), None
-        )
+        near = get_close_matches(option.replace("_", "-"), self._option_string_actions, 1, cutoff=0.7)
+        return self._guessed(option) or next(iter(near), None)
+
+    def _guessed(self, option: str) -> str | None:
+        words = ((guessed.split(), real) for guessed, ours in _GUESSES.items() for real in ours.split())
+        known = (real for guessed, real in words if option.replace("_", "-") in guessed)
+        return next((real for real in known if real in self._option_string_actions), None)
 
     def _in_words(self, message: str) -> str:
         """Return argparse's error message in the style of this project."""
-        if unknown := re.match(r"unrecognized arguments: (-[^\s=]*)", message):
-            near = self.nearest(unknown[1])
-            hint = f"did you mean {near}?" if near else f"{self.prog} --help lists the options."
-            return f"{unknown[1]}: no such option; {hint}"
+        name = next(iter(re.findall(r"^unrecognized arguments: (-[^\s=]*)", message)), None)
+        if message.startswith("the following arguments are required"):  # argparse looks for these first
+            words = (word.partition("=")[0] for word in self._typed if word.startswith("--") and word != "--")
+            name = next(
+                (word for word in words if not any(one.startswith(word) for one in self._option_string_actions)), None
+            )
+        if name:
+            key = name.lstrip("-").replace("-", "_")
+            overridden = any(action.dest in ("overrides", "settings") for action in self._actions)
+            if (
+                not self._guessed(name)
+                and overridden
+                and (ours := overrides.FOREIGN_NAMES.get(key, key)) in overrides.override_keys()
+            ):
+                hint = f"write the recipe's key as {ours}=VALUE."
+            elif near := self.nearest(name):
+                hint = f"did you mean {near}?"
+            else:
+                prints = self.nearest("--out") is None and name in ("--out", "--output", "-o", "--output-file")
+                hint = "it prints the result: add > FILE." if prints else f"{self.prog} --help lists the options."
+            return f"{name}: no such option; {hint}"
         if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
             kind = "a whole number" if wrong[2] == "int" else "a number"
             return f"{wrong[1]} {wrong[3]}: must be {kind}."

@@ -70,7 +70,8 @@ class Data:
     """A file (.jsonl, .json, .csv, .parquet, .arrow; .txt for `pretrain`), a folder of such files, or a Hub dataset;
     separate several with commas."""
     columns: Annotated[str | None, Several()] = None
-    """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`."""
+    """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`. The fields
+    `role` and `content` rename keys of turns: `speaker:role,text:content`."""
     roles: Annotated[str | None, Several()] = None
     """Renames roles of turns, as `NAME:ROLE` pairs separated by commas: `customer:user,agent:assistant`."""
     join_turns: bool = False

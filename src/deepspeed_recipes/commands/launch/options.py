@@ -265,9 +265,12 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         key = name.lstrip("-")
-        near = None if key in overrides.FOREIGN_NAMES else parser.nearest(name)
+        usual = key.replace("-", "_")
+        near = overrides.FOREIGN_OPTIONS.get(usual)
+        if near is None and usual not in {*overrides.FOREIGN_NAMES, *overrides.override_keys()}:
+            near = parser.nearest(name)
         help_words = "ds-recipes launch --help lists options and keys."
-        hint = f"did you mean {near}?" if near else f"write a recipe's key as {key}=VALUE. {help_words}"
+        hint = f"did you mean {near}?" if near else f"write a recipe's key as {usual}=VALUE. {help_words}"
         parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}\n")
     return options
 

@@ -151,6 +151,8 @@ def requested(options: LaunchOptions) -> Request:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     for line in compatibility.unread(compatibility.Case(recipe), overrides.keys_of(options.overrides)):
         print(line, file=sys.stderr, flush=True)
+    if recipe.data.changed and not folder:
+        print("data.changed=true is not read: the run starts anew; add --resume", file=sys.stderr, flush=True)
     return Request(page, recipe, folder)
 
 

@@ -371,13 +371,14 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             part = {"message_field_role": "role", "message_field_content": "content"}.get(name)
             pairs = {part: entry[name]} if part else entry[name]
             known = {"role": ("role", "from"), "content": ("content", "value")}
-            if isinstance(pairs, dict) and all(own in known.get(field, (field,)) for field, own in pairs.items()):
-                found.note(f"{start}{name}", "the same here")
+            own = {"": name}
+            if isinstance(pairs, dict):
+                own = {str(own): field for field, own in pairs.items() if own not in known.get(field, (field,))}
+            if {*own.values()} <= known.keys():
+                renamed |= own
+                found.note(f"{start}{name}", "data.columns" if own else "the same here")
             else:
-                found.lack(
-                    f"{start}{name}",
-                    "turns have role and content, or from and value; data.transform=FILE.py:FUNCTION can rename theirs",
-                )
+                found.lack(f"{start}{name}", "only role and content are renamed; data.transform=FILE.py:FUNCTION can")
         if entry.get("roles"):
             named = {
                 str(word): role

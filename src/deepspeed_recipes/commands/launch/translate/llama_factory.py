@@ -268,6 +268,9 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
             word = str(entry.get("tags", {}).get(f"{role}_tag") or role)
             if ROLES.get(word.lower()) != role:
                 roles[word] = role
+        for field, common in (("role", ("role", "from")), ("content", ("content", "value"))):
+            if (tag := entry.get("tags", {}).get(f"{field}_tag")) and tag not in common:
+                renamed[str(tag)] = field
         for theirs, column in columns.items():
             field = usual.get(theirs, {"kto_tag": "label"}.get(theirs, theirs))
             if column != field and field in (

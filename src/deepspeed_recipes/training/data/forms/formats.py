@@ -33,6 +33,7 @@ from . import keys
 from .turns import (
     NOT_LEARNED,
     READ,
+    SPEAKERS,
     Example,
     Turn,
     as_conversation,
@@ -43,7 +44,7 @@ from .turns import (
     read_string,
     read_tools,
     read_turns,
-    renamed_roles,
+    renamed_turns,
     said,
     with_system,
     wrong,
@@ -80,8 +81,6 @@ PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 """The fields with a pair's prompt, including LLaMA-Factory's and those of public pairs; the first that an example has
 is read."""
 
-SPEAKERS = ("role", "speaker", "sender", "author", "from")
-"""Columns of tables whose rows are turns."""
 TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The fields that may hold turns."""
 
@@ -90,6 +89,8 @@ FIELDS = (
     *(*PASSAGES, "history", "system", "tools", "negative"),
 )
 """Every field that a conversion reads, and that `data.columns` may name."""
+OF_TURNS = ("role", "content")
+"""The keys of turns that `data.columns` may name as well."""
 
 
 def read_by(form: str, method: str) -> set[str]:
@@ -131,7 +132,7 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
         if kind == METHODS[method].examples and all(field in example for field in fields):
             empty = next(field for field in fields if example[field] is None)
             raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
-    if METHODS[method].examples == "conversations" and (turn := next(filter(example.get, SPEAKERS), None)):
+    if METHODS[method].examples == "conversations" and (turn := next(filter(example.get, SPEAKERS[:5]), None)):
         raise UserError(
             f"{where}: is one turn ({fields_of(example)}), and an example is a whole conversation; group the rows of "
             f'each: {{"messages": [{{"role": ..., "content": ...}}, ...]}}. data.roles renames the values of {turn!r}.'
@@ -462,11 +463,11 @@ def column_fields(text: str | None) -> dict[str, str]:
     """
     if text is None:
         return {}
-    pairs = re.findall(rf"(.+?):({'|'.join(FIELDS)})(?:,|$)", text)
+    pairs = re.findall(rf"(.+?):({'|'.join((*FIELDS, *OF_TURNS))})(?:,|$)", text)
     if ",".join(f"{column}:{field}" for column, field in pairs) != text:
         raise UserError(
             f"data.columns={text}: write COLUMN:FIELD, several with commas (question:prompt,answer:completion); "
-            f"the fields are {', '.join(FIELDS)}."
+            f"the fields are {', '.join(FIELDS)}, and in turns {' and '.join(OF_TURNS)}."
         )
     return dict(pairs)
 
@@ -516,13 +517,13 @@ def prepared(
     Raises:
         UserError: the first example lacks a column, or turns are not JSON.
     """
-    roles, join = reading["roles"], reading["join"]
+    turns = {name: reading[name] for name in ("keys", "roles", "join")}
     located = own_code.transformed(located, reading["transform"], on_drop, bad)
     for where, example in renamed_columns(located, reading["columns"]):
-        if roles or join:
+        if any(turns.values()):
             try:
                 changes = {
-                    name: renamed_roles(f"{where}: {name!r}", example[name], roles, join)
+                    name: renamed_turns(f"{where}: {name!r}", example[name], **turns)
                     for name in TURNS
                     if name in example
                 }
@@ -540,5 +541,13 @@ def reading_of(data: Data) -> dict[str, Any]:
     Raises:
         UserError: `data.columns` or `data.roles` is not in its form.
     """
-    named = {"columns": column_fields(data.columns), "roles": role_names(data.roles)}
-    return {**named, "join": data.join_turns, "transform": data.transform}
+    fields = column_fields(data.columns)
+    columns = {column: field for column, field in fields.items() if field not in OF_TURNS}
+    of_turns = {key: field for key, field in fields.items() if field in OF_TURNS}
+    return {
+        "columns": columns,
+        "keys": of_turns,
+        "roles": role_names(data.roles),
+        "join": data.join_turns,
+        "transform": data.transform,
+    }

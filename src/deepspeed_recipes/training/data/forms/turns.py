@@ -21,6 +21,8 @@ NOT_LEARNED = {"train": False}
 READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
 """Keys of a turn that are read here or by most templates; a template may read others too."""
 
+SPEAKERS = ("role", "speaker", "sender", "author", "from", "name", "who", "type")
+"""Columns of tables whose rows are turns, and keys of turns, that may say who speaks."""
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
@@ -127,20 +129,20 @@ def _is_empty_system(turn: Any) -> bool:
     return isinstance(role, str) and ROLES.get(role.lower()) == "system" and not str(content).strip()
 
 
-def renamed_roles(where: str, value: Any, roles: Mapping[str, str], join: bool) -> Any:
-    """Return a field's turns with the roles of `data.roles` and, with `join`, consecutive turns of one role joined.
+def renamed_turns(where: str, value: Any, keys: Mapping[str, str], roles: Mapping[str, str], join: bool) -> Any:
+    """Return a field's turns with their keys and roles renamed and, with `join`, consecutive turns of one role joined.
 
     A value that holds no turns is returned unchanged.
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parsed(where, value)
     if isinstance(value, dict):
-        return _with_role(value, roles)
+        return _with_role(value, keys, roles)
     if not isinstance(value, list):
         return value
     turns: list[Any] = []
     for turn in value:
-        turn = _with_role(turn, roles)
+        turn = _with_role(turn, keys, roles)
         if join and turns and (joined := _joined(turns[-1], turn)):
             turns[-1] = joined
         else:
@@ -148,9 +150,10 @@ def renamed_roles(where: str, value: Any, roles: Mapping[str, str], join: bool) 
     return turns
 
 
-def _with_role(turn: Any, roles: Mapping[str, str]) -> Any:
+def _with_role(turn: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
     if not isinstance(turn, dict):
         return turn
+    turn = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
     key = "role" if isinstance(turn.get("role"), str) else "from"
     role = turn.get(key)
     return {**turn, key: roles[role.lower()]} if isinstance(role, str) and role.lower() in roles else turn
@@ -184,8 +187,17 @@ def _turn(where: str, turn: Any) -> Turn:
         )
     speaker = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
-    if not isinstance(speaker, str):
-        raise UserError(f"{where} needs a 'role' and a 'content', both strings.")
+    unnamed = not isinstance(speaker, str)
+    known = {*READ, *keys.FLAGS} - ({"name"} if unnamed else set())
+    others = [key for key, value in turn.items() if isinstance(value, str) and value and key not in known]
+    if unnamed or (content == "" and others and not turn.keys() & {*READ, "function_call"}):
+        missing = ["role"] * (speaker is None) + ["content"] * (content == "")
+        others.sort(key=lambda key: key not in SPEAKERS)
+        pairs = ",".join(f"{key}:{field}" for key, field in zip(others, missing, strict=False))
+        raise UserError(
+            f"{where} needs a 'role' and a 'content', both strings."
+            + f" Rename the keys of turns: data.columns={pairs}." * bool(pairs)
+        )
     role = ROLES.get(speaker.lower())
     if role is None:
         raise UserError(
