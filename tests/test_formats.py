@@ -594,10 +594,10 @@ def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text(line(messages=SHORT))
     (tmp_path / "template.jinja").write_text("")
     (tmp_path / "config.json").write_text("{}")
-    recipe = small(tmp_path, "a.jsonl, someone/data")
+    recipe = small(tmp_path, "a.jsonl, someone/data-1.7B")  # a version, and no suffix of a file
     recipe = replace(recipe, model=replace(recipe.model, chat_template="template.jinja"))
     found = paths.locate(recipe)
-    assert found.data.path == f"{tmp_path / 'a.jsonl'},someone/data"
+    assert found.data.path == f"{tmp_path / 'a.jsonl'},someone/data-1.7B"
     assert found.model.chat_template == str(tmp_path / "template.jinja")
     with pytest.raises(UserError, match=r"data.path=b.jsonl: no such file"):
         paths.locate(small(tmp_path, "a.jsonl,b.jsonl"))

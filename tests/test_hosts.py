@@ -187,6 +187,14 @@ DIFFERENCES = {
 }
 
 
+def test_hosts_are_compared_with_the_first(tmp_path):
+    pool = hostfile.HostPool(dict.fromkeys(("n1", "n2", "n3"), tuple(range(8))), tmp_path)
+    answers = [answer(), answer(code="2"), answer()]
+    with pytest.raises(UserError) as error:
+        host_checks.check(pool, tmp_path / "run", lambda folder, file: answers)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["n2"]
+
+
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
     pool = hostfile.HostPool({"n1": tuple(range(8)), "n2": tuple(range(8))}, tmp_path)

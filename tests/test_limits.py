@@ -486,3 +486,18 @@ def test_every_unread_setting_is_a_key():
     rows = [row for row in compatibility.TABLE if row.moment == "unread"]
     assert len(rows) > 20 and not any(row.remedy for row in rows)
     assert {re.split("[!=<>]", row.setting)[0] for row in rows} <= overrides.override_keys().keys()
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_a_value_of_the_file_that_contradicts_the_recipe_is_offered_as_its_key(sequence, tmp_path):
+    """But not a batch of all ranks, which DeepSpeed multiplies by the sequence ranks."""
+    file = tmp_path / "fixed.json"
+    for key, value, offered in (
+        ("gradient_clipping", 0.3, "max_grad_norm=0.3"),
+        ("train_batch_size", 12, "global_batch_size=12" if sequence == 1 else None),
+    ):
+        file.write_text(json.dumps(json.loads((CONFIGS / "zero3.json").read_text()) | {key: value}))
+        words = [f"deepspeed={file}", f"layout.sequence={sequence}"]
+        with pytest.raises(UserError, match=f"{key} = {value}: the recipe has") as error:
+            preflight.check_config(overrides.apply(pages.find("tiny", "full"), words), 2, 2)
+        assert str(error.value).endswith(f'write "auto" in the file, or add {offered}' if offered else "in the file")
