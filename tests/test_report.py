@@ -403,6 +403,9 @@ def test_the_verdict_judges_the_result(tmp_path):
 
     assert judged(8.5, 5.865) == "It fell by 31%."
     assert judged(8.5, 8.5) == "It did not change."
+    losses = [row["loss"] for row in read_jsonl(run.evaluations)]
+    fell = f"It did not change, but the held-out loss fell by {1 - losses[-1] / losses[0]:.0%}."
+    assert losses[-1] < losses[0] and judged(0.0, 0.0, metric="exact_match") == fell
     append_jsonl(run.evaluations, {"step": 40, "loss": 0.5})
     assert judged(8.5, 0.5) == (
         "It fell by 94%; the held-out loss was lowest at step 30 and has risen since: train for less, or more slowly."

@@ -65,24 +65,28 @@ def judgement(run: RunData) -> str:
     metric, (_, before, after) = run.summary.get("metric"), score(run)
     if before is None or after is None:
         return few or "Nothing was measured on held-out examples, so this does not show that the model is better."
-    start, end = before.value, after.value
+    start, end, losses = before.value, after.value, curves.points(run.evaluations, "loss")
     if metric in metrics.SHARES:
         points, held_out = 100 * (end - start), (run.data.get("held_out") or {}).get("examples")
         said = f"It {'rose' if points > 0 else 'fell'} by {abs(points):.1f} points" if points else "It did not change"
+        if not points and len(losses) > 1 and (moved := _moved(losses[0][1], losses[-1][1])):
+            said += f", but the held-out loss {moved}"
         if not few and points and held_out and abs(end - start) < 1 / math.sqrt(held_out):
             few = f"on {held_out:,} examples such a difference can be chance."
     elif start > 0 and math.isfinite(end):
-        share = end / start - 1
-        said = (
-            f"It {'rose' if share > 0 else 'fell'} by {abs(share):.0%}" if abs(share) >= 0.005 else "It did not change"
-        )
+        said = f"It {_moved(start, end) or 'did not change'}"
     else:
         return few
-    losses = curves.points(run.evaluations, "loss")
     at, lowest = min(losses, key=lambda point: point[1], default=(0, math.inf))
     if not few and losses and losses[-1][1] > 1.02 * lowest:
         few = f"the held-out loss was lowest at step {at} and has risen since: train for less, or more slowly."
     return f"{said}; {few}" if few else f"{said}."
+
+
+def _moved(start: float, end: float) -> str:
+    """Return by how much a loss rose or fell, or nothing if by less than half a percent."""
+    share = end / start - 1 if start > 0 and math.isfinite(end) else 0.0
+    return f"{'rose' if share > 0 else 'fell'} by {abs(share):.0%}" if abs(share) >= 0.005 else ""
 
 
 def sentence(run: RunData) -> str:
