@@ -229,7 +229,7 @@ def check_slow_runs(cells):
     """Check verdicts, picture and tables; return how many times faster each change has made its run."""
     for name in ("healthy", "small", "stages"):
         assert re.match(r"[\w -]+: .+\nwhat to change: .+", text(cells[name])), name
-    assert "healthy: computes " in text(cells["healthy"])
+    assert "healthy: it computes " in text(cells["healthy"])
     assert images(cells) == 1 and "predicted_bytes" in text(cells["where"]) and "all-gather" in text(cells["where"])
     return [float(times) for times in re.findall(r"tokens/s, ([\d.]+) times", text(cells["change"]))]
 

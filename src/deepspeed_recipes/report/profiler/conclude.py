@@ -108,7 +108,7 @@ def span(found: JsonView) -> str:
 
 def slower(found: JsonView) -> str:
     """Return by how much recording slowed the steps down, or an empty string if there are no other steps."""
-    more = found["slower"]
+    more = found.get("slower")
     if more is None:
         return ""
     return f" ({abs(more):.0%} {'slower' if more >= 0 else 'faster'} than those that were not recorded)"

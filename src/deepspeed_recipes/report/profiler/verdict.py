@@ -76,19 +76,19 @@ def cause(ranks: list[Rank], about: Json) -> Cause:
     if share < MATTERS:
         return Cause(
             "compute",
-            f"computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
+            f"it computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
             "nothing; nearly all time is computation, though a larger micro_batch_size may use the hardware better",
         )
     if worst == "communication_waited":
         return _communication(share, ranks, about)
     if worst == "data":
         change = "set data.workers=4 to load ahead in separate processes, or packing=true for fewer, fuller sequences"
-        return Cause("data", f"waits for data {share:.0%} of the time", change)
+        return Cause("data", f"it waits for data {share:.0%} of the time", change)
     if worst == "idle":
         change = (
             "other processes may use its cores (run fewer ranks: --gpus), or it waits for a disk (deepspeed=...nvme...)"
         )
-        return Cause("idle", f"is idle {share:.0%} of the time", change)
+        return Cause("idle", f"it is idle {share:.0%} of the time", change)
     optimizer = mean(rank.optimizer / rank.shares.seconds for rank in ranks if rank.shares.seconds)
     if about.get("offload_optimizer", "none") != "none" and optimizer > share / 2:
         return Cause(
@@ -182,7 +182,7 @@ def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
     who = f" of ranks {', '.join(map(str, group))}" if group else ""
     return Cause(
         "communication",
-        f"waits for the network {share:.0%} of the time, mostly for {kind}{who}",
+        f"it waits for the network {share:.0%} of the time, mostly for {kind}{who}",
         _less_traffic(ranks[0], about),
     )
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ..page import Bars, Block, Cell, Chart, Curve, Note, Number, Parts, Section, Table, number
-from ..profiler.conclude import NAMES, SUMMED, pipeline, span
+from ..profiler.conclude import NAMES, SUMMED, pipeline, slower, span
 from ..run_data import PROFILE, Row, RunData
 from .curves import finite
 
@@ -151,9 +151,8 @@ TRAFFIC = {
 def recorded_steps(run: RunData) -> Section:
     """Return the verdict in words, a bar per rank, the most expensive operators, and the communication."""
     found = run.profile
-    more = "" if found.get("slower") is None else f" Recording made a step {found['slower']:+.0%} longer."
     verdict = (
-        f"{span(found).capitalize()}, {found['step_seconds']:.3g} s each: {found['words']}.{more} "
+        f"{span(found).capitalize()}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}. "
         f"What to change: {found['change']}."
     )
     bars, hidden = [], []
