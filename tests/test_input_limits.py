@@ -352,6 +352,7 @@ def test_sizes_that_no_model_has_are_refused(key, model, tmp_path):
             with pytest.raises(UserError) as caught:
                 load.load_model(recipe)
             one_line(caught, str(model))
+            assert "holds no .safetensors" not in str(caught.value)
         if (key, value) == ("num_attention_heads", 7):
             continue
         words = ["tiny", "full", f"model.path={model}", "--dry-run"]

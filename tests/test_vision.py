@@ -12,7 +12,7 @@ from datasets import Dataset
 from datasets import Image as ImageFeature
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.utils import is_torchvision_available
 from trl.chat_template_utils import get_training_chat_template, qwen2_5_vl_chat_template, smolvlm_chat_template
@@ -28,7 +28,7 @@ from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_VISION
 from deepspeed_recipes.training.data import images, tokenize
 from deepspeed_recipes.training.data.image_conversations import PictureCollator
-from deepspeed_recipes.training.model import processor
+from deepspeed_recipes.training.model import load, processor
 from tests import seeing
 from tests.conftest import write_rows
 from tests.versions import needs
@@ -420,3 +420,9 @@ def test_the_planner_counts_the_tower(sample):
     assert evaluate(request, recipe).memory.worst.components["vision_tower"] == 4 * request.profile.tower_parameters
     text = pages.find("tiny", "full")
     assert plan_request(text, Cluster(find("H100"))).profile.tower_parameters == 0
+
+
+@pytest.mark.parametrize(("family", "alone"), [("qwen3_5_moe", True), ("gemma3", False), ("llama", True)])
+def test_a_language_model_that_is_loaded_alone_has_the_text_parts_configuration(family, alone):
+    config = AutoConfig.for_model(family)
+    assert (load.language_config(config) is config.get_text_config()) == alone
