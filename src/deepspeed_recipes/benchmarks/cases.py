@@ -62,10 +62,6 @@ FAST = (*SIZE, "gradient_checkpointing=false")
 ROOMY = ("sequence_length=4096", "micro_batch_size=2", "global_batch_size=2")
 
 
-def _zero(stage: int) -> Case:
-    return Case(f"ZeRO-{stage}", "recipe", changes=(*FAST, f"deepspeed=zero{stage}.json"))
-
-
 def _estimated(page: str, variant: str, config: str, length: int, micro_batch: int, checkpointing: bool) -> Case:
     return Case(
         f"{page} {variant}, {config}, {micro_batch} x {length:,}{', checkpointing' if checkpointing else ''}",
@@ -130,7 +126,10 @@ BENCHMARKS = {
         Benchmark(
             "zero_tax",
             "ZeRO-0 to 3 on one rank, and the same without DeepSpeed",
-            (Case("no DeepSpeed", "plain", changes=FAST), *(_zero(stage) for stage in range(4))),
+            (
+                Case("no DeepSpeed", "plain", changes=FAST),
+                *(Case(f"ZeRO-{n}", "recipe", changes=(*FAST, f"deepspeed=zero{n}.json")) for n in range(4)),
+            ),
         ),
         Benchmark(
             "planner_error",

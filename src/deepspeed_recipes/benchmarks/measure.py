@@ -11,13 +11,14 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -69,7 +70,13 @@ class Reads(TorchDispatchMode):
         """The number of reads."""
         return self.counts.total()
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        function: Any,
+        types: object,
+        arguments: tuple[Any, ...] = (),
+        options: Json | None = None,
+    ) -> object:
         options = options or {}
         name = function.overloadpacket.__name__
         if name in OF_VALUES or _selects(name, arguments) or _leaves_the_device(name, arguments, options):
@@ -79,7 +86,7 @@ class Reads(TorchDispatchMode):
         return function(*arguments, **options)
 
 
-def _selects(name: str, arguments: Any) -> bool:
+def _selects(name: str, arguments: Sequence[Any]) -> bool:
     """Return whether a mask determines the number of elements; assigning a single value does not depend on it."""
     if name == "index" or (name in ("index_put", "index_put_", "_index_put_impl_") and arguments[2].numel() != 1):
         masks = arguments[1]
@@ -88,7 +95,7 @@ def _selects(name: str, arguments: Any) -> bool:
     return any(mask is not None and mask.dtype == torch.bool for mask in masks)
 
 
-def _leaves_the_device(name: str, arguments: Any, options: Json) -> bool:
+def _leaves_the_device(name: str, arguments: Sequence[Any], options: Json) -> bool:
     if name == "_to_copy":
         target = torch.device(options.get("device") or "meta")
         return arguments[0].is_cuda and target.type == "cpu" and not options.get("non_blocking")
@@ -179,7 +186,7 @@ def limits() -> dict[str, float]:
     return found | ({"from_host_bytes": sizes["copy"] / copies["from_host"]} if "from_host" in copies else {})
 
 
-def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Any, attention: str) -> Json:
+def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Dataset, attention: str) -> Json:
     """Return the model, the recipe and the size of a step: tokens without padding, and their operations."""
     tokens, squares = synthetic.mean_lengths(sequences)
     total, trainable = load.parameter_counts(trained)
@@ -224,7 +231,7 @@ class Ticks(TrainerCallback):
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: object) -> None:
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
         """Tick."""
         self.clock.step()
 

@@ -123,7 +123,6 @@ def share(seconds: float, benchmarks: int) -> float:
 
 
 def _bench(options: argparse.Namespace, folder: Path) -> overhead.Bench:
-    """Return the settings of `overhead` and `scaling`."""
     gpus = visible_gpus()
     return overhead.Bench(
         zero_stage=options.zero_stage,

@@ -153,7 +153,6 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _children(document: Document, path: Key) -> list[Key]:
-    """Return the keys of an object in the order of the file."""
     node: Any = document.value
     for part in path:
         node = node[part]

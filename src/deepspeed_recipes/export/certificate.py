@@ -69,7 +69,6 @@ class Certificate:
         return self.places - sum(result.likeliest for result in self.results)
 
     def __str__(self) -> str:
-        """Return the verdict in a line."""
         verdict = "agrees with" if self.agrees else "DIFFERS from"
         return (
             f"{verdict} the trained model: log-probabilities within {self.difference:.2g} nats (bound {self.bound:g}), "

@@ -70,7 +70,9 @@ def files(folder: Path) -> list[File]:
     described = {"config.json", ADAPTER} & set(found) or any(name.endswith(".gguf") for name in found)
     if not described:
         raise UserError(no_model)
-    others = [name for name, path in found.items() if path.is_symlink() or not _is_model(name)]
+    others = [
+        name for name, path in found.items() if path.is_symlink() or not (_WEIGHTS.fullmatch(name) or name in _KNOWN)
+    ]
     if others:
         more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
         raise UserError(
@@ -83,10 +85,6 @@ def files(folder: Path) -> list[File]:
         _check(name, path, commit.partition("+")[0])
     _check_base(folder)
     return [File(path, name, path.stat().st_size) for name, path in found.items()]
-
-
-def _is_model(name: str) -> bool:
-    return bool(_WEIGHTS.fullmatch(name)) or name in _KNOWN
 
 
 def _check(name: str, path: Path, commit: str) -> None:

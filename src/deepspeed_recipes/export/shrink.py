@@ -153,7 +153,6 @@ def _count(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def _layer_lists(state: JsonView, layers: int) -> list[str]:
-    """Return the names of the lists with exactly this number of layers."""
     found: dict[str, set[int]] = {}
     for name in state:
         if match := NUMBERED.match(name):

@@ -145,7 +145,6 @@ def stack(environment: Json) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return a text with its brackets escaped for rich."""
     return text.replace("[", "\\[")
 
 

@@ -2,7 +2,6 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -64,7 +63,7 @@ def model_of(root: Path, kind: Kind) -> Path:
     return root / ("mixture" if kind == "mixture" else "dense")
 
 
-def distance(expected: Any, found: Any) -> dict[str, float]:
+def distance(expected: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
     """Return the largest difference of two trainings: relative for losses and norms, by `plain.worst` for weights."""
     records = list(zip(found[0], expected[0], strict=True))
     apart = {key: max(abs(a[key] / b[key] - 1) for a, b in records) for key in ("loss", "grad_norm")}

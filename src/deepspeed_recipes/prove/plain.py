@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import LayerNorm
@@ -24,7 +23,7 @@ def train(
     settings: Settings,
     dtype: torch.dtype = torch.float32,
     prepare: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
-    optimize: Callable[[torch.nn.Module, Settings], Any] | None = None,
+    optimize: Callable[[torch.nn.Module, Settings], torch.optim.Optimizer] | None = None,
     device: str = "cpu",
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """Return per step the loss, the gradient norm before clipping and numbers by layer, and the final weights.
@@ -123,7 +122,7 @@ def _example(
 
 def summed_loss(
     model: PreTrainedModel, tokens: torch.Tensor, learned: torch.Tensor, settings: Settings
-) -> tuple[Any, Any, Any]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a conversation's summed loss, its number of learned tokens, and its load-balancing loss."""
     routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
     output = model(input_ids=tokens, use_cache=False, **routed)

@@ -34,7 +34,6 @@ class Bounds:
         )
 
     def __str__(self) -> str:
-        """Return the bounds in words."""
         words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
         bounds = " and ".join(f"{word} {_number(bound)}" for word, bound in words if bound is not None)
         return bounds if self.usual is None else f"{bounds}, for instance {_number(self.usual)}"
@@ -125,7 +124,6 @@ class _Field(NamedTuple):
 
 @cache
 def _fields(kind: Any) -> list[_Field]:
-    """Return the types, words and bounds of each field of a dataclass."""
     found = []
     hints = typing.get_type_hints(kind, include_extras=True)
     for name, hint in ((field.name, hints[field.name]) for field in dataclasses.fields(kind)):

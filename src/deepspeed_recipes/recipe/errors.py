@@ -234,10 +234,8 @@ def printable(text: object) -> str:
     """
     kept = "\n\t\u200c\u200d"
     return "".join(
-        one if one.isprintable() or one in kept or (one.isspace() and ord(one) > 0x9F) else _escape(one)
+        one
+        if one.isprintable() or one in kept or (one.isspace() and ord(one) > 0x9F)
+        else one.encode("unicode_escape").decode()
         for one in str(text)
     )
-
-
-def _escape(one: str) -> str:
-    return one.encode("unicode_escape").decode("ascii")

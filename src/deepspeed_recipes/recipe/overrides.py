@@ -272,7 +272,11 @@ def differences(before: Recipe, after: Recipe, *, resumed: bool = False) -> list
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
     """Return a recipe's values for `keys` as overrides: `key=value`."""
-    return [f"{key}={_as_text(value_of(recipe, key))}" for key in keys]
+    values = {key: value_of(recipe, key) for key in keys}
+    return [
+        f"{key}={str(value).lower() if value is None or isinstance(value, bool) else value}"
+        for key, value in values.items()
+    ]
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
@@ -284,10 +288,6 @@ def value_of(recipe: Recipe, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part, None)
     return value
-
-
-def _as_text(value: object) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def parse(key: str, text: str, hint: object) -> Any:

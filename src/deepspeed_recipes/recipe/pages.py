@@ -103,7 +103,11 @@ def _outside(path: Path) -> ModuleType:
         module = _load(path, family)
     except Exception as error:
         if isinstance(error, ImportError) and "relative import" in str(error):
-            raise UserError(_before_the_move(path, error)) from error
+            raise UserError(
+                f"{_line_of(path, error)}: this page imports from the package's old location in recipes/.\n"
+                "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py "
+                "does."
+            ) from error
         raise UserError(_broken(path, error)) from error
     sizes = module.SIZES
     if not isinstance(sizes, dict) or not sizes or not _own(module):
@@ -114,13 +118,6 @@ def _outside(path: Path) -> ModuleType:
     return module
 
 
-def _before_the_move(path: Path, error: Exception) -> str:
-    return (
-        f"{_line_of(path, error)}: this page imports from the package's old location in recipes/.\n"
-        "Write `from deepspeed_recipes.recipe import ...` instead of `from .spec...`, as recipes/_template.py does."
-    )
-
-
 def _broken(path: Path, error: Exception) -> str:
     """Return the line at which a page outside the project failed, and the error."""
     what = first_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {first_line(error)}"
@@ -128,7 +125,6 @@ def _broken(path: Path, error: Exception) -> str:
 
 
 def _line_of(path: Path, error: Exception) -> str:
-    """Return the file and the line in it at which an error was raised."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:] and lines[-1]
     return f"{path}{f':{line}' if line else ''}"

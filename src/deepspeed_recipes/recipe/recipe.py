@@ -459,7 +459,6 @@ class Recipe:
 
 
 def _check_metrics(data: Data) -> None:
-    """Refuse an unknown metric."""
     found = names(data.metric)
     for name in found or [data.metric]:
         if name not in BUILT_IN and not own_code.is_own(name):

@@ -39,7 +39,6 @@ class Place:
         self.name = name
 
     def __get__(self, run: "RunFolder", kind: type | None = None) -> Path:
-        """Return the path in a run folder."""
         return run.path / self.name
 
 

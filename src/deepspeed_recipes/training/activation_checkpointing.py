@@ -40,8 +40,7 @@ def keep_products() -> Any:
 
 
 @cache  # called by each layer in each pass
-def _operators() -> list[Any]:
-    """Return the operators in KEPT that this environment has."""
+def _operators() -> list[torch._ops.OpOverload]:
     spaces = (name.split("::") for name in KEPT)
     found = (getattr(getattr(torch.ops, space), short, None) for space, short in spaces)
     return [packet.default for packet in found if packet is not None]

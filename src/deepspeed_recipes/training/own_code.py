@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_outputs import CausalLMOutput
 
 from ..recipe import own_code
@@ -131,7 +131,7 @@ class Loss:
             written = own_code.WRITTEN["loss"].format(self.named.name)
             raise Failed(f"loss={self.named}: cannot be called as in `{written}` ({error}).") from None
 
-    def __call__(self, outputs: Any, labels: torch.Tensor | None, num_items_in_batch: Any = None) -> torch.Tensor:
+    def __call__(self, outputs: Any, labels: torch.Tensor | None, num_items_in_batch: object = None) -> torch.Tensor:
         """Return the loss of a micro-batch, a scalar with a gradient.
 
         Raises:
@@ -212,7 +212,6 @@ def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | No
 
 
 def _own_events(kind: type[TrainerCallback]) -> list[str]:
-    """Return the events for which a callback has a method of its own."""
     return [name for name in EVENTS if getattr(kind, name) is not getattr(TrainerCallback, name)]
 
 
@@ -233,7 +232,9 @@ def _notes(recipe: Recipe) -> Iterator[str]:
 
 def _watched(named: Function, method: Callable[..., Any], run: RunFolder | None, added: set[str]) -> Callable[..., Any]:
     @functools.wraps(method)
-    def call(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def call(
+        self: TrainerCallback, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
         logs = kwargs.get("logs") or {}
         before = set(logs)
         try:

@@ -112,7 +112,6 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
-    """Return the address of rank 0."""
     if alone:
         return "127.0.0.1"
     if launcher.name == "srun":

@@ -287,7 +287,7 @@ class RunHooks(Hooked):
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], Any]:
+    ) -> tuple[list[Batch], object]:
         """Return a step's micro-batches and their number of tokens in the loss, counted and timed for the metrics."""
         metrics = self.context.metrics
         self.context.phases.begin(self.state.global_step + 1)
@@ -321,7 +321,7 @@ class RunHooks(Hooked):
             loss = super().compute_loss(model, inputs, *arguments, **options)
         return loss * 0 if self.filler else loss  # its labels are excluded, but routers balance its tokens
 
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor | float | None:
         """Return the engine's gradient norm, still on the device; the engine clips by itself.
 
         The Trainer and accelerate read the norm at every step. A read blocks until the device has caught up, and the
@@ -329,7 +329,7 @@ class RunHooks(Hooked):
         """
         return self.deepspeed.get_global_grad_norm()
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: object = None) -> Any:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: object = None) -> torch.Tensor | float | None:
         """Return the same tensor, which is read only when it is logged."""
         return self.deepspeed.get_global_grad_norm()
 
@@ -360,7 +360,7 @@ class RunHooks(Hooked):
         if best is None or best == step:
             return step
         checkpoint = context.run.checkpoints / f"checkpoint-{best}"
-        bad: list[Any] = [digests.damaged(checkpoint) if distributed.is_first() else None]
+        bad: list[str | None] = [digests.damaged(checkpoint) if distributed.is_first() else None]
         dist.broadcast_object_list(bad)
         if bad[0]:
             raise UserError(

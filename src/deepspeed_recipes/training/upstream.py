@@ -81,7 +81,7 @@ def compile_ops_once(stack: Path) -> None:
     """
     compile_and_load = OpBuilder.jit_load
 
-    def load(builder: Any, verbose: bool = True) -> Any:
+    def load(builder: OpBuilder, verbose: bool = True) -> Any:
         stack.parent.mkdir(parents=True, exist_ok=True)
         with stack.open("w") as file:
             faulthandler.dump_traceback_later(ops.LONGEST, exit=True, file=file)
@@ -101,7 +101,7 @@ def compile_ops_once(stack: Path) -> None:
             return None
         return cpp_extension._import_module_from_library(name, str(ops.extensions_dir() / name), True)
 
-    def compile_here(builder: Any, verbose: bool) -> Any:
+    def compile_here(builder: OpBuilder, verbose: bool) -> Any:
         if not ops.is_compiled(builder.name):
             print(f"DeepSpeed op {builder.name}: compiling, which can take minutes, once", flush=True)
         loaded = compile_and_load(builder, verbose)

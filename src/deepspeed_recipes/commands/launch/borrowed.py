@@ -48,7 +48,8 @@ def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
     if "model.path" not in given or recipe.draft.enabled or not borrowed:
         return None
     found, theirs = look(recipe.model.path), page.model
-    if _same_kind(found, theirs) and not (found.parameters and _distance(found, theirs) > math.log(FAR)):
+    same_kind = not found.kinds or theirs.config.get("model_type") in found.kinds
+    if same_kind and not (found.parameters and _distance(found, theirs) > math.log(FAR)):
         return None
     about = "" if found.exact else "about "
     size = [f"{about}{pages.human(round(found.parameters))} parameters"] if found.parameters else []
@@ -83,10 +84,6 @@ def _elements(file: Path) -> int:
         return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return 0  # the ranks report the error
-
-
-def _same_kind(found: Found, model: Model) -> bool:
-    return not found.kinds or model.config.get("model_type") in found.kinds
 
 
 def _distance(found: Found, model: Model) -> float:

@@ -72,7 +72,6 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _more(arguments: argparse.Namespace, first: Choice) -> str:
-    """Return the command that shows all plans on the first choice."""
     nodes = ["--nodes", str(first.cluster.nodes)] if first.cluster.nodes > 1 else []
     place = ["--gpu", first.cluster.instance or first.cluster.gpu.name, *nodes]
     much = ["--tokens", arguments.tokens] if arguments.tokens else []
@@ -102,7 +101,6 @@ def _rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
 
 
 def _table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> Table:
-    """Return the choices as a table, the cheapest first."""
     result = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "hardware", "config", "layout", "GPU full", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
         left = name in ("", "hardware", "config", "layout")
@@ -138,7 +136,6 @@ def _names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> lis
 
 
 def _as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[Json]:
-    """Return the choices as data."""
     return [
         {
             "is": _names(choice, shown, least),

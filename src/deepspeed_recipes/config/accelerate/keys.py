@@ -220,7 +220,6 @@ def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
 
 
 def _launcher(config: Config) -> str:
-    """Return the name of the launcher for several machines."""
     return str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher") or "pdsh")
 
 

@@ -91,7 +91,6 @@ _WARNED_ELSEWHERE = (("train_batch_size",), ("fp16", "enabled"), ("bf16", "enabl
 
 
 def _expected(facts: Facts) -> dict[Key, object]:
-    """Return the values that the Trainer expects of keys, as far as its arguments are known."""
     known = facts.arguments or {}
     expected: dict[Key, object] = {path: known[name] for path, name in _COMPARED.items() if name in known}
     names = _COMPARED[("train_batch_size",)].split(" x ")[1:]

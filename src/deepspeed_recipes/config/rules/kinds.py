@@ -94,7 +94,6 @@ def _dtype(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _auto_paths(config: Config) -> Iterator[Key]:
-    """Yield the path of every "auto"."""
     pending: list[tuple[Key, object]] = [((), config.value)]
     while pending:
         path, value = pending.pop()

@@ -52,7 +52,6 @@ def _nvme_folder(config: Config, facts: Facts) -> Iterator[Hit]:
 
 
 def _trouble(folder: str) -> tuple[str, str] | None:
-    """Return a problem of a swap folder on this machine and its fix, or None."""
     if "\0" in folder:
         return "not a path", "write a folder"
     existing = Path(os.path.abspath(folder))

@@ -7,7 +7,6 @@ from ..rule import FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, rule,
 
 
 def _bf16(config: Config) -> str:
-    """Return the name of the section that DeepSpeed reads for bf16."""
     return "bf16" if config.get("bf16") is not None or not config.has("bfloat16") else "bfloat16"
 
 

@@ -157,7 +157,6 @@ class RemoteWatcher:
     """
 
     def __init__(self, pool: HostPool, folder: RunFolder) -> None:
-        """Start the processes."""
         self.pool = pool
         self.folder = folder
         self.poll = select.poll()
@@ -201,7 +200,6 @@ class HostWatch:
     """The process that watches the ranks of one host, and its two pipes."""
 
     def __init__(self, host: str, command: str) -> None:
-        """Start `command` on the host."""
         self.host = host
         self.process = subprocess.Popen(
             [*SSH, *ALIVE, host, command],

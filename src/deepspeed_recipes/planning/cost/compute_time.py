@@ -254,11 +254,9 @@ class ComputeSeconds:
         return self.matmul + self.attention + self.elementwise + self.recomputation + self.logits + self.launch
 
     def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
-        """Return the sum."""
         return ComputeSeconds(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
 
     def __mul__(self, times: int) -> "ComputeSeconds":
-        """Return a multiple."""
         return ComputeSeconds(*(getattr(self, name) * times for name in self.__dataclass_fields__))
 
 

@@ -7,7 +7,7 @@ as a function of the batch.
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from .profile import SavedBytes
 
 aten = torch.ops.aten
@@ -46,7 +47,9 @@ class Kernels(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
             return self._attention(func, *args, **kwargs)
@@ -56,7 +59,7 @@ class Kernels(TorchFunctionMode):
 
     def _attention(
         self,
-        func: Any,
+        func: Callable[..., object],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -99,7 +102,9 @@ class LiveBytes(TorchDispatchMode):
         """By storage: the layer that first saved it for the backward pass, and its bytes."""
         self._known: dict[int, tuple[weakref.ref[object], int]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+    ) -> object:
         with torch._C.DisableTorchFunction():  # shapes are computed in Python, which would call function modes
             result = func(*args, **(kwargs or {}))
         for one in tree_leaves(result):

@@ -271,7 +271,6 @@ def _modes(config: JsonView, lora: Lora | None, first: Sequence[int], device: st
 
 
 def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTrainedModel:
-    """Return the model with exactly two equal layers of each kind."""
     chosen = [index for index in first for _ in range(2)]
     layers, config = decoder_layers(model), model.config
     kept = [copy.deepcopy(layers[index]) for index in chosen]

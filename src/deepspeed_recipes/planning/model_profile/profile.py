@@ -45,11 +45,9 @@ class SavedBytes:
         return sequences * (self.per_token * length + self.per_pair * length**2) + self.fixed
 
     def __add__(self, other: "SavedBytes") -> "SavedBytes":
-        """Return the sum."""
         return SavedBytes(self.per_token + other.per_token, self.per_pair + other.per_pair, self.fixed + other.fixed)
 
     def __rmul__(self, factor: float) -> "SavedBytes":
-        """Return a multiple."""
         return SavedBytes(factor * self.per_token, factor * self.per_pair, factor * self.fixed)
 
 

@@ -60,7 +60,6 @@ def tightness(plan: Plan) -> str:
 
 
 def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
-    """Return the GiB that a GPU would need with some settings changed."""
     return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
 
 

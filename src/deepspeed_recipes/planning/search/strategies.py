@@ -213,7 +213,6 @@ def _is_moe(request: PlanRequest) -> bool:
 
 
 def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
-    """Return whether a DeepSpeed file suits a layout and a method."""
     if "deepspeed" in request.fixed:
         file = _read(name)
         suits = file.has_tensor_block <= (layout.tensor > 1)

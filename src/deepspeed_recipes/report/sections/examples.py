@@ -37,7 +37,6 @@ def answers(run: RunData) -> Section:
 
 
 def _why_none(run: RunData) -> str:
-    """Return why a run has no answers."""
     recipe = run.recipe
     if recipe.method.name not in ("sft", "distill", "grpo"):
         return f"None: {recipe.method.title} does not measure the answers that the model writes."

@@ -160,7 +160,6 @@ class Evaluation(TrainerCallback):
         return best
 
     def _ending(self, values: Mapping[int, float]) -> str | None:
-        """Return why the run ends, or None."""
         patience, best = self.recipe.early_stopping, best_step(self.recipe, values)
         if patience is None or best is None or sum(step > best for step in values) < patience:
             return None

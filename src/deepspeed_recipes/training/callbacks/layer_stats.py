@@ -8,7 +8,6 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -183,7 +182,9 @@ def _unclipped(engine: DeepSpeedEngine) -> float:
     return max(1.0, (float(norm) + 1e-6) / most) if norm is not None and most else 1.0
 
 
-def _sums(weight: torch.Tensor, optimizer: torch.optim.Optimizer, group: JsonView, one: Any) -> Iterator[torch.Tensor]:
+def _sums(
+    weight: torch.Tensor, optimizer: torch.optim.Optimizer, group: JsonView, one: torch.Tensor
+) -> Iterator[torch.Tensor]:
     """Yield `FIELDS` numbers of each piece of a fragment, in fp64, on the weight's device."""
     assert weight.grad is not None
     state = optimizer.state.get(weight, {})
@@ -207,7 +208,9 @@ def _sums(weight: torch.Tensor, optimizer: torch.optim.Optimizer, group: JsonVie
         yield torch.stack(sums)
 
 
-def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: JsonView) -> tuple[Any, Any]:
+def _adam_update(
+    after: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, steps: torch.Tensor | float, group: JsonView
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights before AdamW's update, and the update, computed from the optimizer's states after it.
 
     A copy made before would take as much memory as the weights, in fp32.
@@ -218,7 +221,7 @@ def _adam_update(after: Any, mean: Any, square: Any, steps: Any, group: JsonView
     return before, before * (-rate * group["weight_decay"]) - moved
 
 
-def _steps(state: JsonView, group: JsonView) -> Any:
+def _steps(state: JsonView, group: JsonView) -> torch.Tensor | float:
     """Return the number of updates, left on its device; 1 - 0.999**1 needs more digits than fp32 has."""
     steps = state.get("step", group.get("step"))
     return steps.double() if torch.is_tensor(steps) else steps

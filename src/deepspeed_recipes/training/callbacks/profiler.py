@@ -221,14 +221,14 @@ class Profiler(Phases, TrainerCallback):
 def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
     """Surround every module's forward pass with a range of its name, by hooks that exist only in this block."""
     names = {one: name for name, one in model.named_modules()} if model is not None else {}
-    entered: list[Any] = []
+    entered: list[torch.profiler.record_function] = []
 
-    def enter(module: torch.nn.Module, inputs: Any) -> None:
+    def enter(module: torch.nn.Module, inputs: object) -> None:
         if not torch.compiler.is_compiling():
             entered.append(torch.profiler.record_function(MODULE + (names.get(module) or type(module).__name__)))
             entered[-1].__enter__()
 
-    def leave(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: torch.nn.Module, inputs: object, output: object) -> None:
         if entered and not torch.compiler.is_compiling():
             entered.pop().__exit__(None, None, None)
 
@@ -243,7 +243,7 @@ def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
             handle.remove()
 
 
-def write_trace(export: Callable[[str], Any], path: Path, about: Json) -> None:
+def write_trace(export: Callable[[str], object], path: Path, about: Json) -> None:
     """Write a gzipped Chrome trace that contains `about`; leaves no incomplete file.
 
     torch would write to the temporary folder; this writes to the run folder, whose free space has been checked.

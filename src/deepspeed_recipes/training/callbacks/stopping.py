@@ -30,7 +30,7 @@ class StopOnSignal(TrainerCallback):
         self.on_loss = on_loss
         self.asked = False
         self.stopped = False
-        self.group: Any = None
+        self.group: dist.ProcessGroup | None = None
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Start to listen for signals."""

@@ -86,7 +86,6 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
 
 
 def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
-    """Return the sizes of the layout in which the checkpoint cannot be loaded."""
     changed = {
         "pipeline": saved.pipeline != asked.pipeline,
         # AutoEP's experts have other parameters than whole ones.

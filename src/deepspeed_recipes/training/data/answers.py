@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jinja2 import TemplateError
@@ -174,8 +173,8 @@ def answered(
 
 
 def _shown(
-    seen: ProcessorMixin, prompt: Sequence[int], pictures: Sequence[Any], tokenizer: PreTrainedTokenizerBase
-) -> list[Any]:
+    seen: ProcessorMixin, prompt: Sequence[int], pictures: Sequence[object], tokenizer: PreTrainedTokenizerBase
+) -> list[object]:
     """Return the images whose placeholders are in a prompt, which are the first images."""
     places = list(prompt).count(tokenizer.convert_tokens_to_ids(seen.image_token))
     counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, pictures)]

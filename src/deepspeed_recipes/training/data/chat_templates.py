@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -15,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from trl.chat_template_utils import get_training_chat_template, has_generation_markers, supports_tool_calling
 
 from ...recipe.errors import UserError
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
@@ -199,7 +198,11 @@ def _alike(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
 
 
 def _by_template(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Turns, tools: list[Json] | None, options: Any = None
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Turns,
+    tools: list[Json] | None,
+    options: JsonView | None = None,
 ) -> Marked:
     known = control_tokens(tokenizer, template)
     if known.occur(messages, tools) or _left_out(messages):
@@ -237,7 +240,7 @@ def _with_spans(
     known: ControlTokens,
     messages: Turns,
     tools: list[Json] | None,
-    options: object = None,
+    options: JsonView | None = None,
 ) -> Rendered:
     arguments = tokenizer.special_tokens_map | (options or {})
 
@@ -285,7 +288,7 @@ def _turn_by_turn(
     known: ControlTokens,
     messages: Turns,
     tools: list[Json] | None,
-    options: Any = None,
+    options: JsonView | None = None,
 ) -> Rendered:
     """Render a conversation and each beginning of it, to find the text that each assistant turn adds."""
     left_out = _left_out(messages)
@@ -305,7 +308,7 @@ def _turn_by_turn(
 
 
 def _by_rendering(
-    tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: list[Json] | None, options: object = None
+    tokenizer: PreTrainedTokenizerBase, messages: Turns, tools: list[Json] | None, options: JsonView | None = None
 ) -> Marked:
     """Mark the tokens that each assistant turn adds to the conversation before it and the generation prompt."""
     known = control_tokens(tokenizer, tokenizer.chat_template)

@@ -426,7 +426,7 @@ def _from_hub(name: str, split: str, streaming: bool) -> Examples:
         raise UserError(f"data.path={name}: cannot load: {reason}\n{fix}") from error
 
 
-def _version(name: str, split: str) -> tuple[Any, ...]:
+def _version(name: str, split: str) -> tuple[object, ...]:
     """Return a value that changes whenever a source's examples may have changed."""
     path = Path(name)
     if not path.exists():  # the cache's files are named by their commit

@@ -1,6 +1,6 @@
 """Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from types import FunctionType
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import pack_dataset
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..console import say
 from ..model import control_tokens, stored
@@ -63,7 +63,6 @@ class Stream(TorchIterableDataset):
         self.if_empty = if_empty
 
     def __iter__(self) -> Iterator[Json]:
-        """Yield sequences in the form of `tokenize.tokenized`."""
         found, epoch = True, 0
         while found:
             found = False
@@ -182,7 +181,7 @@ def text_tokens(
     content: str | Turns,
     longest: int,
     tools: list[Json] | None = None,
-    options: Any = None,
+    options: JsonView | None = None,
 ) -> list[int]:
     """Return the tokens of a text as the tokenizer gives them, or of a conversation; at most the first `longest`.
 
@@ -241,7 +240,9 @@ def _state(value: object) -> Any:
     return value
 
 
-def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _checked(
+    tokenize: Callable[[Any], Json], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[Any], Json]:
     """Return the function with a check of its tokens: special tokens may have no rows in the embeddings."""
     folder = stored.folder_of(recipe.model.path)
     rows = weights.embedding_rows(folder) if folder else None
@@ -262,12 +263,12 @@ def _checked(tokenize: Any, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) 
     return look
 
 
-def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
     """Return the function that computes a conversation's `input_ids` and `labels`."""
     return conversation(recipe, tokenizer) if recipe.model.vision else _conversation(recipe, tokenizer)
 
 
-def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
     template, mark = chat_templates.marker(recipe, tokenizer)
     with_tools = chat_templates.renders_tools(tokenizer, template)
     # The recipe stays out of the closure, so that a run at another learning rate finds its tokens in the cache.
@@ -309,7 +310,7 @@ def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenize
 
 
-def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
     length, end = recipe.sequence_length, tokenizer.eos_token_id
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:

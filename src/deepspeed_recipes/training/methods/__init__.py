@@ -1,7 +1,7 @@
 """The training methods: one module each, named like the recipe's `method`, with the functions of `TrainingMethod`."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and import
 class TrainingMethod(Protocol):
     """What the module of a method has; `sft` also has `answer`, which stores a few answers of each run."""
 
-    def arguments(self, common: Json, recipe: Recipe, /) -> Any:
+    def arguments(self, common: Json, recipe: Recipe, /) -> "TrainingArguments":
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""
 
     def datasets(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", /) -> "Datasets":
@@ -31,10 +31,10 @@ class TrainingMethod(Protocol):
         dataset: "Dataset",
         tokenizer: "PreTrainedTokenizerBase",
         /,
-    ) -> Any:
+    ) -> "Trainer":
         """Return the Trainer, with `RunHooks`."""
 
-    def metric(self, trainer: "Trainer", examples: Any, /) -> dict[str, float]:
+    def metric(self, trainer: "Trainer", examples: "Dataset", /) -> dict[str, float]:
         """Return the method's own scores of held-out examples, by name."""
 
 

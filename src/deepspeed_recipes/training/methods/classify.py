@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ...recipe.files import Json
 from ...recipe.methods import Classify
@@ -98,7 +98,9 @@ class RunClassificationTrainer(Averaging, Trainer):
         self.class_weights = class_weights
         super().__init__(context, compute_loss_func=self.loss, **options)
 
-    def loss(self, output: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, output: SequenceClassifierOutput, labels: torch.Tensor, num_items_in_batch: torch.Tensor
+    ) -> torch.Tensor:
         """Return a micro-batch's part of the mean weighted cross-entropy, in nats.
 
         The Trainer multiplies it by the number of ranks, over which DeepSpeed takes the mean. It is divided by the

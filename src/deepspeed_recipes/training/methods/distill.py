@@ -57,7 +57,6 @@ class RunDistillTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks, and a teacher."""
 
     def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
-        """`options` are passed to the trainer's own class."""
         recipe = context.recipe
         boundaries = needs_boundaries(options["model"])
         self.distill = Distill.of(recipe)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +58,7 @@ class RunKTOTrainer(Averaging, KTOTrainer):
         return (weights * torch.sigmoid(self.beta * torch.where(good, kl - ratio, ratio - kl))).mean()
 
     @contextmanager
-    def _before_training(self) -> Iterator[Any]:
+    def _before_training(self) -> Iterator[None]:
         """Provide the model before training: a second model, or this one with its initial adapters."""
         with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
             if self.ref_model is not None:
@@ -116,7 +115,7 @@ def with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
     return {"prompt_ids": tokens[:start], "completion_ids": tokens[start:], "label": example["label"]}
 
 
-def _mismatched(examples: dict[str, list[object]]) -> dict[str, list[Any]]:
+def _mismatched(examples: dict[str, list[object]]) -> dict[str, list[object]]:
     """Return another example's answer for each, from which the KL is estimated (section 4.1 of the paper).
 
     The answers of all ranks' micro-batches rotate by one. TRL rotates within each rank's micro-batch, so that its

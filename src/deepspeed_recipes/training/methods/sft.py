@@ -6,10 +6,10 @@ and accuracy and gathers them over all ranks at every step, which costs more tha
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
 
 import torch.distributed as dist
 from datasets import Dataset
@@ -153,7 +153,9 @@ def _gathers(trainer: RunTrainer) -> bool:
     return sum(sizes) <= GATHER_LIMIT
 
 
-def _generating(trainer: RunTrainer, gather: bool, options: Json | None = None) -> Any:
+def _generating(
+    trainer: RunTrainer, gather: bool, options: Json | None = None
+) -> AbstractContextManager[PreTrainedModel]:
     """Return the context in which the model generates, with its settings of generation changed by `options`."""
     return unwrap_model_for_generation(
         trainer.deepspeed, trainer.accelerator, gather_deepspeed3_params=gather, generation_kwargs=options

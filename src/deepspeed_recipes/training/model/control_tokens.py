@@ -57,7 +57,7 @@ class ControlTokens:
         """Return whether text written by people contains control tokens."""
         return self._first(turns, tools) is not None
 
-    def mark(self, turns: Turns, tools: list[Json] | None = None) -> tuple[Turns, Any]:
+    def mark(self, turns: Turns, tools: list[Json] | None = None) -> tuple[Turns, list[Json] | None]:
         """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`.
 
         Raises:

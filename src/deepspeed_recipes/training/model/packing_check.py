@@ -90,12 +90,10 @@ def check_gradients(model: torch.nn.Module) -> None:
 
 
 def _documents(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """Return documents of random tokens."""
     return probe.random_tokens(model.config, 1, sum(LENGTHS))[0].to(model.device).split(LENGTHS)
 
 
 def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's inputs for one sequence of all documents."""
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     inputs: dict[str, torch.Tensor] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
     if attention.needs_boundaries(model):

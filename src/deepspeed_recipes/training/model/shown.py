@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 
 from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 
 if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +92,7 @@ def shown(
     template: str,
     turns: Turns,
     tools: list[Json] | None = None,
-    options: object = None,
+    options: JsonView | None = None,
     prompt: bool = False,
 ) -> Shown:
     """Return a conversation in a form in which the template renders every text.
@@ -251,7 +251,7 @@ def _missing(
     template: str,
     turns: Turns,
     tools: list[Json] | None,
-    options: Any,
+    options: JsonView | None,
     meant: Json,
 ) -> list[tuple[int, str]] | None:
     """Return the texts that the template drops, or None if it refuses the turns."""
@@ -276,7 +276,7 @@ def _forgotten(
     template: str,
     turns: Turns,
     tools: list[Json] | None,
-    options: Any,
+    options: JsonView | None,
     number: int,
 ) -> bool:
     """Return whether the template would show a turn's reasoning if the conversation ended there."""
@@ -309,7 +309,7 @@ def bounded(where: str) -> Iterator[None]:
         UserError: it takes longer than RENDER_SECONDS, or more memory than RENDER_BYTES.
     """
 
-    def stop(number: int, frame: Any) -> None:
+    def stop(number: int, frame: object) -> None:
         raise UserError(
             f"{where}: its chat template has not ended after {RENDER_SECONDS:g} s; correct it, or name another with "
             "model.chat_template."

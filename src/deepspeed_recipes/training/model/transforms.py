@@ -110,7 +110,6 @@ def _computes(module: torch.nn.Module, name: str) -> bool:
 
 
 def _freeze(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Freeze the weights that `train` and `freeze` leave out."""
     named = dict(model.named_parameters())
     counts = {name: getattr(weight, "ds_numel", weight.numel()) for name, weight in named.items()}
     share = limits.trained_share(recipe, counts)
@@ -153,7 +152,7 @@ def tile_loss(model: PreTrainedModel) -> None:
 def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
     """Make the decoder return only the hidden states of these tokens, [1, places, width], to the head."""
 
-    def select(_: torch.nn.Module, __: object, output: Any) -> Any:
+    def select(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
         return output
 

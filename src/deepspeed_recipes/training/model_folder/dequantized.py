@@ -32,7 +32,9 @@ class Dequantized(torch.Tensor):
         self.make = make
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: JsonView | None = None
+    ) -> object:
         """Run an operation on the dequantised weights."""
         given = tree_map(lambda one: one.make() if isinstance(one, cls) else one, (args, kwargs or {}))
         return function(*given[0], **given[1])
@@ -78,7 +80,6 @@ def state(folder: Path, block: JsonView, dtype: torch.dtype) -> dict[str, torch.
 
 
 def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) -> torch.Tensor:
-    """Return a weight, computed from its quantised parts."""
     if "blocks" in parts:
         return convert_moe_packed_tensors(parts["blocks"], parts["scales"])
     if "packed" in parts:

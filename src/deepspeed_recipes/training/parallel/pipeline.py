@@ -81,25 +81,29 @@ class StagedModel(PipelineModule):
     accepts_loss_kwargs = True
 
 
+Loss = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
+"""Of logits and (labels, weights)."""
+
+
 class LastStageOutput:
     """Computes the last stage's result from logits and labels: the training loss, or temporarily another function."""
 
     def __init__(self) -> None:
-        self.function: Callable[[torch.Tensor, Any], torch.Tensor] = weighted_loss
+        self.function: Loss = weighted_loss
 
-    def __call__(self, logits: torch.Tensor, labels: Any) -> torch.Tensor:
+    def __call__(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the function's result."""
         return self.function(logits, labels)
 
     @contextlib.contextmanager
-    def collecting(self, function: Callable[[torch.Tensor, Any], torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    def collecting(self, function: Loss) -> Iterator[list[torch.Tensor]]:
         """Within a `with` block, collect the values of `function` for each micro-batch instead of the training loss.
 
         DeepSpeed adds up the returned values, and these differ in shape between micro-batches: it gets zeros.
         """
         results: list[torch.Tensor] = []
 
-        def keep(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+        def keep(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
             results.append(function(logits, labels))
             return logits.new_zeros(())
 
@@ -150,7 +154,7 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
 
 
-def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: Any) -> torch.Tensor:
+def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: object) -> torch.Tensor:
     """Return the loss of the optimizer step for its last micro-batch, and zero for the others.
 
     As elsewhere in the Trainer, the loss is the mean over all tokens of the global batch. The engine averages over

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import FunctionCtx
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -189,14 +190,14 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(context: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(context: FunctionCtx, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         context.group = group
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         return received
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _AllToAll.apply(gradient.contiguous(), context.group), None
 
 

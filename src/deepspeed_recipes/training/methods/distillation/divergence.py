@@ -12,7 +12,6 @@ for either.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -47,7 +46,6 @@ def per_token(student: torch.Tensor, teacher: torch.Tensor, recipe: Recipe) -> t
 
 
 def _kl(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return KL(one || other)."""
     return (one.exp() * (one - other)).sum(-1)
 
 
@@ -112,7 +110,7 @@ class _Tiles(torch.autograd.Function):
         return torch.stack(losses).sum(), logged
 
     @staticmethod
-    def backward(ctx: FunctionCtx, loss: torch.Tensor, _: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: FunctionCtx, loss: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = [
             None if one is None else (one * loss).to(dtype)
             for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -121,6 +119,5 @@ class _Tiles(torch.autograd.Function):
 
 
 def _add(totals: list[torch.Tensor | None], gradients: tuple[torch.Tensor, ...]) -> None:
-    """Add gradients to the totals of those inputs that have one."""
     for total, gradient in zip((one for one in totals if one is not None), gradients, strict=True):
         total.add_(gradient)

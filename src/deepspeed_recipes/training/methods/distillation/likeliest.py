@@ -159,5 +159,4 @@ class WithLikeliest:
         return len(self.sequences)
 
     def __getitem__(self, number: int) -> Json:
-        """Return a sequence with both columns."""
         return {**self.sequences[number], **self.likeliest[number]}

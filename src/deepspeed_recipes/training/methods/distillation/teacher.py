@@ -1,8 +1,7 @@
 """The teacher: checks its tokenizer, loads it next to the student, and computes its distributions."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -115,7 +114,7 @@ class Teacher:
 
         return run_as(self.engine, self.model, forward, **read_by_models(inputs))
 
-    def gathered(self) -> Any:
+    def gathered(self) -> AbstractContextManager[None]:
         """Return a context in which the head's weights are whole; a collective under ZeRO-3."""
         if self.engine is self.model:
             return nullcontext()

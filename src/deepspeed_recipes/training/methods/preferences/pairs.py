@@ -56,7 +56,6 @@ class PairHooks(RunHooks):
     """The run's overrides of a TRL trainer, for pairs that `datasets` has tokenized."""
 
     def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
-        """`options` are passed to the trainer's own class."""
         collator = DataCollatorForPreference(processing_class.pad_token_id)
         super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
 

@@ -5,7 +5,6 @@ modules under ZeRO-3; `precomputed` uses the run's engine, before the first step
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,7 @@ from ...model import load
 from ...trainer import RunContext, RunHooks
 
 
-def of_recipe(recipe: Recipe) -> Any:
+def of_recipe(recipe: Recipe) -> PreTrainedModel | None:
     """Return the model before training, or None with adapters: without them, the model is its own reference."""
     return load.load_model(recipe) if recipe.method.asks_reference and recipe.lora is None else None
 

@@ -94,7 +94,7 @@ class RolloutHooks(Averaging):
     def _prepare_inputs(self, generation_batch: Json) -> Json:
         return super()._prepare_inputs(generation_batch[EXAMPLES])
 
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, Json]:
+    def _tokenize_prompts(self, prompts: list[list[Json]]) -> tuple[list[list[int]], None, Json]:
         """Return tokens as everywhere in a run: control tokens that a person has written are text."""
         tokens = [conversation_tokens(self.processing_class, turns, add_generation_prompt=True) for turns in prompts]
         return tokens, None, {}
@@ -105,7 +105,8 @@ class RolloutHooks(Averaging):
             output = super()._generate_and_score_completions(inputs)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         self.context.metrics.count([{"attention_mask": mask}])
-        if distributed.is_first() and self._is_logged(self.state.global_step + 1):
+        step = self.state.global_step + 1
+        if distributed.is_first() and (step == 1 or step % self.args.logging_steps == 0):
             self._keep_extremes()
         return output
 
@@ -139,9 +140,9 @@ class RolloutHooks(Averaging):
     def _calculate_rewards(
         self,
         inputs: list[dict[str, torch.Tensor]],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids_list: list[Any],
+        prompts: list[list[Json]],
+        completions: list[list[Json]],
+        completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
         """Return each function's number for each answer of all ranks, NaN where it returned none.
 
@@ -159,9 +160,6 @@ class RolloutHooks(Averaging):
             )
         self._metrics["train"]["rewards/failed"].append(failed.float().mean().item())
         return rewards
-
-    def _is_logged(self, step: int) -> bool:
-        return step == 1 or step % self.args.logging_steps == 0
 
     def _keep_extremes(self) -> None:
         """Write the answers with the highest and the lowest reward of this step into the run folder."""
