@@ -230,7 +230,7 @@ class Parser(argparse.ArgumentParser):
         """Exit with a message, in which quoted words are made safe for a terminal."""
         super().exit(status, message and f"{_said(message.rstrip())}\n")
 
-    def parse_known_args(self, *arguments: object, **options: object) -> tuple[Any, list[str]]:
+    def parse_known_args(self, *arguments: Any, **options: object) -> tuple[Any, list[str]]:
         """Parse arguments, and refuse an option that is given twice with different values."""
         self._given: dict[str, object] = {}
         self._typed = next((list(one) for one in arguments if one is not None), sys.argv[1:])

@@ -7,18 +7,19 @@ again, with the tokenizer.
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..recipe.conversation import REASONING
 from ..recipe.errors import UserError, first_line
+from ..recipe.files import Json, JsonView
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import read_json
 from ..recipe.samples import TINY_MODEL
 
-Turns = list[dict[str, Any]]
+Turns = list[Json]
 
 OWN = Path(__file__).parents[1] / "training" / "data" / "chatml.jinja"
 """The project's template, for base models."""
@@ -51,7 +52,7 @@ class Rendering:
         """Read the template that the ranks will use, unless only they can find it."""
         self.template: _Template | None = None
         self.thinking, self.model = recipe.data.thinking, f"model.path={recipe.model.path}"
-        self.kinds: set[Any] = set()
+        self.kinds: set[object] = set()
         if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("transformers"):
             return
         text = _source(recipe)
@@ -60,7 +61,7 @@ class Rendering:
         if text is not None:
             self.template = _Template(text, _folder(recipe))
 
-    def check(self, where: str, example: Mapping[str, Any]) -> None:
+    def check(self, where: str, example: JsonView) -> None:
         """Render an example's conversations if they are the first of their kind.
 
         Raises:
@@ -76,7 +77,7 @@ class Rendering:
                 self.kinds.add(kind)
                 self._render(where, turns, tools, options, prompt)
 
-    def _render(self, where: str, turns: Turns, tools: Any, options: dict[str, Any], prompt: bool) -> None:
+    def _render(self, where: str, turns: Turns, tools: list[Json] | None, options: Json, prompt: bool) -> None:
         from jinja2 import TemplateError
 
         from ..training.data import thinking
@@ -99,7 +100,7 @@ class Rendering:
             pass
 
 
-def _conversations(example: Mapping[str, Any]) -> Iterator[tuple[Turns, bool]]:
+def _conversations(example: JsonView) -> Iterator[tuple[Turns, bool]]:
     """Yield the conversations of an example, each with whether it is a prompt."""
     if "prompt" in example:
         yield example["prompt"], True
@@ -112,7 +113,7 @@ def _conversations(example: Mapping[str, Any]) -> Iterator[tuple[Turns, bool]]:
         yield example["messages"], False
 
 
-def _features(turn: Mapping[str, Any]) -> tuple[Any, ...]:
+def _features(turn: JsonView) -> tuple[Any, ...]:
     content = turn.get("content")
     kind = "</think>" in content if isinstance(content, str) else isinstance(content, list)
     return turn["role"], bool(content), kind, *[name for name in ("tool_calls", *REASONING) if turn.get(name)]
@@ -125,7 +126,12 @@ class _Template:
         self.text, self.special = text, _special_tokens(folder)
 
     def apply_chat_template(
-        self, turns: Turns, tools: Any = None, chat_template: str | None = None, tokenize: bool = False, **options: Any
+        self,
+        turns: Turns,
+        tools: list[Json] | None = None,
+        chat_template: str | None = None,
+        tokenize: bool = False,
+        **options: object,
     ) -> str:
         """Return the conversation as text."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -136,9 +142,9 @@ class _Template:
         return str(rendered[0][0])
 
 
-def _special_tokens(folder: Path) -> dict[str, Any]:
+def _special_tokens(folder: Path) -> Json:
     """Return the special tokens in a tokenizer's files, by their names in templates."""
-    found: dict[str, Any] = {}
+    found: Json = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         with contextlib.suppress(UserError):
             found |= {key: value for key, value in read_json(folder / name).items() if key.endswith("_token")}

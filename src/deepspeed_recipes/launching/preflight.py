@@ -326,13 +326,13 @@ def _checked_data(recipe: Recipe) -> int | None:
     counts: list[int | None] = []
     bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
     rendering = chat_template.Rendering(recipe)
-    kinds_of: dict[str, Counter[Any]] = {}
+    kinds_of: dict[str, Counter[object]] = {}
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
-        labels: Counter[Any] = Counter()
+        labels: Counter[object] = Counter()
         for name in names(path):
             files, whole = _text_of(Path(name), recipe.data.split)
             most = STREAMED if recipe.data.streaming and trained else None
-            found: Counter[Any] = sum(
+            found: Counter[object] = sum(
                 (check_file(file, *method, most, bad, rendering.check) for file in files), Counter()
             )
             count = found.total() if whole else None
@@ -407,7 +407,7 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
         classes.check_known("data.validation", known.get("data.validation", ()), training)
 
 
-def _check_labels(key: str, labels: Counter[Any]) -> None:
+def _check_labels(key: str, labels: Counter[object]) -> None:
     """Refuse judged answers of one kind only."""
     if len(labels) == 1:
         (label,) = labels
@@ -475,7 +475,7 @@ def check_file(
         converted = images.checked(images.converted(examples, method, data.form, path.parent, note), note)
     else:
         converted = formats.converted(examples, method, data.form, note)
-    found: Counter[Any] = Counter()
+    found: Counter[object] = Counter()
     for example in islice(converted, most):
         also(place, example)
         found[_kind(example)] += 1

@@ -262,7 +262,7 @@ PROBED: Mapping[str, str] = _TEXTS["probed"]
 # ---- Reading the table -----------------------------------------------------------------------------------------------
 
 
-def refusal(row: str, **values: Any) -> UserError:
+def refusal(row: str, **values: object) -> UserError:
     """Return the error for a row of `PROBED`."""
     return UserError(PROBED[row].format(**values))
 
@@ -356,7 +356,7 @@ def _as_typed(case: Case, condition: str) -> str:
     return "adapters" if is_dataclass(value) else f"{key}={_typed(value)}"
 
 
-def _typed(value: Any) -> str:
+def _typed(value: object) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -402,7 +402,7 @@ def _comparison(operator: str, text: str) -> Callable[[Any], bool]:
     number = float(text) if text.replace(".", "", 1).isdigit() else None
     word = {"true": True, "false": False, "none": None}.get(text, text)
 
-    def equal(value: Any) -> bool:
+    def equal(value: object) -> bool:
         same_size = number is not None and not isinstance(value, bool) and value == number
         return value is word or value == text or same_size
 

@@ -103,7 +103,7 @@ class LiveBytes(TorchDispatchMode):
         self._known: dict[int, tuple[weakref.ref[object], int]] = {}
 
     def __torch_dispatch__(
-        self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: Json | None = None
     ) -> object:
         with torch._C.DisableTorchFunction():  # shapes are computed in Python, which would call function modes
             result = func(*args, **(kwargs or {}))

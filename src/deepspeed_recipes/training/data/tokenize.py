@@ -241,7 +241,7 @@ def _state(value: object) -> Any:
 
 
 def _checked(
-    tokenize: Callable[[Any], Json], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
+    tokenize: Callable[[object], Json], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
 ) -> Callable[[Any], Json]:
     """Return the function with a check of its tokens: special tokens may have no rows in the embeddings."""
     folder = stored.folder_of(recipe.model.path)
@@ -250,7 +250,7 @@ def _checked(
         return tokenize
     batched, path = recipe.method.name == "pretrain", recipe.model.path
 
-    def look(given: Any) -> Json:
+    def look(given: object) -> Json:
         found = tokenize(given)
         documents = found["input_ids"] if batched else [found["input_ids"]]
         if beyond := [token for document in documents for token in document if token >= rows]:

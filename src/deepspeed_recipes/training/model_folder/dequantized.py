@@ -33,7 +33,11 @@ class Dequantized(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(
-        cls, function: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: JsonView | None = None
+        cls,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: JsonView | None = None,
     ) -> object:
         """Run an operation on the dequantised weights."""
         given = tree_map(lambda one: one.make() if isinstance(one, cls) else one, (args, kwargs or {}))

@@ -21,11 +21,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import Any
 
 from ....recipe import own_code
 from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
+from ....recipe.files import Json, JsonView
 from ....recipe.methods import METHODS, Examples, reading
 from ....recipe.recipe import Data
 from ..text_files import Bad, refuse
@@ -323,7 +323,7 @@ def _preference(where: str, example: Example) -> Example:
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         _check_repeated(where, example, prompt)
-    sides: dict[str, Any] = {}
+    sides: Json = {}
     for field, answer in (("chosen", chosen), ("rejected", rejected)):
         if not prompt or not answer or answer[0]["role"] != "assistant":
             raise UserError(
@@ -506,7 +506,7 @@ def role_names(text: str | None) -> dict[str, str]:
 
 def prepared(
     located: Iterable[tuple[str, Example]],
-    reading: Mapping[str, Any],
+    reading: JsonView,
     bad: Bad | None = None,
     on_drop: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, Example]]:
@@ -535,7 +535,7 @@ def prepared(
             yield where, example
 
 
-def reading_of(data: Data) -> dict[str, Any]:
+def reading_of(data: Data) -> Json:
     """Return how a recipe's examples are read before their form is known, in plain types.
 
     Raises:

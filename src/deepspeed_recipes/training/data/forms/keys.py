@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ....recipe.errors import UserError
+from ....recipe.files import Json, JsonView
 from ..text_files import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
@@ -49,12 +50,12 @@ JUDGEMENTS = {
 }
 
 
-def yes_or_no(value: Any, words: Mapping[str, bool]) -> bool | None:
+def yes_or_no(value: object, words: Mapping[str, bool]) -> bool | None:
     """Return the meaning of a bool, a number or a word of `words`, or None if the value has none."""
     return words.get(str(value).strip().lower()) if isinstance(value, bool | int | float | str) else None
 
 
-def with_usual_names(where: str, example: dict[str, Any]) -> dict[str, Any]:
+def with_usual_names(where: str, example: Json) -> Json:
     """Return the example with the forms' names of its fields.
 
     Raises:
@@ -69,7 +70,7 @@ def with_usual_names(where: str, example: dict[str, Any]) -> dict[str, Any]:
     return example
 
 
-def refuse_media(where: str, example: Mapping[str, Any]) -> None:
+def refuse_media(where: str, example: JsonView) -> None:
     """Refuse images, videos and audio: a model that does not receive them would learn to make answers up."""
     for name in MEDIA:
         if example.get(name) not in EMPTY:
@@ -93,14 +94,14 @@ def _unseen(name: str) -> str:
     return f"holds {'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
 
 
-def is_text(part: Any) -> bool:
+def is_text(part: object) -> bool:
     """Return whether a content part is text and nothing else."""
     if not isinstance(part, dict) or part.get("type") not in TEXTS or not isinstance(part.get("text"), str):
         return False
     return all(value in EMPTY for key, value in part.items() if key not in ("type", "text"))
 
 
-def refuse_parts(where: str, parts: Iterable[Any]) -> None:
+def refuse_parts(where: str, parts: Iterable[object]) -> None:
     """Refuse content parts that are not text, or contain more than text."""
     for part in parts:
         if not is_text(part):
@@ -113,7 +114,7 @@ def refuse_parts(where: str, parts: Iterable[Any]) -> None:
             )
 
 
-def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
+def is_learned(where: str, turn: JsonView) -> bool:
     """Return whether an assistant's turn is in the loss according to its flags.
 
     Raises:
@@ -128,7 +129,7 @@ def is_learned(where: str, turn: Mapping[str, Any]) -> bool:
     return all([_flag(where, name, value) is FLAGS[name] for name, value in given.items()])
 
 
-def is_example_learned(where: str, example: Mapping[str, Any]) -> bool:
+def is_example_learned(where: str, example: JsonView) -> bool:
     """Return whether a whole conversation is in the loss according to its flags.
 
     Raises:
@@ -140,7 +141,7 @@ def is_example_learned(where: str, example: Mapping[str, Any]) -> bool:
     return all([_flag(f"{where}: the example", name, value) for name, value in given.items()])
 
 
-def _flag(where: str, name: str, value: Any) -> bool:
+def _flag(where: str, name: str, value: object) -> bool:
     found = yes_or_no(value, WORDS)
     if found is None:
         raise UserError(
@@ -150,7 +151,7 @@ def _flag(where: str, name: str, value: Any) -> bool:
     return found
 
 
-def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
+def options(where: str, example: JsonView) -> Json | None:
     """Return the example's arguments for the chat template, or None if it has none.
 
     Raises:
@@ -173,7 +174,7 @@ def options(where: str, example: Mapping[str, Any]) -> dict[str, Any] | None:
     return found or None
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> Any:
     """Return an object without its keys that are null.
 
     Arrow gives every object of a column the keys of all others, so in Parquet a null cannot be distinguished from a

@@ -10,11 +10,12 @@ from typing import Any
 
 from ....recipe.conversation import REASONING, ROLES
 from ....recipe.errors import UserError
+from ....recipe.files import Json
 from . import keys
 from .keys import parsed, without_nulls
 
-Example = dict[str, Any]
-Turn = dict[str, Any]
+Example = Json
+Turn = Json
 
 NOT_LEARNED = {"train": False}
 """Marks an assistant's turn that is in the context but not in the loss."""
@@ -121,7 +122,7 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
     return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in numbered]
 
 
-def _is_empty_system(turn: Any) -> bool:
+def _is_empty_system(turn: object) -> bool:
     """Return whether a turn is a system prompt without a text, which tools write for conversations without one."""
     if not isinstance(turn, dict):
         return False
@@ -140,7 +141,7 @@ def renamed_turns(where: str, value: Any, keys: Mapping[str, str], roles: Mappin
         return _with_role(value, keys, roles)
     if not isinstance(value, list):
         return value
-    turns: list[Any] = []
+    turns: list[object] = []
     for turn in value:
         turn = _with_role(turn, keys, roles)
         if join and turns and (joined := _joined(turns[-1], turn)):
@@ -159,7 +160,7 @@ def _with_role(turn: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> 
     return {**turn, key: roles[role.lower()]} if isinstance(role, str) and role.lower() in roles else turn
 
 
-def _joined(before: Any, turn: Any) -> Turn | None:
+def _joined(before: object, turn: object) -> Turn | None:
     """Return two turns as one, or None if their roles, or anything but their texts, differ."""
     if not (isinstance(before, dict) and isinstance(turn, dict)):
         return None
@@ -172,7 +173,7 @@ def _joined(before: Any, turn: Any) -> Turn | None:
     return None
 
 
-def _turn(where: str, turn: Any) -> Turn:
+def _turn(where: str, turn: object) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
     # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
@@ -237,7 +238,7 @@ def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
     return any(name in turn for name in REASONING)
 
 
-def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
+def _calls(where: str, calls: Any) -> list[Json]:
     """Return tool calls in OpenAI's form, with their arguments as an object: templates convert it to JSON."""
     if isinstance(calls, str):
         calls = parsed(where, calls)
@@ -269,7 +270,7 @@ def read_arguments(where: str, example: Example) -> Example:
     return {"tools": read_tools(where, example), **({"options": options} if options else {})}
 
 
-def read_tools(where: str, example: Example) -> list[dict[str, Any]] | None:
+def read_tools(where: str, example: Example) -> list[Json] | None:
     """Return the example's tools in OpenAI's form, or None if it has none."""
     tools = example.get("tools") or None
     if isinstance(tools, str):
@@ -309,7 +310,7 @@ def fields_of(example: Example) -> str:
     return ", ".join(repr(key) for key in example) or "none"
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if value in ([], "", None):
         return "empty"
     return f"of type {type(value).__name__}"
