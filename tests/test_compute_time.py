@@ -25,7 +25,7 @@ from deepspeed_recipes.planning.cost.compute_time import (
 )
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.step_time import step_time
-from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
+from deepspeed_recipes.planning.cost.training_setup import KNOWN, Software, TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.recipe import Layout, Lora
@@ -227,6 +227,14 @@ def test_few_tokens_per_expert_leave_tiles_empty_and_read_every_expert():
     assert 1.08 * forward(few, 65536) < forward(many, 65536) < 1.15 * forward(few, 65536)
     # Three times 256 experts of 176 million bf16 weights, at most at the speed of the memory.
     assert forward(many, 64) > 3 * 256 * 3 * 4096 * 14336 * 2 / 3.35e12
+
+
+def test_adapters_in_fp32_move_more():
+    def moved(software: Software) -> float:
+        return step_time(llama(), replace(BASE, lora=Lora(), software=software), H100).components["elementwise"]
+
+    own = moved(Software())
+    assert {name for name, one in KNOWN.items() if moved(one) > own} == {"peft", "trl", "llama-factory", "fsdp"}
 
 
 def test_preferences_compute_both_answers_and_the_reference():
