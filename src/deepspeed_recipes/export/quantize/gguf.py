@@ -28,6 +28,8 @@ def pre_tokenizer(folder: Path) -> str | None:
     Merges happen only inside pieces. If no word of the vocabulary crosses the border of two of our pieces, no merge
     does, and the tokens are the same with or without a cut at that border.
     """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     file = folder / "tokenizer.json"
     if not file.exists():
         return None
@@ -39,13 +41,13 @@ def pre_tokenizer(folder: Path) -> str | None:
     if len(steps) != 2 or steps[1].get("type") != "ByteLevel" or steps[1].get("use_regex", True):
         return None
     special = {token["content"] for token in found.get("added_tokens") or ()}
-    words = (word for word in found["model"]["vocab"] if word not in special)
-    return COARSER if all(_is_one_piece(word) for word in words) else None
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    words = (bytes(map(byte_of.__getitem__, word)) for word in found["model"]["vocab"] if word not in special)
+    return COARSER if all(map(_is_one_piece, words)) else None
 
 
-def _is_one_piece(word: str) -> bool:
+def _is_one_piece(content: bytes) -> bool:
     """Return True if a word of the vocabulary, or the part of a character that it holds, lies in one piece."""
-    content = bytes(_BYTES[character] for character in word)
     try:
         text = content.decode()
     except UnicodeDecodeError:
@@ -57,16 +59,6 @@ def _is_one_piece(word: str) -> bool:
 def _kind(character: str) -> str:
     kind = unicodedata.category(character)[0]
     return "space" if character.isspace() else kind if kind in "LN" else "other"
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return the byte for each character of a byte-level vocabulary (GPT-2's table)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(others)}
-
-
-_BYTES = _byte_of_character()
 
 
 def modelfile(tokenizer: Any, file: str) -> str:
