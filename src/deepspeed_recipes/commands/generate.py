@@ -265,11 +265,7 @@ def of_images(options: argparse.Namespace) -> Answer:
 
 
 def _with_processor(folder: Path, adapter: Path | None) -> str:
-    """Return the folder or Hub id with the image processor of a vision-language model.
-
-    Raises:
-        UserError: it is a text model.
-    """
+    """Return the folder or Hub id with the image processor of a vision-language model."""
     places = [place for place in (adapter, folder) if place is not None]
     bases = [base_model.find(place) for place in places if (place / base_model.ADAPTER).exists()]
     for place in (*places, *bases):

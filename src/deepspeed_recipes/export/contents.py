@@ -124,11 +124,7 @@ def _credentials() -> list[str]:
 
 
 def _check_base(folder: Path) -> None:
-    """Refuse an adapter whose base model is not on the Hub.
-
-    Raises:
-        UserError: names the base model and the fix.
-    """
+    """Refuse an adapter whose base model is not on the Hub."""
     if not (folder / ADAPTER).exists():
         return
     base = str(read_json(folder / ADAPTER).get(KEY) or "")

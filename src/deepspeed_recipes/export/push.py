@@ -111,11 +111,7 @@ def _size(size: int) -> str:
 
 @contextlib.contextmanager
 def _explained(name: str) -> Iterator[None]:
-    """Turn the Hub's errors into one line.
-
-    Raises:
-        UserError: quotes the Hub's error.
-    """
+    """Turn the Hub's errors into one line."""
     try:
         yield
     except OfflineModeIsEnabled:

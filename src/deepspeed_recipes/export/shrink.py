@@ -224,11 +224,7 @@ def _write(folder: Path, output: Path, config: JsonView, state: dict[str, torch.
 
 
 def _check(source: str, output: Path) -> None:
-    """Load the written model with plain transformers.
-
-    Raises:
-        UserError: weights are missing, left over or of the wrong size.
-    """
+    """Load the written model with plain transformers."""
     try:
         logging.disable_progress_bar()
         _, about = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True, trust_remote_code=False)

@@ -213,11 +213,7 @@ def _adapters_rate(recipe: Recipe) -> float:
 
 
 def _check_methods(recipe: Recipe, given: set[str]) -> None:
-    """Refuse settings and metrics of other methods, which the run would ignore or fail to measure.
-
-    Raises:
-        UserError: names the first key and how to use its method.
-    """
+    """Refuse settings and metrics of other methods, which the run would ignore or fail to measure."""
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
         if wanted in METHODS and wanted != recipe.method.name:

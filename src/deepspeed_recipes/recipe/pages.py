@@ -89,11 +89,7 @@ def _is_page(name: str) -> bool:
 
 
 def _outside(path: Path) -> ModuleType:
-    """Load a page from outside the project.
-
-    Raises:
-        UserError: the file does not exist, defines no `SIZES`, or raises an error (names the line).
-    """
+    """Load a page from outside the project."""
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
     if not _defines_sizes(path):

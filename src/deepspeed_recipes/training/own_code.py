@@ -82,11 +82,7 @@ def vocabulary(recipe: Recipe) -> int | None:
 
 
 def _check_equal(mine: JsonView, when: str) -> None:
-    """Refuse results that differ between ranks; a collective.
-
-    Raises:
-        Failed: names the code, two ranks and their results.
-    """
+    """Refuse results that differ between ranks; a collective."""
     if not dist.is_initialized():
         return
     gathered: list[Any] = [None] * dist.get_world_size()
@@ -284,11 +280,7 @@ def measured(
 
 
 def _number(shown: str, value: object) -> float:
-    """Return a number of Python, NumPy or torch as a float.
-
-    Raises:
-        Failed: not one finite number.
-    """
+    """Return a number of Python, NumPy or torch as a float."""
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):

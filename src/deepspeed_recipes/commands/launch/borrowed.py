@@ -207,11 +207,7 @@ def _with_vision(name: str, config: Json, variant: str) -> Recipe | None:
 
 
 def _refuse_own_code(name: str, config: JsonView, variant: str) -> None:
-    """Refuse a model of an architecture that transformers lacks, whose repository has the code for it.
-
-    Raises:
-        UserError: has the command that trains it.
-    """
+    """Refuse a model of an architecture that transformers lacks, whose repository has the code for it."""
     from transformers import CONFIG_MAPPING  # a second, which only such models wait for
 
     kind = str(config.get("model_type"))

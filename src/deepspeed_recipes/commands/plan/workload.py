@@ -71,11 +71,7 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
 
 
 def _of_examples(arguments: argparse.Namespace, recipe: Recipe, known: Prices) -> Workload:
-    """Return the amount of training for a number of examples of an average length, over the recipe's epochs.
-
-    Raises:
-        UserError: one of the two is missing, or --tokens is given as well.
-    """
+    """Return the amount of training for a number of examples of an average length, over the recipe's epochs."""
     if not (arguments.examples and arguments.example_tokens):
         raise UserError("--examples and --example-tokens: give both, such as --examples 50k --example-tokens 500.")
     if arguments.tokens is not None:

@@ -116,11 +116,7 @@ KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "prefe
 
 
 def _check_kind(folder: Path, held_out: HeldOut) -> None:
-    """Refuse a metric that the model in a folder does not have.
-
-    Raises:
-        UserError: names the metric that the model has.
-    """
+    """Refuse a metric that the model in a folder does not have."""
     found, own = head.of_folder(folder), None
     if found == "vision" and "images" in held_out.examples.column_names:
         raise UserError(

@@ -191,11 +191,7 @@ def _answer(file: Path, asked: Json, kind: Kind, place: Path) -> Any:
 
 
 def _run(kind: Kind, place: Path, *words: object) -> None:
-    """Run a script in the serving environment.
-
-    Raises:
-        UserError: the script failed; quotes its error.
-    """
+    """Run a script in the serving environment."""
     done = children.run(
         list(map(str, words)),
         stdout=subprocess.PIPE,

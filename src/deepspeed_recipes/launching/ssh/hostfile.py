@@ -112,11 +112,7 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_plain(place: str, word: str) -> None:
-    """Refuse user names, ports and IPv6 addresses: DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`.
-
-    Raises:
-        UserError: names the lines for ~/.ssh/config.
-    """
+    """Refuse user names, ports and IPv6 addresses: DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`."""
     if not re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", word) or not {"@", ":"} & {*word}:
         return
     user, _, address = word.rpartition("@")

@@ -108,11 +108,7 @@ def cluster(
 
 
 def _refuse_count(gpu: str | None) -> None:
-    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`.
-
-    Raises:
-        UserError: names the option for the number of GPUs.
-    """
+    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`."""
     if gpu is None or instance_name(gpu):
         return
     before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)

@@ -68,11 +68,7 @@ def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a conversation, so that a template that never ends is detected with every method.
-
-    Raises:
-        UserError: it does not end in time.
-    """
+    """Render a conversation, so that a template that never ends is detected with every method."""
     if tokenizer.chat_template is None:
         return
     # A template may refuse this conversation; its actual use will report why.

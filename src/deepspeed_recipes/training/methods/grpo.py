@@ -174,11 +174,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
 
 
 def _as_prompt(row: Json) -> Json:
-    """Return the prompt, which TRL reads, and the example, for the reward functions.
-
-    Raises:
-        UserError: the example has tools.
-    """
+    """Return the prompt, which TRL reads, and the example, for the reward functions."""
     if row["tools"]:
         raise UserError("data.path: an example has tools, which GRPO does not offer the model; remove them.")
     return {"prompt": row["messages"][: row["given"]], "example": scoring.example_of(row)}

@@ -126,11 +126,7 @@ def _spread(name: str, scale: torch.Tensor, shape: torch.Size, block: JsonView) 
 
 
 def _blocks(name: str, shape: tuple[int, ...], scale: tuple[int, ...], block: JsonView) -> tuple[int, int]:
-    """Return the rows and columns that share one scale.
-
-    Raises:
-        UserError: the scales' shape does not belong to the weight's.
-    """
+    """Return the rows and columns that share one scale."""
     if not scale or set(scale) == {1}:
         return shape[-2], shape[-1]
     grid = (*scale, 1) if len(scale) == len(shape) - 1 else scale

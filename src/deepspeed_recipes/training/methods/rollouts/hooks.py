@@ -144,11 +144,7 @@ class RolloutHooks(Averaging):
         completions: list[list[Json]],
         completion_ids_list: list[list[int]],
     ) -> torch.Tensor:
-        """Return each function's number for each answer of all ranks, NaN where it returned none.
-
-        Raises:
-            UserError: no answer of the first step has a reward.
-        """
+        """Return each function's number for each answer of all ranks, NaN where it returned none."""
         answers = [turns[0].get("content") or "" for turns in completions]
         mine = [self.scorer.scores(answer, example["example"]) for answer, example in zip(answers, inputs, strict=True)]
         rewards = self.accelerator.gather(torch.tensor(mine, device=self.accelerator.device))

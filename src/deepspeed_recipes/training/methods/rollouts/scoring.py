@@ -114,12 +114,7 @@ class Scorer:
             raise UserError(f"{self.key}: cannot be loaded: {refused}.")
 
     def _reply(self, seconds: float) -> Any:
-        """Return the worker's next line.
-
-        Raises:
-            EOFError: the worker has ended.
-            TimeoutError: it takes longer.
-        """
+        """Return the worker's next line."""
         assert self.process is not None and self.process.stdout is not None
         end, read = time.monotonic() + seconds, b""
         while not read.endswith(b"\n"):
