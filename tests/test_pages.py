@@ -101,6 +101,11 @@ def test_a_layout_that_does_not_fit_is_noticed():
     assert extremes.plan_on(pages.find("llama3-70b", "tensor"), Cluster(gpus.find("H100"), 4)) is None
 
 
+def test_a_model_of_the_hub_is_found_by_the_words_of_its_name():
+    assert pages.split("Qwen2.5-VL-7B") == ("qwen2_5_vl", "7b") and pages.split("qwen2.5-0.5b") == ("qwen2_5", "0.5b")
+    assert pages.split("gemma3-vision-4b") == ("gemma3_vision", "4b") and pages.split("tiny") == ("tiny", "")
+
+
 def test_a_size_that_does_not_exist_is_answered_with_the_nearest():
     with pytest.raises(
         UserError, match=r"unknown size of llama3 '7b'; did you mean '70b'.* There are: 1b, 3b, 8b, 70b"

@@ -45,6 +45,8 @@ def hangs(answer, example):
 def matches(answer, example): return float(bool(re.match("(a+)+$", "a" * 40 + "b"))) if answer == "bad" else 1
 def one(answer): return 1
 def three(answer, example, more): return 1
+def listed(completions, **others): return [1] * len(completions)
+def named(answer, **example): return 1
 async def later(answer, example): return 1
 number = 3
 """
@@ -117,6 +119,8 @@ def test_a_function_that_never_gives_a_number_is_refused_before_anything_is_load
         ("mine.py:missing", "no function of that name in the file; it defines good, text"),
         ("mine.py:one", r"must take two arguments, .*; write `def one\(answer, example\)`"),
         ("mine.py:three", "must take two arguments"),
+        ("mine.py:listed", r"takes lists, as TRL's functions do; .*write `def listed\(answer, example\)`"),
+        ("mine.py:named", "must take two arguments"),
         ("mine.py:later", "must not be async"),
         ("gone.py:good", "no such file"),
         ("broken.py:good", "not Python at line 2"),
@@ -133,6 +137,7 @@ def test_what_is_wrong_with_a_file_is_said_without_running_it(functions, given, 
     [
         (["reward=none"], "reward: GRPO needs a function that scores an answer"),
         (["reward=mine.py"], "reward=mine.py: write FILE.py:FUNCTION"),
+        (["reward=runs/reward/export"], "write FILE.py:FUNCTION; a function may load a reward model"),
         (["grpo.reward_weights=1,2"], "reward names 1 functions, so 1 numbers are expected"),
         (["grpo.group_size=12"], "grpo.group_size=12: global_batch_size=64 .*use global_batch_size=96"),
         (["grpo.group_size=128"], "grpo.group_size=128: .*use global_batch_size=128"),

@@ -88,6 +88,13 @@ _THEIRS = {
 FOREIGN_NAMES = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
 """Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys."""
 
+MEANINGS = {
+    "global_batch_size": "sequences per optimizer step over all ranks",
+    "precision": "bf16, fp16 or fp32",
+    "deepspeed": "zero2.json, or a file of yours",
+}
+"""What to give our keys whose values are others than those of the tools' keys."""
+
 FOREIGN_OPTIONS = {
     "output_dir": "--output-dir",
     "resume_from_checkpoint": "--resume",
@@ -329,7 +336,7 @@ def unknown(key: str, known: list[str]) -> str:
     last = key.rpartition(".")[2]  # data.system_prompt
     if (theirs := key if key in FOREIGN_NAMES else last) in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[theirs]
-        meaning = " (sequences per optimizer step over all ranks)" if ours == "global_batch_size" else ""
+        meaning = f" ({MEANINGS[ours]})" if ours in MEANINGS else ""
         return f"unknown key {key!r}; use {ours!r}{meaning}."
     if key in FOREIGN_OPTIONS:
         return f"unknown key {key!r}; use ds-recipes launch's option {FOREIGN_OPTIONS[key]}."

@@ -59,7 +59,8 @@ def functions(key: str, text: str | None) -> list[Function]:
             continue
         path, _, name = part.rpartition(":")
         if not path.endswith(".py") or not name.isidentifier():
-            raise UserError(f"{key}={part}: write FILE.py:{'CLASS' if key == 'callbacks' else 'FUNCTION'}.")
+            model = "; a function may load a reward model" if key == "reward" and not path.endswith(".py") else ""
+            raise UserError(f"{key}={part}: write FILE.py:{'CLASS' if key == 'callbacks' else 'FUNCTION'}{model}.")
         named.append(Function(path, name))
     if len({function.name for function in named}) < len(named):
         raise UserError(f"{key}={text}: two have the same name, by which they are reported; rename one.")
@@ -146,7 +147,9 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
     number = written.count(",") + 1
     least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
     most = len(found.args.posonlyargs + found.args.args + found.args.kwonlyargs)
-    if least > number or (most < number and not found.args.vararg and not found.args.kwarg):
+    if key == "reward" and any(one.arg == "completions" for one in found.args.posonlyargs + found.args.args):
+        raise UserError(f"{shown}: takes lists, as TRL's functions do; here it takes one answer: write `{written}`.")
+    if least > number or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss")):
         raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
 
 

@@ -57,13 +57,18 @@ def _load(path: Path, family: str) -> ModuleType:
 
 
 def split(recipe: str) -> tuple[str, str]:
-    """Return the page's name and the size, or `""` without a size: `llama3-8b`, `Qwen2.5-7B`, `my/page.py-8b`.
+    """Return the page's name and the size, or `""` without a size: `llama3-8b`, `Qwen2.5-VL-7B`, `my/page.py-8b`.
 
     A size may contain dashes (`30b-a3b`), a family never does, and a file ends in `.py`.
     """
     outside = re.fullmatch(r"(.+\.py)(?:-([^/]+))?", recipe)
     if outside:
         return outside[1], outside[2] or ""
+    if "/" not in recipe:
+        words = recipe.lower().split("-")
+        for count in range(len(words), 1, -1):
+            if _is_family(name := "_".join(words[:count]).replace(".", "_")):
+                return name, "-".join(words[count:])
     family, _, size = recipe.partition("-") if "/" in recipe else recipe.lower().partition("-")
     return family.replace(".", "_"), size
 
