@@ -287,6 +287,14 @@ def test_the_size_of_a_checkpoint_is_bounded_from_above_but_not_loosely(ranks, t
         assert written <= checkpoint_bytes(total, trained, 4) <= 1.5 * written + 4 * 2**20, (variant, config)
 
 
+def test_the_names_in_a_run_folder_are_those_that_others_rely_on(tmp_path):
+    files = ("recipe.json", "deepspeed.json", "environment.json", "summary.json", "command.txt", "metrics.jsonl")
+    names = [*files, "system.jsonl", "report.html", "checkpoints", "export"]
+    run = RunFolder(tmp_path)
+    keys = ["report_page" if name == "report.html" else name.partition(".")[0] for name in names]
+    assert [getattr(run, key) for key in keys] == [tmp_path / name for name in names]
+
+
 def test_a_recipe_survives_its_file():
     for recipe in pages.listing():
         assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
