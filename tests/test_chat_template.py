@@ -15,6 +15,7 @@ from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import chat_template
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.training.data import chat_templates, tokenize
+from deepspeed_recipes.training.model import shown
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.small import small
 
@@ -105,6 +106,8 @@ CASES = {
     "distil": ("distill", "gemma", {"messages": [SYSTEM, ASKED, SAID]}, "System role not supported"),
     "classes": ("classify", "gemma", {"messages": [SYSTEM, ASKED], "label": "sum"}, "System role not supported"),
 }
+CUT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content[:1] }}<|end|>{% endfor %}"
+IMPORTING = "{% import 'x' as y %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 USUAL = {"full": SFT, "dpo_lora": PAIR, "kto_lora": {"prompt": "2 + 2?", "completion": "5", "label": False}}
 USUAL |= {"grpo": {"prompt": "2 + 2?", "answer": "4"}, "distill": SFT}
 USUAL |= {"classify": {"messages": [ASKED], "label": "other"}}
@@ -120,6 +123,14 @@ def test_the_launcher_finds_what_the_template_drops(tmp_path, name):
         launch.main(["tiny", variant, "--dry-run", *words])
     assert f"{data}:97: " in str(caught.value) and message in str(caught.value)
     assert launch.main(["tiny", variant, "--dry-run", *words, "model.chat_template=chatml"]) in (0, None)
+
+
+def test_a_template_that_prints_a_list_of_parts_does_not_render_their_texts(tmp_path, tokenizer):
+    with pytest.raises(UserError, match="it drops 'content' of turn 1"):
+        shown.shown(tokenizer, CUT, [ASKED, SAID])
+    recipe = small(model_with(tmp_path / "model", IMPORTING), Path("unread"))
+    with pytest.raises(UserError, match=r"cannot be found in what it renders \(no loader"):
+        chat_templates.marker(recipe, chat_templates.load_tokenizer(recipe))
 
 
 def test_the_ranks_find_the_same(tmp_path):

@@ -11,7 +11,7 @@ from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
-from deepspeed_recipes.training.data.forms import formats
+from deepspeed_recipes.training.data.forms import formats, keys
 from tests.small import small
 
 
@@ -202,6 +202,13 @@ JUDGED = {
 }
 
 
+def test_the_system_prompt_of_a_table_is_a_system_turn():
+    (read,) = formats.converted(
+        [("here", {"system_prompt": "Be brief.", "prompt": "Hi?", "completion": "Yes."})], "sft"
+    )
+    assert read["messages"] == [{"role": "system", "content": "Be brief."}, user("Hi?"), assistant("Yes.")]
+
+
 @pytest.mark.parametrize("form", JUDGED)
 @pytest.mark.parametrize("key", ["label", "kto_tag"])
 def test_judged_answers_are_read_for_kto(form, key):
@@ -214,6 +221,7 @@ def test_judged_answers_are_read_for_kto(form, key):
 FLAGS = [
     *({name: value} for name in ("train", "training", "trainable", "loss", "weight") for value in (False, 0, 0.0, "0")),
     *({"loss_scale": 0}, {"loss_mask": 0}, {"masked": True}, {"train": True, "weight": 0}),
+    *({"calculate_loss": 0}, {"compute_loss": False}, {"ignore": True}),
 ]
 
 
@@ -223,7 +231,7 @@ def test_a_turn_that_is_not_to_be_learned_is_marked(flag):
     turns = [user("Hi?") | flag, assistant("Yes.", **flag), user("So?"), assistant("No.")]
     (read,) = formats.converted([("here", {"messages": turns})], "sft")
     assert read["messages"] == [user("Hi?"), assistant("Yes.", **out), user("So?"), assistant("No.")]
-    if not {"loss_scale", "loss_mask", "masked"} & set(flag):
+    if {*flag} <= {*keys.OF_EXAMPLES}:
         numeric = isinstance(flag.get("loss"), int | float | str) and not isinstance(flag.get("loss"), bool)
         (read,) = formats.converted([("here", {"messages": SHORT, **flag})], "sft")
         assert read["messages"] == (SHORT if numeric else [user("Hi?"), assistant("Yes.", **out)])

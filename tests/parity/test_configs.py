@@ -15,10 +15,11 @@ from deepspeed_recipes.prove import samples
 from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import CONFIGS
-from deepspeed_recipes.recipe.recipe import Layout, Schedule
+from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
+from deepspeed_recipes.training.model import lora as adapters
 from deepspeed_recipes.training.model import transforms
 from deepspeed_recipes.training.model.load import DTYPES
 from tests.parity import gate, plain
@@ -200,6 +201,42 @@ def _without_tied_sum(folder: str) -> None:
 def test_tied_weights_whose_gradients_are_not_added_up_are_noticed(start, reference):
     run = start("pipeline", "fp16", main=_without_tied_sum)
     assert apart(run, reference("pipeline", "fp16")[0])["grad_norm"] > 5 * NEAR_FP16["grad_norm"]
+
+
+ADAPTERS = Lora(rank=8, alpha=32, dropout=0.0)
+ADAPTED = plain.Settings(learning_rate=1e-2)
+"""Adapters begin at zero, so that a smaller rate would hardly train them in six steps."""
+
+
+@pytest.fixture(scope="module")
+def adapted(models, conversations):
+    """Return a function that trains adapters in plain PyTorch, once for each precision and optimizer."""
+
+    @cache
+    def trained(precision: str, optimize: Callable[..., Any] = MasterAdamW) -> Any:
+        def prepare(model: Any) -> Any:
+            return adapters.add(model, ADAPTERS, 42)
+
+        return plain.train(models[False], conversations, ADAPTED, DTYPES[precision], prepare, optimize)[0]
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    tiered([(name, one) for name in ("zero1", "zero2", "zero3") for one in ("fp16", "bf16")], {("zero2", "fp16")}),
+)
+def test_adapters_in_16_bits_train_as_in_plain_pytorch(start, adapted, name, precision):
+    run = start(name, precision, lora=ADAPTERS, learning_rate=ADAPTED.learning_rate)
+    bounds = NEAR_FP16 if precision == "fp16" else NEAR
+    found, records = apart(run, adapted(precision)), adapted(precision)
+    assert all(found[key] < bounds[key] for key in bounds), found
+    assert records[-1]["loss"] < 0.9 * records[0]["loss"], "the adapters have learned"
+
+
+def test_adapters_without_fp32_copies_are_noticed(adapted):
+    pairs = zip(adapted("fp16"), adapted("fp16", without_masters), strict=True)
+    assert max(abs(one["loss"] / other["loss"] - 1) for one, other in pairs) > NEAR_FP16["loss"]
 
 
 def test_an_update_that_overflows_is_left_out_with_its_step_of_the_schedule(start):

@@ -126,7 +126,7 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
     try:
         probe = shown(tokenizer, tokenizer.chat_template, [question, answer, question, answer]).turns
         _by_rendering(tokenizer, probe, None)
-    except (UserError, TemplateError, NotImplementedError) as error:
+    except (UserError, TemplateError, NotImplementedError, TypeError, ValueError) as error:
         raise UserError(
             f"model.path={recipe.model.path}: its chat template does not mark the assistant's tokens, and they cannot "
             f"be found in what it renders ({error}).\nmodel.chat_template=chatml trains with the project's template "
@@ -142,7 +142,7 @@ def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
         return tokenizer.chat_template
     try:
         return get_training_chat_template(tokenizer)
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: the template fails on TRL's own conversations
         return _alike(tokenizer, tokenizer.chat_template)
 
 
@@ -330,4 +330,6 @@ def renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     probe.chat_template = template
     if template.startswith(_TOOL_USE):  # TRL's check passes no tools
         probe.chat_template = template.removeprefix(_TOOL_USE).partition(_OTHERWISE)[0]
-    return supports_tool_calling(probe)
+    with contextlib.suppress(TemplateError, TypeError, ValueError):
+        return supports_tool_calling(probe)
+    return False

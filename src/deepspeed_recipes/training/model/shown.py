@@ -35,6 +35,8 @@ RENDER_BYTES = 2**31
 
 TAGS = re.compile(r"(</?think>)")
 """Tags whose content templates move or drop."""
+PRINTED = re.compile(r"""['"]type['"]: ['"]text['"], ['"]text['"]: ['"]zq""")
+"""A list of content parts that a template has printed, where it should print their texts."""
 GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 """The mark in a template before a text that the assistant writes."""
 
@@ -260,6 +262,8 @@ def _missing(
             turns, tools, chat_template=template, tokenize=False, **(options or {})
         ).lower()
     except (TemplateError, TypeError, ValueError):
+        return None
+    if PRINTED.search(text):
         return None
     # If a turn's reasoning is rendered under one name, its copies under other names are not missed.
     shown_reasoning = {turn for word, (turn, what) in meant.items() if "reasoning, in" in what and word in text}

@@ -12,12 +12,14 @@ from ..text_files import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as missing: tables fill empty cells with them."""
-ALIASES = {"kto_tag": "label", "functions": "tools"}
-"""Older names of fields, from LLaMA-Factory and OpenAI."""
+ALIASES = {"kto_tag": "label", "functions": "tools", "system_prompt": "system"}
+"""Other names of fields, from LLaMA-Factory, OpenAI and OpenOrca."""
 FLAGS = {
     **dict.fromkeys(("train", "training", "trainable"), True),
-    **dict.fromkeys(("loss", "weight", "loss_weight", "loss_scale", "loss_mask"), True),
-    **dict.fromkeys(("masked", "is_masked"), False),
+    **dict.fromkeys(
+        ("loss", "weight", "loss_weight", "loss_scale", "loss_mask", "calculate_loss", "compute_loss"), True
+    ),
+    **dict.fromkeys(("masked", "is_masked", "ignore"), False),
 }
 """Flags that put an assistant's turn into the loss, and their value for yes: axolotl's, ms-swift's, OpenAI's and
 torchtune's. Other roles' turns are never learned, whatever these flags are."""
