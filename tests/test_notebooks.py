@@ -26,11 +26,12 @@ SMALLER = {
     "zero_stages": {"STEPS": "3"},
     "why_is_my_run_slow": {"PROFILE, STEPS": '"3:4", 4'},
     "your_own_code": {"STEPS": "6", "EXAMPLES": "4", "OPTIONS": ONE_RANK},
+    "lora_rank": {"RANKS": "[2, 4]", "STEPS": "2", "EXAMPLES": "4"},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
 OWN = {"first_finetune": ("TRAIN", "HELD_OUT", "RUNS"), "experiment": ("TRAIN", "HELD_OUT", "RUNS")}
 OWN |= {"your_own_code": ("TRAIN", "HELD_OUT", "RUNS")}
-OWN |= dict.fromkeys(("why_is_my_run_slow", "zero_stages"), ("RUNS",))
+OWN |= dict.fromkeys(("why_is_my_run_slow", "zero_stages", "lora_rank"), ("RUNS",))
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
@@ -119,8 +120,8 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_seven_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 7
+def test_there_are_eight_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 8
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -250,6 +251,20 @@ def check_own_code(cells):
         assert name in text(cells["read"]), name
 
 
+@pytest.mark.every
+def test_ranks_differ_in_what_they_hold(execute):
+    check_ranks(execute("lora_rank"))
+
+
+def check_ranks(cells):
+    """Check that states and exports grow with the rank; return the held-out losses after training."""
+    rows = {name: list(map(float, numbers.split())) for name, numbers in ROW.findall(text(cells["compare"]))}
+    states, sizes, before, after, *_ = zip(*rows.values(), strict=True)
+    assert list(states) == sorted(states) and list(sizes) == sorted(sizes) and len(set(before)) == 1
+    assert images(cells) == 1 and [*rows][-1] == "all weights"
+    return before[0], after
+
+
 def check_choice(cells):
     """Check the picture, the command, and the methods."""
     assert images(cells) == 1
@@ -285,6 +300,7 @@ def test_committed_outputs_are_what_is_promised(path):
         "read_the_memory": lambda: check_memory(cells),
         "why_is_my_run_slow": lambda: min(check_slow_runs(cells)) > 1.1,
         "your_own_code": lambda: check_own_code(cells) is None,
+        "lora_rank": lambda: max(check_ranks(cells)[1]) < check_ranks(cells)[0],
     }
     assert checks[path.stem]() is not False
 
