@@ -27,6 +27,8 @@ CASES = {
     **{f"{kind}_spare_zero3": (kind, False, 5, 3, {}) for kind in ("full", "lora")},
     **{f"lora_tiled_zero{stage}": ("lora", False, 0, stage, {"tiled_loss": True}) for stage in (2, 3)},
     "lora_tiled_tied_zero3": ("lora", True, 0, 3, {"tiled_loss": True}),
+    "qlora_tied_zero2": ("qlora", True, 0, 2, {"micro_batch_size": 4}),
+    "qlora_apart_zero3": ("qlora", False, 0, 3, {"micro_batch_size": 4}),
 }
 
 
@@ -73,19 +75,40 @@ def as_peft_does(model, recipe, numbers, tied):
     return adapted
 
 
+def in_4_bits(folder, dtype):
+    """Return the model with 4-bit weights, as one process loads it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=adapters.nf4(dtype))
+    return model.train()  # in evaluation bitsandbytes multiplies in bf16 on some CPUs
+
+
+def without_new_rows_of_head(model, numbers):
+    """Return the model, whose new rows of the head get no gradient."""
+    model.lm_head.weight.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor(numbers), 0))
+    return model
+
+
 @pytest.mark.parametrize("case", tiered(CASES, {"full_apart_zero3", "lora_tied_zero2"}))
 def test_new_tokens_are_trained_and_exported(ranks, tmp_path, calls, case):
     kind, tied, spare, stage, changes = CASES[case]
     folder = random_qwen3(tmp_path / "base", padding=spare, tie_word_embeddings=tied)
-    lora = LORA if kind == "lora" else None
+    lora, bits = (None if kind == "full" else LORA), ("nf4" if kind == "qlora" else None)
     recipe = gate.recipe_for(SETTINGS, folder, calls, f"zero{stage}.json", lora=lora, save_steps=3, **changes)
-    recipe = replace(recipe, model=replace(recipe.model, new_tokens=VALUE))
+    recipe = replace(recipe, model=replace(recipe.model, new_tokens=VALUE, quantization=bits))
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe)
     gate.train_with_a_break(ranks, run, tmp_path, 2)
     whole, numbers = extended(folder, tmp_path / "whole", 1 if lora else 64)
-    prepare = (lambda model: as_peft_does(model, recipe, numbers, tied)) if lora else lambda model: model
-    records, weights = plain.train(whole, calls, SETTINGS, prepare=prepare)
+
+    def right(base):
+        return as_peft_does(base, recipe, numbers, tied) if lora else base
+
+    def trained(place, adapt):
+        def prepare(model):
+            return adapt(in_4_bits(place, model.dtype) if bits else model)
+
+        return plain.train(place, calls, SETTINGS, prepare=prepare)
+
+    records, weights = trained(whole, right)
     gate.agree_on_steps(run, records)
     tokenizer = AutoTokenizer.from_pretrained(run.export)
     assert tokenizer.convert_tokens_to_ids(list(TOKENS)) == numbers
@@ -100,15 +123,17 @@ def test_new_tokens_are_trained_and_exported(ranks, tmp_path, calls, case):
         assert set(exported) == set(weights)
     for name, weight in exported.items():
         assert plain.worst(weight, weights[name]) <= 1, name
-    mistakes = [(extended(folder, tmp_path / "random", 1 if lora else 64, random=True)[0], prepare)]
+    mistakes = [(extended(folder, tmp_path / "random", 1 if lora else 64, random=True)[0], right)]
     if lora:
-        mistakes += [(whole, lambda model: adapters.add(model, lora, recipe.seed))]  # the rows are not trained
+        mistakes += [(whole, lambda base: adapters.add(base, lora, recipe.seed))]  # the rows are not trained
         if not tied:  # nor those of the head
-            mistakes += [(whole, lambda model: adapters.add(model, lora, recipe.seed, rows={"embed_tokens": numbers}))]
-    for place, changed in mistakes:
+            mistakes += [(whole, lambda base: adapters.add(base, lora, recipe.seed, rows={"embed_tokens": numbers}))]
+    elif not tied:
+        mistakes += [(whole, lambda base: without_new_rows_of_head(base, numbers))]
+    for place, wrong in mistakes:
         with pytest.raises(AssertionError):
-            gate.agree_on_steps(run, plain.train(place, calls, SETTINGS, prepare=changed)[0])
-    if lora:
+            gate.agree_on_steps(run, trained(place, wrong)[0])
+    if kind == "lora":
         check_merged(run, tmp_path / "merged", model, tied)
 
 
