@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPTJConfig, GPTJForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTJConfig, GPTJForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.model_profile import counts
@@ -101,6 +101,16 @@ def test_a_head_with_a_bias_is_refused_with_adapters(model_folder):
     model = GPTJForCausalLM(GPTJConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=2, rotary_dim=4))
     with pytest.raises(UserError, match=r"the output head of gptj has a bias, .* train all weights \(variant full\)"):
         rows.trained_rows(model, Lora(), (39,))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_not_the_embedding_has_rows_of_its_own(tied):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=40, **sizes, tie_word_embeddings=tied))
+    found = rows.trained_rows(model, Lora(), (39,))
+    assert found == ([39] if tied else {"embed_tokens": [39], "lm_head": [39]})
+    kept = rows.trained_rows(model, Lora(modules_to_save="lm_head"), (39,))
+    assert kept == ([] if tied else {"embed_tokens": [39]})
 
 
 def test_peft_copies_an_embedding_to_train_a_row(model_folder):
