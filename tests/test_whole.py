@@ -284,3 +284,11 @@ def test_a_copy_of_a_whole_export_is_whole(base, runs, tmp_path):
     export.write(runs["full"].export, tmp_path / "copy", merge=False)
     assert is_whole(base, tmp_path / "copy") > 20
     assert json.loads((tmp_path / "copy" / "expected.json").read_text())["tensors"].keys() == all_tensors(base).keys()
+
+
+def test_weights_of_other_sizes_are_named():
+    """Under ZeRO-3 torch says which on a second line."""
+    recipe = pages.find("tiny", "full")
+    with pytest.raises(RuntimeError) as error:
+        torch.nn.Linear(2, 3).load_state_dict(torch.nn.Linear(2, 4).state_dict())
+    assert load.cannot_load("model", recipe, error.value).endswith("are not those of its weights (weight)")

@@ -1,5 +1,6 @@
 """Loads a recipe's model, with its adapters; or a draft of it."""
 
+import re
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -232,8 +233,9 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
         or "allocate" in reason
     ):
         reason = f"the sizes in its config.json make no model ({reason})"
-    elif "mismatched_sizes" in reason:
-        reason = "the sizes in its config.json are not those of its weights"
+    elif "mismatched_sizes" in reason or "size mismatch" in str(error):  # the second under ZeRO-3, on a line of its own
+        named = re.search(r"size mismatch for ([\w.]+)", str(error))
+        reason = f"the sizes in its config.json are not those of its weights{f' ({named[1]})' if named else ''}"
     folder = Path(recipe.model.path)
     if folder.is_dir() and not list(folder.glob("*.safetensors")):
         reason = (

@@ -298,7 +298,7 @@ def _dropped(turns: Turns, number: int, what: str) -> str:
         )
     turn = turns[number]
     place = " next to its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
-    fix = "take it out (data.thinking=strip takes reasoning out)" if "reasoning" in what else "change the example"
+    fix = "take it out (in chats, data.thinking=strip does)" if "reasoning" in what else "change the example"
     return (
         f"it drops {what} of turn {number + 1} ({turn['role']}){place}; {fix}, or name another template with "
         "model.chat_template"
