@@ -20,6 +20,7 @@ from transformers import (
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import contents
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL
