@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoTokenizer, modeling_flash_attention_uti
 
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import per_layer
 from deepspeed_recipes.recipe.recipe import Draft, Model
 from deepspeed_recipes.training.model import draft, load, packing_check, probe
 from tests.small import language_families, small
@@ -110,3 +111,16 @@ def test_an_attention_that_is_not_installed_is_named(tokenizer, model_folder, co
     recipe = replace(recipe, model=replace(recipe.model, attention=name))
     with pytest.raises(UserError, match=rf"^model\.attention={name}: .*nstall.*\nInstall it, or use model"):
         packing_check.check(recipe, tokenizer) if packs else load.load_model(recipe)
+
+
+def test_lists_of_numbers_that_belong_to_no_layer_stay_whole(tokenizer):
+    """Falcon-H1 has lists of two and of five numbers."""
+    two = draft.shrink(AutoConfig.for_model("falcon_h1"), Draft(layers=2), tokenizer)
+    for layers in (4, 5):
+        more = draft.shrink(two, Draft(layers=layers), tokenizer)
+        assert more.num_hidden_layers == layers
+        assert list(more.time_step_limit) == [0.0, float("inf")] and len(more.ssm_multipliers) == 5
+    assert len(draft.shrink(more, Draft(layers=2), tokenizer).ssm_multipliers) == 5
+    assert per_layer({"activation_sparsity_pattern": [0.95, 0.0], "mlp_multipliers": [1.0, 2.0]}, 2) == [
+        "activation_sparsity_pattern"
+    ]

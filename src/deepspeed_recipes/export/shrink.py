@@ -21,6 +21,7 @@ from transformers.utils import logging
 from ..machine import children
 from ..recipe.errors import UserError, first_line
 from ..recipe.files import Json, JsonView
+from ..recipe.layout import per_layer
 from ..recipe.run_folder import read_json
 from ..training.export import move
 from ..training.model_folder import complete, intact
@@ -205,11 +206,8 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
 def _resized(config: Json, kept: Sequence[int], width: int) -> Json:
     """Return the configuration with the new sizes; lists with an entry per layer keep only the kept layers' entries."""
     sizes = text_of(config)
-    before = sizes["num_hidden_layers"]
-    changed = {
-        name: [value[number] for number in kept] if isinstance(value, list) and len(value) == before else value
-        for name, value in sizes.items()
-    }
+    listed = per_layer(sizes, sizes["num_hidden_layers"])
+    changed = sizes | {name: [sizes[name][number] for number in kept] for name in listed}
     changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
     return config | {"text_config": changed} if sizes is not config else changed
 

@@ -1,7 +1,7 @@
 """A rank's position in a parallel layout, the data-parallel size that a layout leaves, and the stages of a pipeline."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -107,3 +107,18 @@ def _last_stage(
             if option <= found[:2]:
                 found = (*option, [*stages, range(start, stop)])
     return found
+
+
+def per_layer(config: Mapping[str, object], layers: int) -> list[str]:
+    """Return the keys of a model's configuration whose lists have an entry for each of its layers.
+
+    Falcon-H1 has lists of two and of five numbers, which belong to no layer, however many layers there are.
+    """
+    return [
+        name
+        for name, value in config.items()
+        if isinstance(value, list | tuple)
+        and len(value) == layers > 0
+        and name != "architectures"
+        and ("layer" in name or "pattern" in name or not isinstance(value[0], float))
+    ]

@@ -26,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from ...recipe.conversions import lora_options
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.files import JsonView
+from ...recipe.layout import per_layer
 from ...recipe.recipe import Lora
 from . import decoders
 from .allocations import Fit, combined, decoder_layers, difference, fit, measure_batch
@@ -158,11 +159,7 @@ def parameter_count(module: nn.Module) -> int:
 
 def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[object, ...]:
     """Return a value that is equal for layers with the same computation and the same allocations."""
-    listed = tuple(
-        str(value[index])
-        for value in vars(config).values()
-        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
-    )
+    listed = tuple(str(getattr(config, name)[index]) for name in per_layer(vars(config), config.num_hidden_layers))
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
     classes = tuple(type(module).__name__ for module in layer.modules())
     settings = tuple(
@@ -274,9 +271,8 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
     chosen = [index for index in first for _ in range(2)]
     layers, config = decoder_layers(model), model.config
     kept = [copy.deepcopy(layers[index]) for index in chosen]
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers and name != "architectures":
-            setattr(config, name, [value[index] for index in chosen])
+    for name in per_layer(vars(config), config.num_hidden_layers):
+        setattr(config, name, [getattr(config, name)[index] for index in chosen])
     config.num_hidden_layers = len(chosen)
     del layers[:]
     layers.extend(kept)

@@ -29,6 +29,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
+from ...recipe.layout import per_layer
 from ...recipe.project import SAMPLES
 from ...recipe.recipe import Draft, Recipe
 from ...recipe.samples import TINY_VISION
@@ -146,7 +147,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
 
 def _layers(values: JsonView, before: int, layers: int) -> dict[str, list[Any]]:
     """Return a configuration's lists per layer, shortened to layers of every kind; this may be more than `layers`."""
-    listed = [name for name, value in values.items() if isinstance(value, list) and len(value) == before]
+    listed = per_layer(values, before)
     kinds = [tuple(values[name][index] for name in listed) for index in range(before)]
     first_of_kind = [index for index, kind in enumerate(kinds) if kind not in kinds[:index]]
     others = [index for index in range(before) if index not in first_of_kind] or first_of_kind

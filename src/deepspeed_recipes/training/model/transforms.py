@@ -38,6 +38,7 @@ from ...recipe import limits
 from ...recipe.compatibility import refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
+from ...recipe.layout import per_layer
 from ...recipe.loss_tiles import tiles_loss
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, distributed, upstream
@@ -358,9 +359,8 @@ def cut_to_stage(whole: PreTrainedModel, layers: range) -> None:
         del held._modules[name]
     config = decoder.config
     count = config.num_hidden_layers  # in Nemotron-H the length of a list that is cut here
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == count and name != "architectures":
-            setattr(config, name, [value[index] for index in layers])
+    for name in per_layer(vars(config), count):
+        setattr(config, name, [getattr(config, name)[index] for index in layers])
     config.num_hidden_layers = len(layers)
     embedding = whole.get_input_embeddings()
     whole.received = whole.left = None
