@@ -93,7 +93,7 @@ def test_new_tokens_are_trained_and_exported(ranks, tmp_path, calls, case):
     folder = random_qwen3(tmp_path / "base", padding=spare, tie_word_embeddings=tied)
     lora, bits = (None if kind == "full" else LORA), ("nf4" if kind == "qlora" else None)
     recipe = gate.recipe_for(SETTINGS, folder, calls, f"zero{stage}.json", lora=lora, save_steps=3, **changes)
-    recipe = replace(recipe, model=replace(recipe.model, new_tokens=VALUE, quantization=bits))
+    recipe = replace(recipe, model=replace(recipe.model, new_tokens=VALUE, quantization=bits or "none"))
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe)
     gate.train_with_a_break(ranks, run, tmp_path, 2)
