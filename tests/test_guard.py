@@ -1,12 +1,13 @@
 """NaNs and loss spikes are noticed, named, and never written into a checkpoint."""
 
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import SequentialSampler
 from transformers import TrainerState
 
@@ -65,6 +66,19 @@ def train(ranks, run, recipe, log):
     write_recipe(run, recipe)
     statuses = ranks.run(training_run.main, str(run.path), log=log)
     return statuses, read_logs(log)[0]
+
+
+def test_a_damaged_base_is_named_and_not_the_data(ranks, tmp_path, model_folder, conversations):
+    """Whichever sequences a step has: the weights were not finite before it."""
+    base = tmp_path / "base"
+    shutil.copytree(model_folder, base)
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3] = float("nan")
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    run = RunFolder(tmp_path / "run")
+    statuses, said = train(ranks, run, recipe_of((base, conversations), "zero3.json"), tmp_path / "log")
+    assert statuses == [2, 2] and "as model.layers.1.mlp.up_proj.weight of the model were not before this step" in said
+    assert f"download model.path={base} again" in said and "sequences" not in said.partition("not finite")[2]
 
 
 @pytest.mark.parametrize(

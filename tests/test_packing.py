@@ -86,6 +86,19 @@ def test_packing_is_refused_where_documents_attend_to_each_other(tmp_path, token
     packing_check.check(replace(asked, method="dpo"), tokenizer)
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_model_whose_tokens_see_later_ones_is_not_trained_to_write(tmp_path, tokenizer, conversations, packing):
+    """BERT is loaded as a model that writes, with a warning; its loss would fall by copying."""
+    asked = replace(small(tmp_path, conversations, packing=packing), model=Model(str(tmp_path)))
+    AutoConfig.for_model("bert").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"tokens of bert attend to later ones.*\nuse classify or embed, or set is_dec"):
+        packing_check.check(asked, tokenizer)
+    AutoConfig.for_model("bert", is_decoder=True).save_pretrained(tmp_path)
+    packing_check.check(replace(asked, packing=False), tokenizer)
+    AutoConfig.for_model("gpt_neox").save_pretrained(tmp_path)  # its is_decoder is false, and it always writes
+    packing_check.check(replace(asked, packing=False), tokenizer)
+
+
 def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer, conversations):
     draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))

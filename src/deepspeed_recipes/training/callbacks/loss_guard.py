@@ -127,6 +127,15 @@ class LossGuard(TrainerCallback):
         groups = sorted(set(gather(self.groups)))
         self.groups.clear()
         numbers = sorted({number for _, listing in found for number in listing})
+        # Stages share one loss. Where the update was refused, the weights are those before the step.
+        good = [seen for seen in self.seen if math.isfinite(seen.loss.item())] or self.recipe.layout.pipeline > 1
+        broken = damaged_weights(self.engine) if self.skipped and not good else []
+        if not any(gather([bool(good)])) and (broken := sorted(set(gather(broken)))):
+            more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
+            raise UserError(
+                f"step {step}: the {what} is not finite, as {broken[0]}{more} of the model were not before this step;\n"
+                f"copy or download model.path={self.recipe.model.path} again, or resume from an earlier checkpoint."
+            )
         where = (
             f"step {step}: the {what} is not finite on rank {listed([*{rank for rank, _ in found}])}, "
             f"sequences {listed(numbers)} of the training data"
@@ -191,6 +200,13 @@ def listed(numbers: Sequence[int]) -> str:
     ordered = sorted(numbers)
     more = f" and {len(ordered) - SHOWN} more" if len(ordered) > SHOWN else ""
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more
+
+
+def damaged_weights(engine: DeepSpeedEngine) -> list[str]:
+    """Return the names of the weights of which this rank holds numbers that are not finite."""
+    return [
+        name for name, held in engine.module.named_parameters() if not getattr(held, "ds_tensor", held).isfinite().all()
+    ]
 
 
 def not_finite(engine: DeepSpeedEngine) -> list[str]:

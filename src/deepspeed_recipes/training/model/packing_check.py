@@ -1,4 +1,4 @@
-"""Checks on a shrunken model, not by name, that a model's code keeps packed documents apart."""
+"""Checks on a shrunken model, not by name, that tokens attend to the tokens before them in their document alone."""
 
 from collections.abc import Callable
 
@@ -24,9 +24,16 @@ def check(
     Takes about a second, before the ranks load anything. Reports faster candidates that were refused with `say`.
 
     Raises:
-        UserError: packed documents would attend to each other, or this cannot be checked.
+        UserError: packed documents would attend to each other, or this cannot be checked, or a model that is to write
+            attends to later tokens.
     """
     config = load_config(recipe).get_text_config()
+    # BERT and its kin, which transformers also loads as models that write; others have no such key, or always write.
+    if getattr(config, "is_decoder", None) is False and not recipe.method.headless and sees_later(config, tokenizer):
+        raise UserError(
+            f"model.path={recipe.model.path}: tokens of {config.model_type} attend to later ones, so the model would "
+            "learn to copy its next token;\nuse classify or embed, or set is_decoder to true in its config.json."
+        )
     names = attention.candidates(recipe, config, on_gpu)
     if not recipe.packs:
         return names[0]
@@ -65,6 +72,17 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     if dtype == torch.bfloat16:
         check_gradients(model)
     return apart
+
+
+@torch.no_grad()
+def sees_later(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the last token changes the logits of those before it."""
+    model = probe.draft_of(config, tokenizer)
+    tokens = probe.random_tokens(model.config, 1, WINDOW).to(model.device)
+    changed = tokens.clone()
+    changed[0, -1] += 1 if tokens[0, -1] < model.config.vocab_size - 1 else -1
+    before, after = (model(input_ids=one).logits[:, :-1] for one in (tokens, changed))
+    return probe.off(after, before) > probe.LEAK[torch.float32]
 
 
 @torch.no_grad()
