@@ -500,8 +500,9 @@ def reading_rows(model: PreTrainedModel) -> Iterator[None]:
     PEFT 0.21.2 does it on a GPU only (`_collect_token_weights`); `test_peft_copies_an_embedding_to_train_a_row` fails
     once it asks for none.
     """
-    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
-    sharded = list({one.weight: None for one in ends if hasattr(one.weight, "ds_id")})
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # none, or an nn.Identity, in a stage
+    weights = [weight for one in ends if (weight := getattr(one, "weight", None)) is not None]
+    sharded = list({weight: None for weight in weights if hasattr(weight, "ds_id")})
     original = trainable_tokens.check_deepspeed_zero3_enabled
     trainable_tokens.check_deepspeed_zero3_enabled = lambda: False
     try:
