@@ -215,15 +215,14 @@ def test_a_resumed_pipeline_trains_the_same_model(ranks, tmp_path, models, conve
         assert torch.equal(weight, saved[name])
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(Layout(pipeline=2), 4, checkpointing=True, family="gemma3-1b"),
-        Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b"),
-    ],
-    ids=str,
-)
+ADAPTED = [
+    Case(Layout(pipeline=2), 2, family="qwen3-0.6b"),
+    Case(Layout(pipeline=2), 4, checkpointing=True, family="gemma3-1b"),
+    Case(Layout(pipeline=2, tensor=2), 4, family="qwen3-0.6b"),
+]
+
+
+@pytest.mark.parametrize("case", tiered(ADAPTED, ADAPTED[:1]), ids=str)
 def test_adapters_train_as_in_one_process(ranks, tmp_path, models, conversations, case):
     lora = Lora(rank=4, alpha=8)
     model = models(case.family)
