@@ -1,7 +1,7 @@
 """Checks before the ranks start that the model's chat template can train and renders the examples in full.
 
-transformers' renderer works without a tokenizer, whose import takes seconds and not one. The ranks check every example
-again, with the tokenizer.
+transformers' renderer takes a second to import, and a tokenizer several. The ranks check every example again, with the
+tokenizer.
 """
 
 import contextlib

@@ -86,9 +86,14 @@ def check(section: object, prefix: str = "") -> None:
             _refuse(key, value, kinds, words)
 
 
+def typed(value: object) -> str:
+    """Return a value as it is typed on a command line."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
 def shown(value: object) -> str:
     """Return a value for a message: as typed on a command line, without secrets and cut to 80 characters."""
-    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    text = typed(value)
     text = redact(text if text.isprintable() else ascii(text)[1:-1])
     return text if len(text) <= 80 else f"{text[:77]}..."
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from . import own_code
+from .bounds import typed
 from .errors import UserError
 from .files import JsonView
 
@@ -353,11 +354,7 @@ def _as_typed(case: Case, condition: str) -> str:
     value = case.value(key)
     if value is None:
         return f"without {key}"
-    return "adapters" if is_dataclass(value) else f"{key}={_typed(value)}"
-
-
-def _typed(value: object) -> str:
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return "adapters" if is_dataclass(value) else f"{key}={typed(value)}"
 
 
 @cache

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from . import pages
-from .bounds import Several, expected, shown
+from .bounds import Several, expected, shown, typed
 from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .files import Json
@@ -275,11 +275,7 @@ def differences(before: Recipe, after: Recipe, *, resumed: bool = False) -> list
 
 def as_typed(recipe: Recipe, keys: Iterable[str]) -> list[str]:
     """Return a recipe's values for `keys` as overrides: `key=value`."""
-    values = {key: value_of(recipe, key) for key in keys}
-    return [
-        f"{key}={str(value).lower() if value is None or isinstance(value, bool) else value}"
-        for key, value in values.items()
-    ]
+    return [f"{key}={typed(value_of(recipe, key))}" for key in keys]
 
 
 def value_of(recipe: Recipe, key: str) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 
+from ..recipe.bounds import typed
 from ..recipe.errors import UserError, redact
 from .page import Block, Cell, Chart, Curve, Document, Note, Number, Section, Table
 from .run_data import RunData
@@ -92,12 +93,12 @@ def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]
 def _differences(found: Sequence[RunData], labels: Sequence[str]) -> Block:
     held = [settings.values(run.recipe) | {"recipe": run.recipe.name} for run in found]
     rows = [
-        (key, *(redact(settings.shown(values[key])) for values in held))
+        (key, *(redact(typed(values[key])) for values in held))
         for key in ["recipe", *settings.values(found[0].recipe)]
         if len({repr(values[key]) for values in held}) > 1
     ]
     for key in ("world_size", "git_commit"):
-        shown = [settings.shown(run.environment.get(key)) for run in found]
+        shown = [typed(run.environment.get(key)) for run in found]
         if len(set(shown)) > 1:
             rows.append((key.replace("_", " "), *shown))
     return Table(("key", *labels), tuple(rows)) if rows else Note("Recipe, commit and number of ranks are the same.")

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...launching.options import IMAGE, VOLUME, LaunchOptions
 from ...recipe import compatibility, overrides, pages
+from ...recipe.bounds import typed
 from ...recipe.conversions import dataclass_in
 from ...recipe.errors import UserError
 from ...recipe.methods import METHODS
@@ -100,7 +101,7 @@ def _default(owner: type, field: str) -> str:
     default = next(one.default for one in dataclasses.fields(owner) if one.name == field)
     if default is dataclasses.MISSING:
         return ""
-    return str(default).lower() if default is None or isinstance(default, bool) else str(default)
+    return typed(default)
 
 
 @functools.cache

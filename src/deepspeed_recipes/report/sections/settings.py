@@ -7,6 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ...recipe import pages
+from ...recipe.bounds import typed
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, redact
 from ...recipe.files import Json
@@ -56,17 +57,12 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
     for key in [*left, "draft.enabled"]:
         old, new = left.get(key, before.draft.enabled), right.get(key, after.draft.enabled)
         if old != new and not _same_path(old, new):
-            yield key, redact(shown(old)), redact(shown(new))
+            yield key, redact(typed(old)), redact(typed(new))
 
 
 def values(recipe: Recipe) -> Json:
     """Return a recipe's value for each override key."""
     return {key: value_of(recipe, key) for key in override_keys()}
-
-
-def shown(value: object) -> str:
-    """Return a value as written on the command line."""
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _same_path(page: object, absolute: object) -> bool:
@@ -90,10 +86,10 @@ def deepspeed(run: RunData) -> Section:
 def versions(run: RunData) -> Section:
     """Return the versions of packages, and the hardware."""
     packages = run.environment.get("packages") or {}
-    rows = [(name, shown(version)) for name, version in packages.items()]
+    rows = [(name, typed(version)) for name, version in packages.items()]
     for name, value in run.environment.items():
         if name != "packages" and value not in (None, []):
-            text = ", ".join(map(str, value)) if isinstance(value, list) else shown(value)
+            text = ", ".join(map(str, value)) if isinstance(value, list) else typed(value)
             rows.append((name.replace("_", " "), text))
     rows.append(("run folder", str(run.folder.path)))
     return Section("Versions and hardware", (Table(("", ""), tuple(rows)),))

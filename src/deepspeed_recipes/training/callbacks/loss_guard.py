@@ -127,10 +127,7 @@ class LossGuard(TrainerCallback):
         groups = sorted(set(gather(self.groups)))
         self.groups.clear()
         numbers = sorted({number for _, listing in found for number in listing})
-        # Stages share one loss. Where the update was refused, the weights are those before the step.
-        good = [seen for seen in self.seen if math.isfinite(seen.loss.item())] or self.recipe.layout.pipeline > 1
-        broken = damaged_weights(self.engine) if self.skipped and not good else []
-        if not any(gather([bool(good)])) and (broken := sorted(set(gather(broken)))):
+        if broken := self._damaged():
             more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
             raise UserError(
                 f"step {step}: the {what} is not finite, as {broken[0]}{more} of the model were not before this step;\n"
@@ -146,6 +143,17 @@ class LossGuard(TrainerCallback):
             self.seen.clear()
             return
         self._act("on_nan", where, numbers)
+
+    def _damaged(self) -> list[str]:
+        """Return the weights that were not finite before a refused update, if no sequence can be blamed; a collective.
+
+        Applied, an update would have spread them to all weights. Stages share one loss, whichever sequence is to blame.
+        """
+        if not self.skipped or self.recipe.layout.pipeline > 1:
+            return []
+        if gather([seen.step for seen in self.seen if math.isfinite(seen.loss.item())]):
+            return []
+        return sorted(set(gather(damaged_weights(self.engine))))
 
     def _spike(self, step: int, loss: float) -> None:
         """Act on a loss that has jumped; a collective."""

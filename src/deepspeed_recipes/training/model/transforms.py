@@ -358,8 +358,7 @@ def cut_to_stage(whole: PreTrainedModel, layers: range) -> None:
     for name in [name for name in held._modules if int(name) not in layers]:
         del held._modules[name]
     config = decoder.config
-    count = config.num_hidden_layers  # in Nemotron-H the length of a list that is cut here
-    for name in per_layer(vars(config), count):
+    for name in per_layer(vars(config), config.num_hidden_layers):
         setattr(config, name, [getattr(config, name)[index] for index in layers])
     config.num_hidden_layers = len(layers)
     embedding = whole.get_input_embeddings()

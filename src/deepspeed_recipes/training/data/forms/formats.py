@@ -31,9 +31,9 @@ from ....recipe.recipe import Data
 from ..text_files import Bad, refuse
 from . import keys
 from .turns import (
+    COLUMNS,
     NOT_LEARNED,
     READ,
-    SPEAKERS,
     Example,
     Turn,
     as_conversation,
@@ -132,7 +132,7 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
         if kind == METHODS[method].examples and all(field in example for field in fields):
             empty = next(field for field in fields if example[field] is None)
             raise UserError(f"{where}: the field {empty!r} is empty; fill it, or remove the example.")
-    if METHODS[method].examples == "conversations" and (turn := next(filter(example.get, SPEAKERS[:5]), None)):
+    if METHODS[method].examples == "conversations" and (turn := next(filter(example.get, COLUMNS), None)):
         raise UserError(
             f"{where}: is one turn ({fields_of(example)}), and an example is a whole conversation; group the rows of "
             f'each: {{"messages": [{{"role": ..., "content": ...}}, ...]}}. data.roles renames the values of {turn!r}.'

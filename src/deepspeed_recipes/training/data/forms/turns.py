@@ -22,8 +22,10 @@ NOT_LEARNED = {"train": False}
 READ = ("role", "content", "tool_calls", "tool_call_id", "name", *NOT_LEARNED, *REASONING)
 """Keys of a turn that are read here or by most templates; a template may read others too."""
 
-SPEAKERS = ("role", "speaker", "sender", "author", "from", "name", "who", "type")
-"""Columns of tables whose rows are turns, and keys of turns, that may say who speaks."""
+COLUMNS = ("role", "speaker", "sender", "author", "from")
+"""Columns of tables whose rows are turns, that say who speaks."""
+SPEAKERS = (*COLUMNS, "name", "who", "type")
+"""Keys of turns that may say who speaks."""
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
