@@ -27,11 +27,12 @@ SMALLER = {
     "why_is_my_run_slow": {"PROFILE, STEPS": '"3:4", 4'},
     "your_own_code": {"STEPS": "6", "EXAMPLES": "4", "OPTIONS": ONE_RANK},
     "lora_rank": {"RANKS": "[2, 4]", "STEPS": "2", "EXAMPLES": "4"},
+    "distil_and_quantise": {"STEPS": "3", "EXAMPLES": "4", "OPTIONS": ONE_RANK},
 }
 """What a test puts in the place of a notebook's parameters, as source."""
 OWN = {"first_finetune": ("TRAIN", "HELD_OUT", "RUNS"), "experiment": ("TRAIN", "HELD_OUT", "RUNS")}
 OWN |= {"your_own_code": ("TRAIN", "HELD_OUT", "RUNS")}
-OWN |= dict.fromkeys(("why_is_my_run_slow", "zero_stages", "lora_rank"), ("RUNS",))
+OWN |= dict.fromkeys(("why_is_my_run_slow", "zero_stages", "lora_rank", "distil_and_quantise"), ("RUNS",))
 """The paths that a test replaces."""
 FOLDERS = {name: ROOT / "notebooks" for name in SMALLER} | {"experiment": ROOT}
 """Where Jupyter was started: both have to work."""
@@ -120,8 +121,8 @@ def images(cells) -> int:
     return sum("image/png" in output.get("data", {}) for outputs in cells.values() for output in outputs)
 
 
-def test_there_are_eight_notebooks_and_each_is_executed():
-    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 8
+def test_there_are_nine_notebooks_and_each_is_executed():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALLER) == set(FOLDERS) and len(NOTEBOOKS) == 9
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -265,6 +266,22 @@ def check_ranks(cells):
     return before[0], after
 
 
+@pytest.mark.every
+def test_a_student_is_distilled_and_quantised(execute):
+    check_distilled(execute("distil_and_quantise"))
+
+
+def check_distilled(cells):
+    """Check that both ways began at one loss and copies are smaller; return what answers and teacher taught."""
+    rows = {name: list(map(float, numbers.split())) for name, numbers in ROW.findall(text(cells["compare"]))}
+    (start, answers, *_), (same, teacher, *_) = rows["answers alone"], rows["teacher"]
+    assert start == same and images(cells) == 1
+    sizes = [list(map(float, each)) for each in re.findall(r"([\d.]+) -> ([\d.]+) MiB", text(cells["quantise"]))]
+    [(whole, int8), (again, nf4)] = sizes
+    assert whole == again > int8 > nf4
+    return answers, teacher
+
+
 def check_choice(cells):
     """Check the picture, the command, and the methods."""
     assert images(cells) == 1
@@ -301,6 +318,7 @@ def test_committed_outputs_are_what_is_promised(path):
         "why_is_my_run_slow": lambda: min(check_slow_runs(cells)) > 1.1,
         "your_own_code": lambda: check_own_code(cells) is None,
         "lora_rank": lambda: max(check_ranks(cells)[1]) < check_ranks(cells)[0],
+        "distil_and_quantise": lambda: check_distilled(cells)[0] > 2 * check_distilled(cells)[1],
     }
     assert checks[path.stem]() is not False
 
