@@ -82,20 +82,17 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
         found.set("packing", bool(found.take("sample_packing")) or streamed, "sample_packing")
     elif found.given("sample_packing"):
         found.unneeded["sample_packing"] = f"{found.method} does not pack, there and here"
-    for name, key in (
-        ("tensor_parallel_size", "layout.tensor"),
-        ("context_parallel_size", "layout.sequence"),
-        ("sequence_parallel_degree", "layout.sequence"),
-        ("expert_parallel_size", "layout.expert"),
-    ):
-        if found.given(name):
-            found.rename(name, key)
-    for name, key in (("wandb_project", "wandb.project"), ("wandb_entity", "wandb.entity")):
-        if found.given(name):
-            found.rename(name, key)
-    if found.given("wandb_log_model"):
-        found.take("wandb_log_model")
-        found.set("wandb.artifacts", True, "wandb_log_model")
+    found.rename_given(
+        {
+            "tensor_parallel_size": "layout.tensor",
+            "context_parallel_size": "layout.sequence",
+            "sequence_parallel_degree": "layout.sequence",
+            "expert_parallel_size": "layout.expert",
+            "wandb_project": "wandb.project",
+            "wandb_entity": "wandb.entity",
+        }
+    )
+    found.set_if_given("wandb_log_model", "wandb.artifacts")
     found.finish("axolotl")
     return found
 
@@ -126,7 +123,6 @@ def _entries(values: JsonView, name: str) -> list[tuple[str, Json]]:
 def _method(found: Translation, values: JsonView) -> None:
     rl = found.take("rl")
     if found.given("reward_model"):
-        found.take("reward_model")
         found.method = "reward"
         found.note("reward_model", "reward")
     elif rl in METHODS:
@@ -139,9 +135,7 @@ def _method(found: Translation, values: JsonView) -> None:
             found.set(f"{found.method}.beta", beta or 0.1, "rl_beta", "dpo_beta", "orpo_alpha")
         if found.method == "simpo" and found.given("simpo_gamma"):
             found.rename("simpo_gamma", "simpo.gamma")
-        for name, key in (("kto_desirable_weight", "kto.good_weight"), ("kto_undesirable_weight", "kto.bad_weight")):
-            if found.given(name):
-                found.rename(name, key)
+        found.rename_given({"kto_desirable_weight": "kto.good_weight", "kto_undesirable_weight": "kto.bad_weight"})
         if found.method == "simpo" and values.get("cpo_alpha") != 0:
             found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
         if found.method == "grpo":
@@ -202,12 +196,10 @@ def _adapter(found: Translation) -> None:
             if linear and targets:
                 found.note("lora_target_modules", "all-linear has them")
             found.set("lora.target_modules", "all-linear" if linear or not targets else targets, name)
-        if found.given("lora_modules_to_save"):
-            found.rename("lora_modules_to_save", "lora.modules_to_save")
-        if found.given("lora_target_parameters"):
-            found.rename("lora_target_parameters", "lora.target_parameters")
+        found.rename_given(
+            {"lora_modules_to_save": "lora.modules_to_save", "lora_target_parameters": "lora.target_parameters"}
+        )
         if found.values.get("peft_init_lora_weights") == "pissa":
-            found.take("peft_init_lora_weights")
             found.set("lora.init", "pissa", "peft_init_lora_weights")
         return
     if kind:
@@ -217,15 +209,12 @@ def _adapter(found: Translation) -> None:
             found.lack("unfrozen_parameters", "rows of a weight cannot be chosen; train=REGEX chooses whole weights")
         else:
             found.set("train", "|".join(f"^(?:{one})" for one in patterns), "unfrozen_parameters")
-    for name in (*LORA.values(), "lora_target_modules", "lora_target_linear", "lora_target_parameters"):
-        if found.given(name):
-            found.take(name)
-            found.unneeded[name] = "no adapter is set: all weights are trained"
+    more = ("lora_target_modules", "lora_target_linear", "lora_target_parameters")
+    found.need_none((*LORA.values(), *more), "no adapter is set: all weights are trained")
 
 
 def _model(found: Translation) -> None:
-    if found.given("trust_remote_code"):
-        found.rename("trust_remote_code", "model.trust_remote_code")
+    found.rename_given({"trust_remote_code": "model.trust_remote_code"})
     tokens = found.take("special_tokens") or {}
     if not isinstance(tokens, dict):
         found.lack("special_tokens", f"{as_text(tokens)}: names no tokens")
@@ -247,7 +236,6 @@ def _model(found: Translation) -> None:
     if template == "chatml":
         found.set("model.chat_template", "chatml", "chat_template")
     elif template == "jinja" or found.given("chat_template_jinja"):
-        found.take("chat_template_jinja")
         found.lack("chat_template_jinja", "save it as a file, and give model.chat_template=FILE")
     elif "chat_template" in found.values:
         found.note("chat_template", "the tokenizer's own chat template (model.chat_template=FILE sets another)")
@@ -258,7 +246,6 @@ def _model(found: Translation) -> None:
         found.lack("attn_implementation", f"{attention}: model.attention=auto takes the fastest that is right")
     for name in ("sdp_attention", "flex_attention", "xformers_attention", "eager_attention"):
         if found.given(name):
-            found.take(name)
             found.note(name, "model.attention=auto")
     liger = [name for name in found.values if name.startswith("liger_") and found.given(name)]
     if liger:
@@ -267,10 +254,8 @@ def _model(found: Translation) -> None:
     plugins = [str(one) for one in (given if isinstance(given, list) else [given])]
     ours = [one for one in plugins if "liger" in one.lower() or "cut_cross_entropy" in one.lower()]
     if plugins and len(ours) == len(plugins):
-        found.take("plugins")
         found.note("plugins", "liger_kernel=true" if liger else "tiled_loss holds no whole logits")
         if found.given("cut_cross_entropy"):
-            found.take("cut_cross_entropy")
             found.note("cut_cross_entropy", "tiled_loss holds no whole logits")
     elif plugins:
         found.lack(
@@ -310,8 +295,7 @@ def _data(found: Translation, values: JsonView) -> None:
     if values.get("pretraining_dataset"):
         found.set("data.streaming", True, "pretraining_dataset")
     trainer.held_out_share(found, "val_set_size")
-    if found.given("streaming"):
-        found.rename("streaming", "data.streaming")
+    found.rename_given({"streaming": "data.streaming"})
 
 
 def _sources(found: Translation, key: str, entries: list[tuple[str, Json]]) -> None:
@@ -418,6 +402,4 @@ def _checkpointing(found: Translation) -> None:
         found.set("activation_offloading", True, "gradient_checkpointing")
     else:
         found.set("gradient_checkpointing", bool(value), "gradient_checkpointing")
-    if found.given("activation_offloading"):  # true, legacy or disk
-        found.take("activation_offloading")
-        found.set("activation_offloading", True, "activation_offloading")
+    found.set_if_given("activation_offloading", "activation_offloading")  # it may be true, legacy or disk

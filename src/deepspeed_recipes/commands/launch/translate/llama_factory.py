@@ -68,7 +68,6 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     shared = math.prod(trainer.number(found.take(name) or 1, name) for name in MEGATRON)
     trainer.settings(found, max(1, int(gpus // shared)))
     if found.given("use_muon"):
-        found.take("use_muon")
         found.set("optimizer", "muon", "use_muon")
         found.overrides["max_grad_norm"] = "0"
     _method(found)
@@ -114,11 +113,13 @@ def _method(found: Translation) -> None:
         found.rename("pref_beta", f"{found.method}.beta")
     if found.method == "simpo":
         found.rename("simpo_gamma", "simpo.gamma")
-    if found.given("dpo_label_smoothing"):
-        found.rename("dpo_label_smoothing", "dpo.label_smoothing")
-    for name, key in (("kto_chosen_weight", "kto.good_weight"), ("kto_rejected_weight", "kto.bad_weight")):
-        if found.given(name):
-            found.rename(name, key)
+    found.rename_given(
+        {
+            "dpo_label_smoothing": "dpo.label_smoothing",
+            "kto_chosen_weight": "kto.good_weight",
+            "kto_rejected_weight": "kto.bad_weight",
+        }
+    )
     kind = str(found.take("finetuning_type"))
     if kind == "lora":
         bits = found.take("quantization_bit")
@@ -130,11 +131,8 @@ def _method(found: Translation) -> None:
         trainer.adapters(found, LORA, default_alpha=2)
         target = str(found.take("lora_target"))
         found.set("lora.target_modules", "all-linear" if target == "all" else target, "lora_target")
-        if found.given("additional_target"):
-            found.rename("additional_target", "lora.modules_to_save")
-        if found.given("pissa_init"):
-            found.take("pissa_init")
-            found.set("lora.init", "pissa", "pissa_init")
+        found.rename_given({"additional_target": "lora.modules_to_save"})
+        found.set_if_given("pissa_init", "lora.init", "pissa")
         found.note("finetuning_type", found.adapter)
     elif kind == "full":
         found.note("finetuning_type", "all weights")
@@ -145,9 +143,8 @@ def _method(found: Translation) -> None:
     else:
         found.lack("finetuning_type", f"{kind}: all weights are trained, or adapters (lora)")
     if not found.adapter:
-        for name in (*LORA.values(), "lora_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "pissa_init"):
-            if found.given(name):
-                found.unneeded[name] = "there are no adapters"
+        more = ("lora_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "pissa_init")
+        found.need_none((*LORA.values(), *more), "there are no adapters")
 
 
 def _frozen(found: Translation) -> None:
@@ -174,11 +171,8 @@ def _frozen(found: Translation) -> None:
 
 
 def _model(found: Translation) -> None:
-    if found.given("trust_remote_code"):
-        found.take("trust_remote_code")
-        found.unneeded["trust_remote_code"] = (
-            "transformers has the usual architectures itself; add model.trust_remote_code=true if yours needs it"
-        )
+    why = "transformers has the usual architectures itself; add model.trust_remote_code=true if yours needs it"
+    found.need_none(["trust_remote_code"], why)
     template = found.take("template")
     if template == "chatml":
         found.set("model.chat_template", "chatml", "template")
@@ -195,21 +189,15 @@ def _model(found: Translation) -> None:
         "auto": "auto",
     }
     found.set("model.attention", kinds.get(attention, "auto"), "flash_attn")
-    found.add_tokens(
-        *((name, found.take(name)) for name in ("add_tokens", "add_special_tokens")),
-    )
-    if found.given("enable_liger_kernel"):
-        found.rename("enable_liger_kernel", "liger_kernel")
+    found.add_tokens(*((name, found.take(name)) for name in ("add_tokens", "add_special_tokens")))
+    found.rename_given({"enable_liger_kernel": "liger_kernel", "image_max_pixels": "data.max_pixels"})
     vision = found.take("freeze_vision_tower")
     if vision is False:
         found.set("model.train_vision", True, "freeze_vision_tower")
     elif vision:
         found.note("freeze_vision_tower", "as always, unless model.train_vision=true")
     if found.given("freeze_multi_modal_projector"):
-        found.take("freeze_multi_modal_projector")
         found.note("freeze_multi_modal_projector", "as always, unless model.train_vision=true")
-    if found.given("image_max_pixels"):
-        found.rename("image_max_pixels", "data.max_pixels")
 
 
 def _data(found: Translation, place: Path) -> None:
@@ -218,14 +206,10 @@ def _data(found: Translation, place: Path) -> None:
         found.set("truncate", True, "cutoff_len")  # packed, longer examples are left out there too
     elif found.method != "pretrain":
         found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")
-    if found.given("train_on_prompt"):
-        found.take("train_on_prompt")
-        found.set("loss_on", "all", "train_on_prompt")
-        if found.given("mask_history"):
-            found.lack("mask_history", "with train_on_prompt: loss_on is all or last")
-    elif found.given("mask_history"):
-        found.take("mask_history")
-        found.set("loss_on", "last", "mask_history")
+    found.set_if_given("mask_history", "loss_on", "last")
+    found.set_if_given("train_on_prompt", "loss_on", "all")
+    if found.given("train_on_prompt") and found.given("mask_history"):
+        found.lack("mask_history", "with train_on_prompt: loss_on is all or last")
     folder = Path(str(found.take("dataset_dir")))
     if "dataset_dir" in found.values:
         found.unneeded["dataset_dir"] = "data.path names the files"
@@ -244,8 +228,7 @@ def _data(found: Translation, place: Path) -> None:
         found.rename("max_samples", "data.max_examples")
         if "," in str(found.values.get("dataset", "")):
             found.remarks.append("max_samples: the number is of all data sets together, not of each")
-    if found.given("streaming"):
-        found.rename("streaming", "data.streaming")
+    found.rename_given({"streaming": "data.streaming"})
 
 
 def _sources(found: Translation, name: str, key: str, folder: Path, words: list[str]) -> None:

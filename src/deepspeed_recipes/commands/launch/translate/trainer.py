@@ -102,9 +102,7 @@ def settings(found: Translation, gpus: int) -> None:
     _saving(found)
     _trackers(found)
     _sharding(found)
-    if found.given("torch_compile"):
-        found.take("torch_compile")
-        found.set("compile", "regional", "torch_compile")
+    found.set_if_given("torch_compile", "compile", "regional")
 
 
 def _schedule(found: Translation) -> None:
@@ -133,9 +131,7 @@ def _schedule(found: Translation) -> None:
             found.lack(f"lr_scheduler_kwargs.{option}", f"{as_text(value)}: there are {', '.join(SCHEDULE_OPTIONS)}")
     steps, ratio = found.take("warmup_steps"), found.take("warmup_ratio")
     if kind == "constant":
-        for key in ("warmup_steps", "warmup_ratio"):
-            if found.given(key):
-                found.unneeded[key] = "a constant rate has no warm-up"
+        found.need_none(("warmup_steps", "warmup_ratio"), "a constant rate has no warm-up")
         return
     found.set("schedule.warmup", steps or ratio or 0.0, *(("warmup_steps",) if steps else ("warmup_ratio",)))
 
@@ -192,25 +188,24 @@ def _saving(found: Translation) -> None:
             found.set(key, value, steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
-    if found.given("early_stopping_patience"):
-        found.rename("early_stopping_patience", "early_stopping")
-    if found.given("early_stopping_steps"):
-        found.rename("early_stopping_steps", "early_stopping")
-    if found.given("load_best_model_at_end"):
-        found.rename("load_best_model_at_end", "keep_best")
+    found.rename_given(
+        {
+            "early_stopping_patience": "early_stopping",
+            "early_stopping_steps": "early_stopping",
+            "load_best_model_at_end": "keep_best",
+        }
+    )
     metric = str(found.take("metric_for_best_model") or "")
     if metric in ("loss", "eval_loss"):
         found.note("metric_for_best_model", "data.metric=loss")
     elif metric:
         found.lack("metric_for_best_model", f"{metric}: the best step is judged by data.metric")
-    greater = found.take("greater_is_better")
-    if greater is not None:
+    if found.take("greater_is_better") is not None:
         found.note("greater_is_better", "known of each metric")
     found.rename("logging_steps", "logging_steps")
     if found.given("save_total_limit"):
         found.set("keep_checkpoints", max(2, int(found.take("save_total_limit"))), "save_total_limit")
-    folder = found.take("output_dir")
-    if folder:
+    if folder := found.take("output_dir"):
         found.options += ["--output-dir", str(folder)]
         found.note("output_dir", f"--output-dir {folder}")
 
@@ -223,9 +218,7 @@ def _trackers(found: Translation) -> None:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
     if "report_to" in found.values and "all" not in names:
         found.set("tracking", ",".join(known) or "none", "report_to")
-    if found.given("run_name"):
-        found.take("run_name")
-        found.unneeded["run_name"] = "a run is named after its recipe; wandb.group and wandb.tags can be set"
+    found.need_none(["run_name"], "a run is named after its recipe; wandb.group and wandb.tags can be set")
 
 
 def _sharding(found: Translation) -> None:
@@ -236,7 +229,6 @@ def _sharding(found: Translation) -> None:
     elif file:
         found.set("deepspeed", sharding_file(str(file)) or file, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
-    found.take("fsdp_version")
     if (shards or settings) and not file:
         options = settings if isinstance(settings, dict) else {}
         offloads = "offload" in str(shards) or bool(options.get("fsdp_offload_params") or options.get("offload_params"))
@@ -277,11 +269,8 @@ def adapters(found: Translation, names: Mapping[str, str], default_alpha: float 
     dropout = found.take(names["dropout"])
     found.set("lora.dropout", dropout or 0.0, names["dropout"])
     for key in ("dora", "rslora"):
-        if found.given(names[key]):
-            found.take(names[key])
-            found.set(f"lora.{key}", True, names[key])
-    if found.given("loraplus_lr_ratio"):
-        found.set("lora.plus_ratio", found.take("loraplus_lr_ratio"), "loraplus_lr_ratio")
+        found.set_if_given(names[key], f"lora.{key}")
+    found.rename_given({"loraplus_lr_ratio": "lora.plus_ratio"})
 
 
 def number(value: Any, name: str) -> float:

@@ -30,8 +30,8 @@ SAME = {
 class Translation:
     """The settings of a file, and what has become of each.
 
-    A setting is used by `take`. `finish` sorts the rest: those that mean the same under another name, those that a run
-    does by itself, those without an equivalent, and those that are off. So each key of the file is in one list.
+    `finish` sorts the settings that no other method has recorded: those that mean the same under another name, those
+    that a run does by itself, those without an equivalent, and those that are off. So each key is in one list.
     """
 
     def __init__(self, tool: str, values: JsonView, defaults: JsonView) -> None:
@@ -55,7 +55,8 @@ class Translation:
 
     def given(self, key: str) -> bool:
         """Return True if the file sets `key` to something other than nothing."""
-        return not _is_off(self.values.get(key))
+        value = self.values.get(key)
+        return not any(value is off or (type(value) is type(off) and value == off) for off in OFF)
 
     def take(self, *names: str) -> Any:
         """Return the value of the first of `names` that the file sets, or its default in the other tool, or None."""
@@ -76,6 +77,21 @@ class Translation:
         value = self.take(name)
         if value is not None:
             self.set(key, value, name)
+
+    def rename_given(self, keys: Mapping[str, str]) -> None:
+        """Give the values of those of the file's keys that ask for something to our keys."""
+        for name, key in keys.items():
+            if self.given(name):
+                self.rename(name, key)
+
+    def set_if_given(self, name: str, key: str, value: object = True) -> None:
+        """Set our `key` to `value` if the file's key `name` asks for something."""
+        if self.given(name):
+            self.set(key, value, name)
+
+    def need_none(self, names: Iterable[str], why: str) -> None:
+        """Record why those of the file's keys `names` that ask for something are not needed."""
+        self.unneeded |= {name: why for name in names if self.given(name)}
 
     def add_tokens(self, ordinary: tuple[str, Any], special: tuple[str, Any]) -> None:
         """Set the tokens to add; each argument is a key of the file, and a list or a text with commas, or nothing."""
@@ -164,10 +180,6 @@ class Translation:
                 del self.overrides[key]
                 for name in sources:
                     self.lack(name, why)
-
-
-def _is_off(value: object) -> bool:
-    return any(value is off or (type(value) is type(off) and value == off) for off in OFF)
 
 
 def _listed(name: str, table: Mapping[str, str]) -> str | None:

@@ -127,14 +127,14 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
         found.set("packing", bool(found.take("packing")), "packing")
     _data(found)
     found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
-    for name, key in (
-        ("attn_implementation", "model.attention"),
-        ("chat_template_path", "model.chat_template"),
-        ("trust_remote_code", "model.trust_remote_code"),
-        ("activation_offloading", "activation_offloading"),
-    ):
-        if found.given(name):
-            found.rename(name, key)
+    found.rename_given(
+        {
+            "attn_implementation": "model.attention",
+            "chat_template_path": "model.chat_template",
+            "trust_remote_code": "model.trust_remote_code",
+            "activation_offloading": "activation_offloading",
+        }
+    )
     found.finish("trl")
     return found
 
@@ -198,9 +198,8 @@ def _losses(found: Translation) -> None:
 
 def _adapter(found: Translation) -> None:
     if not found.given("use_peft"):
-        for name in (*LORA.values(), "lora_target_modules", "lora_target_parameters", "lora_modules_to_save"):
-            if found.given(name):
-                found.unneeded[name] = "use_peft is not set: all weights are trained, as in TRL"
+        more = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
+        found.need_none((*LORA.values(), *more), "use_peft is not set: all weights are trained, as in TRL")
         if found.given("load_in_4bit"):
             found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (use_peft: true)")
         return
@@ -219,19 +218,15 @@ def _adapter(found: Translation) -> None:
             f"lora.target_modules: PEFT's own choice for Llama, Mistral, Qwen and Gemma is {PEFT_TARGETS}; for other "
             "architectures name PEFT's, or all-linear"
         )
-    for name in ("lora_modules_to_save", "lora_target_parameters"):
-        if found.given(name):
-            found.rename(name, f"lora.{name.removeprefix('lora_')}")
+    found.rename_given(
+        {"lora_modules_to_save": "lora.modules_to_save", "lora_target_parameters": "lora.target_parameters"}
+    )
 
 
 def _data(found: Translation) -> None:
-    for name, key in (
-        ("dataset_name", "data.path"),
-        ("dataset_train_split", "data.split"),
-        ("dataset_streaming", "data.streaming"),
-    ):
-        if found.given(name):
-            found.rename(name, key)
+    found.rename_given(
+        {"dataset_name": "data.path", "dataset_train_split": "data.split", "dataset_streaming": "data.streaming"}
+    )
     if not found.given("dataset_name"):
         found.lack("dataset", "the file names no data: give data.path=FILE")
     if "data.validation_share" not in found.overrides:
