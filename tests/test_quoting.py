@@ -16,6 +16,7 @@ from deepspeed.launcher import runner
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import kubernetes, paths, slurm
 from deepspeed_recipes.launching.command import deepspeed_command
 from deepspeed_recipes.launching.options import Allocation
@@ -23,7 +24,6 @@ from deepspeed_recipes.launching.ssh import hostfile, remote
 from deepspeed_recipes.recipe import pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
-from tests.launching import LAUNCH
 from tests.network_hosts import needs_pdsh
 from tests.versions import needs
 
@@ -212,13 +212,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("option", MISTAKES)
-def test_an_option_that_would_be_a_command_is_refused_in_a_line(option, tmp_path):
+def test_an_option_that_would_be_a_command_is_refused_in_a_line(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     for words in MISTAKES[option]:
-        command = [*LAUNCH, "tiny", "full", *words, "--dry-run"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 2 and option.strip() in done.stderr, done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1 and "PWNED" not in os.listdir(tmp_path)
+        assert run_command("launch", ["tiny", "full", *words, "--dry-run"]) == 2
+        said = capsys.readouterr().err
+        assert option.strip() in said and len(said.strip().splitlines()) == 1
+        assert "PWNED" not in os.listdir(tmp_path)
 
 
 def test_a_variable_that_is_not_text_is_refused(tmp_path):
