@@ -31,6 +31,11 @@ def changed(*words, variant="full"):
         (["optimizer=badam"], "one block of layers at a time"),
         (["optimizer=apollo"], "gradients it could project"),
         (["optimizer=sgd"], "must be one of adamw, adamw_8bit, muon"),
+        (["optimizer=adamw_torch_fused"], r"use optimizer=adamw\.$"),
+        (
+            ["optimizer=paged_adamw_8bit"],
+            "adamw_8bit .the moments stay on the GPU; a config that offloads",
+        ),
         (["optim=adamw_8bit"], "use 'optimizer'"),
         (["use_rslora=true"], r"use 'lora\.rslora'"),
         (["neftune_noise_alpha=5"], "use 'neftune_alpha'"),

@@ -18,6 +18,15 @@ IMPOSSIBLE: Mapping[str, str] = {
 }
 """Names of other well-known optimizers -> why they cannot train weights that DeepSpeed shards."""
 
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "fused_adamw", "paged_adamw_32bit")
+OURS: Mapping[str, Optimizer] = {
+    **dict.fromkeys(("adamw", *_ADAMW), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
+}
+"""TrainingArguments' `optim` -> the optimizer that takes the same steps."""
+PAGED = "the moments stay on the GPU; a config that offloads the optimizer keeps them in host memory"
+"""What becomes of the pages of `paged_adamw_32bit` and `paged_adamw_8bit`."""
+
 
 def impossible(name: str) -> str | None:
     """Return why an optimizer is not available, or None; also for TrainingArguments' names (`galore_adamw_8bit`)."""

@@ -13,7 +13,7 @@ from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .files import Json
 from .methods import METHODS, Method
-from .optimizers import impossible
+from .optimizers import OURS, PAGED, impossible
 from .recipe import BUILT_IN, Lora, Recipe
 
 _THEIRS = {
@@ -310,6 +310,9 @@ def parse(key: str, text: str, hint: object) -> Any:
         choices = typing.get_args(kind)
         if key == "optimizer" and (why := impossible(text)):
             raise UserError(f"{key}={shown(text)}: {why}; use one of {', '.join(choices)}.")
+        if key == "optimizer" and text not in choices and text in OURS:
+            remark = f" ({PAGED})" if text.startswith("paged") else ""
+            raise UserError(f"{key}={shown(text)}: use {key}={OURS[text]}{remark}.")
         if text not in choices:
             raise UserError(f"{key}={shown(text)}: must be one of {', '.join(choices)}.")
         return text

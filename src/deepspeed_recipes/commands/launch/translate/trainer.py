@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from ....recipe.errors import UserError
 from ....recipe.files import Json
-from ....recipe.optimizers import impossible
+from ....recipe.optimizers import OURS, PAGED, impossible
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import Schedule
 from .translation import Translation, as_text
@@ -27,16 +27,6 @@ DEFAULTS: Json = {
     "optim": "adamw_torch_fused",
     "seed": 42,
 }
-ADAMW = (
-    "adamw",
-    "adamw_torch",
-    "adamw_torch_fused",
-    "adamw_hf",
-    "adamw_apex_fused",
-    "fused_adamw",
-    "paged_adamw_32bit",
-)
-ADAMW_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
 SCHEDULES = get_args(get_type_hints(Schedule)["kind"])
 SCHEDULE_OPTIONS = {
     "min_lr_rate": "schedule.min_rate",
@@ -139,10 +129,8 @@ def _schedule(found: Translation) -> None:
 def _optimizer(found: Translation) -> None:
     name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
-    if kind in ADAMW:
-        found.set("optimizer", "adamw", name)
-    elif kind in ADAMW_8BIT:
-        found.set("optimizer", "adamw_8bit", name)
+    if kind in OURS:
+        found.set("optimizer", OURS[kind], name)
         if kind == "adamw_torch_8bit":
             found.remarks.append(f"{name}: {kind}: the moments are in bitsandbytes' 8 bits, not torchao's")
     elif kind == "muon":  # its updates have fixed norms, so clipping is off
@@ -152,7 +140,7 @@ def _optimizer(found: Translation) -> None:
     else:
         found.lack(name, f"{kind}: {impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
     if kind.startswith("paged"):
-        found.remarks.append(f"{name}: {kind}: the moments stay on the GPU")
+        found.remarks.append(f"{name}: {kind}: {PAGED}")
 
 
 def _precision(found: Translation) -> None:
