@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -49,6 +50,8 @@ def one_line(caught, *words):
 
 def test_a_template_that_never_ends_is_stopped(model, monkeypatch):
     monkeypatch.setattr(shown, "RENDER_SECONDS", 0.5)
+    with shown.bounded("a template that has to wait"):
+        time.sleep(0.7)
     usual = (model / "chat_template.jinja").read_text()
     (model / "chat_template.jinja").write_text(LOOP + usual)
     with pytest.raises(UserError) as caught:

@@ -78,6 +78,7 @@ class Rendering:
                 self._render(where, turns, tools, options, prompt)
 
     def _render(self, where: str, turns: Turns, tools: list[Json] | None, options: Json, prompt: bool) -> None:
+        import transformers.utils.chat_template_utils  # noqa: F401  # not within the bounds
         from jinja2 import TemplateError
 
         from ..training.data import thinking
@@ -94,7 +95,8 @@ class Rendering:
             # Others may come of a special token that only the ranks' tokenizer knows.
             if type(error) in (TemplateError, UserError):
                 raise UserError(
-                    f"{where}: the model's chat template cannot be trained on this conversation: {first_line(error)}."
+                    f"{where}: the model's chat template cannot be trained on this conversation: "
+                    f"{first_line(error).rstrip('.')}."
                 ) from error
         except (TypeError, ValueError):
             pass
