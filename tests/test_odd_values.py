@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -149,7 +150,7 @@ def test_an_odd_value_in_recipe_json_is_refused_or_taken(value):
 def test_a_bound_is_that_of_the_field_on_every_way_in():
     page = pages.find("tiny", "full")
     for key, value in (("seed", 2**32), ("adam_beta2", 1.5), ("adam_epsilon", -1.0), ("hang_minutes", 99999999999.0)):
-        with pytest.raises(UserError, match=f"^{key}=.*: must be at") as typed:
+        with pytest.raises(UserError, match=f"^{key}=.*: must be (at|above)") as typed:
             overrides.apply(page, [f"{key}={value}"])
         with pytest.raises(UserError) as written:
             from_dict(to_dict(page) | {key: value})
@@ -163,9 +164,33 @@ def test_each_side_of_a_bound_is_open_or_closed():
         (bounds.Bounds(above=0), (1e-9,), (0, -1)),
         (bounds.Bounds(most=1), (1, 0), (2,)),
         (bounds.Bounds(least=0, below=1), (0, 0.5), (1, -1)),
+        (bounds.Bounds(least=0.01, zero=True), (0, 0.01), (0.001, -1)),
+        (bounds.Bounds(least=0, steps=True), (0, 0.5, 1.0, 7), (1.5, 2.5)),
     ):
         assert not any(bound.broken_by(value) for value in inside)
         assert all(bound.broken_by(value) for value in outside)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("hang_minutes=1e-12", "at least 0.01 and at most 525600, or 0"),
+        ("schedule.warmup=2.5", "from 1 on a whole number of steps"),
+        ("adam_beta2=0", "above 0 and below 1"),
+        ("wandb.tags=,", "names nothing"),
+        ("tracking=, ,", "names nothing"),
+        ("data.path=,", "names nothing"),
+        ("wandb.project=a/b", "none of /"),
+        (f"wandb.project={'x' * 129}", "128 characters"),
+        (f"wandb.tags=a,{'x' * 65}", "64 characters"),
+    ],
+)
+def test_what_would_mean_nothing_or_fail_later_is_refused(word, said):
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        overrides.apply(pages.find("tiny", "full"), [word])
+    assert str(caught.value).startswith(word.partition("=")[0])
+    overrides.apply(pages.find("tiny", "full"), ["hang_minutes=0", "schedule.warmup=2.0", "wandb.tags=a,,b"])
+    overrides.apply(pages.find("tiny", "full"), ["wandb.project=/Shared/x", "tracking=mlflow"])
 
 
 ODD_OPTIONS = {

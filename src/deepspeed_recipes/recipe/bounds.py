@@ -23,11 +23,18 @@ class Bounds:
     below: float | None = None
     usual: float | None = None
     """The value that a message suggests."""
+    zero: bool = False
+    """Whether 0 is allowed too; it turns something off."""
+    steps: bool = False
+    """Whether values from 1 on are numbers of steps, and so whole numbers; below 1 they are shares."""
 
     def broken_by(self, value: float) -> bool:
         """Return True if a number is out of bounds."""
+        if value == 0 and self.zero:
+            return False
         return (
-            (self.least is not None and value < self.least)
+            (self.steps and value > 1 and value != int(value))
+            or (self.least is not None and value < self.least)
             or (self.above is not None and value <= self.above)
             or (self.most is not None and value > self.most)
             or (self.below is not None and value >= self.below)
@@ -36,6 +43,7 @@ class Bounds:
     def __str__(self) -> str:
         words = (("at least", self.least), ("above", self.above), ("at most", self.most), ("below", self.below))
         bounds = " and ".join(f"{word} {_number(bound)}" for word, bound in words if bound is not None)
+        bounds += ", or 0" if self.zero else ", and from 1 on a whole number of steps" if self.steps else ""
         return bounds if self.usual is None else f"{bounds}, for instance {_number(self.usual)}"
 
 
@@ -54,7 +62,7 @@ def check(section: object, prefix: str = "") -> None:
         UserError: names the key, the value and what is allowed.
     """
     kind: object = type(section)
-    for name, nested, kinds, words, bounds in _fields(kind):
+    for name, nested, kinds, words, bounds, several in _fields(kind):
         value, key = getattr(section, name), prefix + name
         if value is None and type(None) in kinds:
             continue
@@ -82,6 +90,8 @@ def check(section: object, prefix: str = "") -> None:
             odd = "" if value.isprintable() else next((one for one in value if category(one) in ("Cc", "Cs")), "")
             if odd:
                 raise UserError(f"{key}={shown(value)}: has the control character {odd!r}; leave it out.")
+            if several and not value.strip(", "):
+                raise UserError(f"{key}={shown(value)}: names nothing; leave it out, or separate values with commas.")
         elif not (isinstance(value, Mapping) and Mapping in kinds):
             _refuse(key, value, kinds, words)
 
@@ -118,13 +128,14 @@ def _number(bound: float) -> str:
 
 
 class _Field(NamedTuple):
-    """A field's name, and its declared dataclass (or None), types, literal words and bounds."""
+    """A field's name, its declared dataclass (or None), types, literal words and bounds, and if it is `Several`."""
 
     name: str
     nested: type | None
     kinds: tuple[type, ...]
     words: tuple[str, ...]
     bounds: Bounds | None
+    several: bool
 
 
 @cache
@@ -140,5 +151,6 @@ def _fields(kind: Any) -> list[_Field]:
         kinds = tuple(typing.get_origin(one) or one for one in options if typing.get_origin(one) is not Literal)
         nested = next((one for one in kinds if isinstance(one, type) and dataclasses.is_dataclass(one)), None)
         bounds = next((one for one in declared if isinstance(one, Bounds)), None)
-        found.append(_Field(name, nested, kinds, words, bounds))
+        several = any(isinstance(one, Several) for one in declared)
+        found.append(_Field(name, nested, kinds, words, bounds, several))
     return found

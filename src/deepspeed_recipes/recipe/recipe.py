@@ -188,7 +188,7 @@ class Schedule:
     ] = "cosine"
     """The shape after the warm-up, by transformers' name (`lr_scheduler_type`): `linear` and `cosine` fall to zero;
     `constant` has no warm-up; `warmup_stable_decay` (also `wsd`) falls at the end."""
-    warmup: Annotated[float, Bounds(least=0)] = 0.03
+    warmup: Annotated[float, Bounds(least=0, steps=True)] = 0.03
     """Share of the steps during which the learning rate rises, starting above zero; 1 or more is a number of steps."""
     min_rate: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Share of the learning rate to which `cosine_with_min_lr`, `cosine_warmup_with_min_lr`, `polynomial` and
@@ -197,7 +197,7 @@ class Schedule:
     """Number of times that `cosine_with_restarts` falls from the full rate."""
     power: Annotated[float, Bounds(above=0)] = 1.0
     """Exponent of `polynomial`; 1 is a straight line."""
-    decay: Annotated[float, Bounds(above=0)] = 0.1
+    decay: Annotated[float, Bounds(above=0, steps=True)] = 0.1
     """Share of the steps, at the end, during which `warmup_stable_decay` falls; 1 or more is a number of steps."""
     decay_type: Literal["cosine", "linear", "1-sqrt"] = "cosine"
     """Shape of the fall of `warmup_stable_decay`."""
@@ -288,7 +288,7 @@ class Recipe:
     embeddings' weight has their name."""
     weight_decay: Annotated[float, Bounds(least=0)] = 0.0
     """AdamW's weight decay, applied to all weights except norms and biases."""
-    adam_beta2: Annotated[float, Bounds(least=0, below=1)] = 0.999
+    adam_beta2: Annotated[float, Bounds(above=0, below=1)] = 0.999
     """Adam's decay rate for the average of squared gradients."""
     adam_epsilon: Annotated[float, Bounds(least=1e-30)] = 1e-8
     """Term that Adam adds to the denominator."""
@@ -383,7 +383,7 @@ class Recipe:
     on_spike: Literal["warn", "stop", "rewind"] = "warn"
     """What to do if a logged loss is 6 standard deviations above the mean of the previous 128 (OLMo-core's skip-step
     rule)."""
-    hang_minutes: Annotated[float, Bounds(least=0, most=525_600)] = 25.0
+    hang_minutes: Annotated[float, Bounds(least=0.01, most=525_600, zero=True)] = 25.0
     """If no step ends for this many minutes, write every rank's Python stack into the run folder and end the run. 0
     turns this off. The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
 
@@ -403,7 +403,7 @@ class Recipe:
                 re.compile(getattr(self, key) or "")
             except re.error as error:
                 raise UserError(f"{key}={getattr(self, key)}: not a regular expression: {error}.") from None
-        trackers.check(names(self.tracking))
+        trackers.check(names(self.tracking), self.wandb)
         _check_metrics(self.data)
         own_code.of_recipe(self)
         compatibility.check(compatibility.Case(self), "recipe")

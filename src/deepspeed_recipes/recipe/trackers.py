@@ -36,11 +36,11 @@ class Wandb:
     `false` keeps all text of the data in the run folder."""
 
 
-def check(chosen: Sequence[str]) -> None:
-    """Refuse a tracker that does not exist, or that is named twice.
+def check(chosen: Sequence[str], wandb: Wandb) -> None:
+    """Refuse a tracker that does not exist or that is named twice, and what W&B would refuse when the run starts.
 
     Raises:
-        UserError: names the nearest tracker.
+        UserError: names the nearest tracker, or the key and what W&B allows.
     """
     for name in chosen:
         if name not in NAMES:
@@ -49,6 +49,13 @@ def check(chosen: Sequence[str]) -> None:
             raise UserError(f"tracking={redact(name)}: no such tracker.{hint} Choose from {', '.join(NAMES)}, or none.")
         if chosen.count(name) > 1:
             raise UserError(f"tracking={','.join(chosen)}: {name} is named twice.")
+    if "wandb" not in chosen or wandb.mode == "disabled":
+        return
+    if len(wandb.project) > 128 or set(wandb.project) & set("/\\#?%:"):
+        raise UserError(f"wandb.project={redact(wandb.project[:140])}: W&B allows 128 characters, and none of /\\#?%:.")
+    for tag in (wandb.tags or "").split(","):
+        if len(tag.strip()) > 64:
+            raise UserError(f"wandb.tags: {redact(tag.strip()[:80])}: W&B allows 64 characters for each tag.")
 
 
 def check_installed(chosen: Sequence[str]) -> None:
