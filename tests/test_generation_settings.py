@@ -3,10 +3,14 @@
 import json
 
 import pytest
-from transformers import GenerationConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.training.model import generation_settings
+from deepspeed_recipes.training.model.draft import TINY_MODEL
+
+WHOLE = ("top_k", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "max_length")
 
 
 class Model:
@@ -15,6 +19,7 @@ class Model:
     def __init__(self, folder):
         generation_settings.check(str(folder))
         self.generation_config = GenerationConfig.from_pretrained(folder)
+        self.config = AutoConfig.from_pretrained(TINY_MODEL)
 
 
 def corrected(folder, **settings):
@@ -36,6 +41,10 @@ def corrected(folder, **settings):
         ({"early_stopping": True}, "early_stopping is unset", {}),
         ({"output_scores": True, "temperature": 0.5}, "do_sample=True, output_scores is unset", {"do_sample": True}),
         ({"pad_token_id": -1}, "pad_token_id is unset", {}),
+        ({"pad_token_id": 10**6}, "pad_token_id is unset", {}),
+        ({"eos_token_id": [2, 10**6]}, "eos_token_id=[2]", {"eos_token_id": [2]}),
+        ({"do_sample": True, "temperature": 0.0}, "do_sample=False, temperature is unset", {}),
+        ({"do_sample": True, "top_k": -1}, "top_k=0", {"do_sample": True, "top_k": 0}),
     ],
 )
 def test_invalid_settings_are_corrected_as_transformers_advises(settings, said, kept, tmp_path):
@@ -60,6 +69,9 @@ def test_valid_settings_stay_as_they_are(tmp_path):
         ('{"temperature": "0.9"}', "temperature='0.9'"),
         ('{"eos_token_id": "</s>"}', "eos_token_id='</s>'"),
         ('{"watermarking_config": {"foo": 1}}', "foo"),
+        ('{"eos_token_id": 1000000}', "eos_token_id=1000000: the model has 1152 tokens"),
+        ('{"do_sample": true, "temperature": -0.5}', "temperature=-0.5: must be above 0"),
+        ('{"num_beams": 0}', "num_beams=0: must be at least 1"),
     ],
 )
 def test_what_nothing_corrects_is_refused_with_the_file(text, word, tmp_path):
@@ -67,6 +79,19 @@ def test_what_nothing_corrects_is_refused_with_the_file(text, word, tmp_path):
     with pytest.raises(UserError, match=generation_settings.FILE) as caught:
         generation_settings.correct(Model(tmp_path), str(tmp_path))
     assert word in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_transformers_generates_with_whatever_is_not_refused():
+    model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
+    refused = 0
+    for name, bounds in generation_settings.LIMITS.items():
+        for value in (-1, 0, 1) if name in WHOLE else (-0.5, 0.0, 0.5, 1.0, 1.5):
+            settings = GenerationConfig(**{name: value, "do_sample": "num" not in name, "max_new_tokens": 2})
+            if bounds.broken_by(value):
+                refused += 1
+            else:
+                model.generate(torch.tensor([[5, 6]]), generation_config=settings)
+    assert refused > len(generation_settings.LIMITS)
 
 
 def test_transformers_still_refuses_to_save_what_it_loads(tmp_path):

@@ -1,6 +1,7 @@
 """Checks and corrects a model's generation settings when it is loaded.
 
-transformers only warns about invalid settings at that time, and refuses to save them after training.
+transformers only warns about invalid settings at that time, and refuses to save them after training, or to generate
+with them.
 """
 
 import re
@@ -9,12 +10,28 @@ from pathlib import Path
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from ...recipe.bounds import Bounds
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 
 FILE = "generation_config.json"
-NUMBERS = ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "num_beams", "max_length")
+LIMITS = {
+    "temperature": Bounds(above=0),
+    "top_p": Bounds(least=0, most=1),
+    "top_k": Bounds(least=0),
+    "min_p": Bounds(least=0, most=1),
+    "typical_p": Bounds(above=0, most=1),
+    "epsilon_cutoff": Bounds(least=0, below=1),
+    "eta_cutoff": Bounds(least=0, below=1),
+    "repetition_penalty": Bounds(above=0),
+    "no_repeat_ngram_size": Bounds(least=0),
+    "num_beams": Bounds(least=1),
+    "num_return_sequences": Bounds(least=1),
+    "max_length": Bounds(least=1),
+}
+"""The values with which transformers generates, where it does not check them before; without sampling, most are
+unread."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -40,8 +57,9 @@ def check(path: str) -> None:
 def correct(model: PreTrainedModel, path: str) -> str | None:
     """Make a model's generation settings valid; return the changes as a line to print, or None if there are none.
 
-    This follows transformers' own advice: sampling settings without `do_sample` set it, unless the temperature is 0,
-    and settings that have no effect are unset.
+    This follows transformers' own advice: sampling settings without `do_sample` set it, and settings that have no
+    effect are unset. A temperature of 0 means no sampling, as for servers, where a `top_k` of -1 means all tokens.
+    Tokens that the model does not have are left out.
 
     Args:
         model: as loaded by transformers.
@@ -54,7 +72,10 @@ def correct(model: PreTrainedModel, path: str) -> str | None:
     if config is None:  # the model does not generate
         return None
     _check_types(config, path)
-    changed: Json = {}
+    changed = _known_tokens(model, config, path)
+    changed |= {"do_sample": False} if config.do_sample and config.temperature == 0 else {}
+    changed |= {"top_k": 0} if config.top_k == -1 else {}
+    config.update(**changed)
     if (issues := _issues(config, path)) and any("`do_sample`" in issue for issue in issues.values()):
         greedy = config.temperature == 0
         changed |= (
@@ -67,10 +88,28 @@ def correct(model: PreTrainedModel, path: str) -> str | None:
         config.update(**dict.fromkeys(issues))
         if issues := _issues(config, path):
             raise UserError(f"{path}: {FILE}: {' '.join(issues.values())}")
+    for name, bounds in LIMITS.items():
+        if (value := getattr(config, name, None)) is not None and bounds.broken_by(value):
+            raise UserError(f"{path}: {FILE}: {name}={value}: must be {bounds}; correct the file.")
     if not changed:
         return None
     made = ", ".join(f"{name} is unset" if value is None else f"{name}={value}" for name, value in changed.items())
-    return f"{path}: its generation settings are invalid, so that no export could be saved; corrected: {made}"
+    return f"{path}: its generation settings are invalid, and an export could not be saved or used; corrected: {made}"
+
+
+def _known_tokens(model: PreTrainedModel, config: GenerationConfig, path: str) -> Json:
+    """Return the token settings that name tokens which the model does not have, without those."""
+    known: Json = {}
+    size = model.config.get_text_config().vocab_size
+    for name in TOKENS:
+        value = getattr(config, name, None)
+        many = value if isinstance(value, list) else [] if value is None else [value]
+        kept = [one for one in many if 0 <= one < size]
+        if many and not kept and name == "eos_token_id":
+            raise UserError(f"{path}: {name}={value}: the model has {size} tokens; correct it in {FILE}.")
+        if kept != many:
+            known[name] = kept or None
+    return known
 
 
 def _issues(config: GenerationConfig, path: str) -> Mapping[str, str]:
@@ -86,7 +125,7 @@ def _issues(config: GenerationConfig, path: str) -> Mapping[str, str]:
 
 
 def _check_types(config: GenerationConfig, path: str) -> None:
-    for name in (*NUMBERS, *TOKENS):
+    for name in (*LIMITS, *TOKENS):
         value = getattr(config, name, None)
         many = value if name in TOKENS and isinstance(value, list) else [value]
         kinds = int if name in TOKENS else int | float
