@@ -1,7 +1,9 @@
 """A run that was killed resumes as if it had not been."""
 
 import glob
+import json
 import os
+import pickle
 import signal
 import subprocess
 import time
@@ -86,17 +88,26 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     before = {file: file.read_bytes() for file in sorted(run.path.rglob("*")) if file.is_file()}
     forget_after(run, newest_checkpoint(run))
-    write_recipe(run, replace(recipe, seed=recipe.seed + 1, max_steps=9))
-    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused.log") == [2, 2]
-    after = {file: file.read_bytes() for file in before}
-    assert run.summary in before and not run_folder.is_finished(run)
-    changed = {file for file in before if before[file] != after[file]}
-    assert all(file.parent == run.ranks or file == run.report_page for file in changed), changed
+    states = [file for file in before if file.name.endswith("_states.pt") and "checkpoint-4" in str(file)]
+    assert states
+    for seed, where in ((recipe.seed + 1, "before there is an engine"), (recipe.seed, "by the engine")):
+        if seed == recipe.seed:
+            for file in states:
+                file.write_bytes(pickle.dumps(print).ljust(len(before[file]), b"\0"))
+        write_recipe(run, replace(recipe, seed=seed, max_steps=9))
+        assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused.log") == [2, 2], where
+        for file in states:
+            file.write_bytes(before[file])
+        after = {file: file.read_bytes() for file in before}
+        assert run.summary in before and not run_folder.is_finished(run)
+        changed = {file for file in before if before[file] != after[file]}
+        assert all(file.parent == run.ranks or file == run.report_page for file in changed), (where, changed)
     resumed = replace(recipe, max_steps=9, save_steps=5, logging_steps=3)
     forget_after(run, newest_checkpoint(run))
     write_recipe(run, resumed)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
-    assert read_recipe(run) == resumed and not run.requested.exists()
+    assert read_recipe(run) == resumed and not list(run.path.glob("*.requested.json"))
+    assert read_json(run.environment) != json.loads(before[run.environment])
     assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
     steps = [row["step"] for row in read_jsonl(run.metrics)]
     assert steps[:4] == [1, 2, 3, 4] and 7 not in steps and steps[-1] == 9

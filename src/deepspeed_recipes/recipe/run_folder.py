@@ -511,7 +511,16 @@ def append_jsonl(path: Path, row: Json) -> None:
 
 def write_recipe(run: RunFolder, recipe: Recipe) -> None:
     """Write the recipe of the next start: `recipe.json`, or the requested one beside that of an earlier start."""
-    write_json(run.requested if run.recipe.exists() else run.recipe, to_dict(recipe))
+    write_requested(run.recipe, to_dict(recipe))
+
+
+def write_requested(path: Path, value: object) -> None:
+    """Write a record of this start: to `path`, or beside that of an earlier start until a step is recorded."""
+    write_json(_requested(path) if path.exists() else path, value)
+
+
+def _requested(path: Path) -> Path:
+    return path.with_suffix(".requested.json")
 
 
 def starting_recipe(run: RunFolder) -> Recipe:
@@ -525,10 +534,17 @@ def starting_recipe(run: RunFolder) -> Recipe:
 
 
 def accept_recipe(run: RunFolder) -> None:
-    """Replace the recipe by the requested one and remove the summary of an earlier end, before a step is recorded.
+    """Replace the recipe and the records of an earlier start by this start's, and remove the summary of its end.
 
-    Ranks that refuse the recipe, or that fail before, leave a finished run as it was.
+    This is done before a step is recorded: ranks that refuse the recipe, or fail earlier, leave the run as it was.
     """
     run.summary.unlink(missing_ok=True)
-    if run.requested.exists():
-        run.requested.replace(run.recipe)
+    for path in (run.data, run.deepspeed, run.environment, run.recipe):
+        with contextlib.suppress(FileNotFoundError):
+            _requested(path).replace(path)
+
+
+def discard_requested(run: RunFolder, recipe: bool = True) -> None:
+    """Remove what `accept_recipe` has not accepted, with or without the recipe."""
+    for path in (run.data, run.deepspeed, run.environment, *([run.recipe] if recipe else [])):
+        _requested(path).unlink(missing_ok=True)

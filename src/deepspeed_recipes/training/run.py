@@ -32,6 +32,7 @@ from ..recipe.run_folder import (
     starting_recipe,
     step_of,
     write_json,
+    write_requested,
 )
 from ..recipe.samples import TINY_TEACHER
 from . import distributed, export, summary, upstream
@@ -118,7 +119,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
     if distributed.is_first():
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
-        write_json(run.data, {**datasets.described(tokenizer), **skipped})
+        write_requested(run.data, {**datasets.described(tokenizer), **skipped})
     model = parallel.load(recipe, datasets.labels)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)

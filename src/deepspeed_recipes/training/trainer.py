@@ -36,7 +36,7 @@ from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
-from ..recipe.run_folder import RunFolder, write_json
+from ..recipe.run_folder import RunFolder, write_requested
 from . import distributed, optimizer, own_code, upstream
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
@@ -266,8 +266,8 @@ class RunHooks(Hooked):
         self.start = holdings.sample(self.model)
         config = resolved_config(engine)
         if distributed.is_first():
-            write_json(context.run.deepspeed, config)
-            write_json(context.run.environment, describe())
+            write_requested(context.run.deepspeed, config)
+            write_requested(context.run.environment, describe())
         context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: object) -> None:

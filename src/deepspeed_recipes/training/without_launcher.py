@@ -49,6 +49,7 @@ def kept(run: RunFolder) -> Iterator[None]:
         try:
             yield
         finally:
+            run_folder.discard_requested(run, recipe=False)
             conclude.at_end(run)
             write.at_end(run)
 

@@ -105,7 +105,7 @@ def start(plan: LaunchPlan) -> int:
             )
             forecast.compare(folder, plan.forecast)
         finally:
-            folder.requested.unlink(missing_ok=True)  # still there if the ranks have not accepted it
+            run_folder.discard_requested(folder)
             conclude.at_end(folder, communication.traffic_of_run)
             write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
         if not status:
