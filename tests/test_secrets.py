@@ -43,9 +43,25 @@ SECRETS = {
     "an option": f"--api-key {PASSWORD}",
     "an option with =": f"--token={PASSWORD}",
     "header": f"Authorization: Basic {PASSWORD}",
+    "header of one word": f"X-API-KEY: {PASSWORD}",
+    "basic": f"Basic {'aB1' * 6}==",
+    "key in a URL, by another name": f"https://host/x?jwt={PASSWORD}",
+    "password in an encoded URL": f"https%3A%2F%2Fada%3A{PASSWORD}%40host%2Fx",
+    "quoted in YAML": f"api_key: '{PASSWORD}'",
+    "JSON in a text": f'{{\\"api_key\\": \\"{PASSWORD}\\"}}',
+    "Kaggle's file": f'{{"username": "ada", "key": "{"aB1" * 8}"}}',
+    "curl's option": f"curl -u ada:{PASSWORD} https://host/x",
+    "sshpass": f"sshpass -p {PASSWORD} ssh host",
+    "a variable's key": f"AZURE_STORAGE_KEY={PASSWORD}",
+    "keys of a bucket": f"s3://{'AKIA' + 'AB12' * 4}:{PASSWORD}@bucket/x",
     "header as OTEL writes it": f"authorization=Bearer%20{PASSWORD}",
     "bearer": f"Bearer {PASSWORD}",
     "Hugging Face": "hf_" + "aB1" * 8,
+    "Hugging Face, signed in": "hf_oauth_" + "aB1" * 8,
+    "Stripe": "sk_live_" + "aB1" * 8,
+    "Google, client": "GOCSPX-" + "aB1" * 9,
+    "Discord": "https://discord.com/api/webhooks/1234/" + "aB1" * 20,
+    "Neptune": "eyJ" + "aB1" * 20,
     "GitHub": "ghp_" + "aB1" * 12,
     "GitHub, fine-grained": "github_pat_" + "aB1" * 8,
     "GitLab": "glpat-" + "aB1" * 7,
@@ -55,6 +71,7 @@ SECRETS = {
     "Groq": "gsk_" + "aB1" * 10,
     "NVIDIA": "nvapi-" + "aB1" * 10,
     "JSON web token": "eyJ" + "aB1" * 4 + ".eyJ" + "aB1" * 4 + ".x",
+    "PGP key": "-----BEGIN PGP PRIVATE KEY BLOCK-----\nMIIE" + "aB1" * 8 + "\n-----END PGP PRIVATE KEY BLOCK-----",
     "private key": "-----BEGIN RSA PRIVATE KEY-----\nMIIE" + "aB1" * 8 + "\n-----END RSA PRIVATE KEY-----",
 }
 PLAIN = (
@@ -74,6 +91,8 @@ PLAIN = (
     "data.path=/a/b.jsonl learning_rate=2e-4 deepspeed=zero3.json",
     "https://host/x?page=2&keyboard=de",
     "/home/ada/.cache/huggingface",
+    "Basic responsibilities; key: model.layers.31.mlp.up_proj, sort_key=loss_at_step_16",
+    "-u ada --user ada --max-restarts 2",
 )
 
 
@@ -94,7 +113,19 @@ def test_what_is_no_credential_stays(text):
 
 @pytest.mark.parametrize(
     "name",
-    ["DB_PASS", "PGPASSWORD", "MY_PW", "KEY_PASSPHRASE", "OTEL_EXPORTER_OTLP_HEADERS", "SENTRY_DSN", "X_API_KEY"],
+    [
+        "DB_PASS",
+        "PGPASSWORD",
+        "MY_PW",
+        "KEY_PASSPHRASE",
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "SENTRY_DSN",
+        "X_API_KEY",
+        "KAGGLE_KEY",
+        "MYSQL_PWD",
+        "GITHUB_PAT",
+        "DOCKER_AUTH_CONFIG",
+    ],
 )
 def test_a_name_can_mark_a_secret(name):
     assert is_secret(name, "x")
@@ -103,7 +134,16 @@ def test_a_name_can_mark_a_secret(name):
 
 
 def test_other_names_mark_none():
-    for name in ("TOKENIZERS_PARALLELISM", "GIT_ASKPASS", "AUTHOR", "PWD", "HF_HOME", "PASSENGERS"):
+    for name in (
+        "TOKENIZERS_PARALLELISM",
+        "GIT_ASKPASS",
+        "AUTHOR",
+        "PWD",
+        "HF_HOME",
+        "PASSENGERS",
+        "OLDPWD",
+        "sort_key",
+    ):
         assert not is_secret(name, "x"), name
 
 

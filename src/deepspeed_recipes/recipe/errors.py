@@ -10,19 +10,23 @@ from typing import Any
 
 _SECRET_NAME = re.compile(
     r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WORD|WD|PHRASE|_|$)|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
-    r"|AUTHORIZATION|_AUTH$|COOKIE|SIGNATURE|WEBHOOK|_DSN$|_SAS$",
+    r"|AUTHORIZATION|_AUTH(?:_CONFIG)?$|COOKIE|SIGNATURE|WEBHOOK|_DSN$|_SAS$|CONNECTION_STRING"
+    r"|(?-i:(?<!PUBLIC)_(?:KEY|PWD|PAT|CREDS|JWT)$)",  # only variables: a `sort_key` is none
     re.IGNORECASE,
 )
 _SECRET_VALUE = re.compile(
-    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"(?<=://)[^/?#\s'\"]+(?=@)|(?<=%3A%2F%2F)[^/?#&\s'\"]+?(?=%40)"  # https://TOKEN@host, https://user:p@ssword@host
+    r"|\bhf_(?:oauth_)?[A-Za-z0-9]{16,}|\bapi_org_[A-Za-z0-9]{16,}"  # Hugging Face
     r"|wandb_v\d_\w{16,}|\b[0-9a-f]{40}\b"  # W&B: prefixed, or 40 hexadecimal digits
     r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|gl(?:pat|dt|rt|ptt|cbt)-[\w-]{16,}"  # GitHub, GitLab
-    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}"  # AWS, Google
+    r"|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bGOCSPX-[\w-]{20,}"  # AWS, Google
     r"|\bgsk_[A-Za-z0-9]{20,}|\bnvapi-[\w-]{20,}|\br8_[A-Za-z0-9]{20,}|\bdapi[0-9a-f]{32}\b|\bya29\.[\w-]{20,}"
     r"|\bsk-(?=[\w-]*\d)[\w-]{16,}|\bxox[a-z]-[\w-]{10,}|\bnpm_[A-Za-z0-9]{30,}|\bpypi-[\w-]{30,}"
-    r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*"  # JSON web tokens
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<=://)[^/?#\s'\"]+(?=@)"  # https://TOKEN@host, https://user:p@ssword@host
+    r"|\b[sr]k_(?:live|test)_\w{16,}|\bSG\.[\w-]{16,}\.[\w-]{16,}|\b(?:do[opr]_v1|sbp)_[0-9a-f]{32,}"
+    r"|\bAGE-SECRET-KEY-1\w{40,}|\b\d{8,10}:AA[\w-]{30,}"  # age, Telegram
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w/-]+"  # Slack, Discord
+    r"|\beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|\beyJ[\w-]{40,}"  # JSON web tokens, tokens of encoded JSON
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)"
     # user:password@host, but neither DeepSpeed's host:0,2@host nor image:tag@sha256:digest.
     r"|(?<![\w./@:-])[\w.+%-]+:(?!//)(?!(?:\d{1,2},)*\d{0,2}@)[^\s:@/'\"]+(?=@(?!sha256:)\w)"
 )
@@ -31,19 +35,21 @@ _NAMED = (
     r"|(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)[_-]?token)"
 )
 _SECRET_PART = re.compile(
-    r"([?&#](?:X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-(?:Signature|Credential)|AWSAccessKeyId|sig|signature"
-    r"|(?:access_|auth_)?token|(?:api_?)?key|password|secret)=)[^&\s'\"]+"
-    r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:\w+(?:\s|%20)+)?)[^\s,'\"]+"
-    r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}"
-    rf"|({_NAMED}['\"]\s*[:=]\s*['\"])[^'\"]+"
-    rf"|({_NAMED}\s*[:=]\s*)(?!\w+://)(?=\S*\d)[^\s'\",;&]{{8,}}"
-    rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*",
+    r"([?&#](?:[\w-]{0,40}[_-])?(?:Signature|Credential|AWSAccessKeyId|sig|token|jwt|auth|code|(?:api)?key|passw(?:or)?d"
+    r"|secret)=)[^&\s'\"]+"
+    r"|((?:authorization|x-api-key|cookie)['\"]?\s*[:=]\s*['\"]?(?:(?:Basic|Bearer|Digest|Token)(?:\s|%20)+)?)[^\s,'\"]+"
+    r"|(\bBearer(?:\s|%20)+)[\w.~+/=-]{8,}|(\bBasic(?:\s|%20)+)(?=\S*[\d=])[\w+/=-]{16,}"
+    rf"|({_NAMED}\\?['\"]\s*[:=]\s*\\?['\"])[^'\"\\]+"
+    rf"|({_NAMED}\s*[:=]\s*['\"]?)(?!\w+://)(?=\S*\d)[^\s'\",;&]{{8,}}"
+    r"|(\b(?:key|token|auth)\\?['\"]?\s*[:=]\s*\\?['\"]?)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{16,}"
+    rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*"
+    r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+",
     re.IGNORECASE,
 )
 """Values after a name that marks a secret: in a signed URL, a request header, JSON, YAML or an option."""
 _SECRET_KEY = re.compile(
-    r"(?:.*_)?(?:password|passwd|passphrase|secret|credentials?|cookie|(?:api|access|private|secret|account)_?key)"
-    r"|key|token|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
+    r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|cookie|jwt|(?:api|access|private|secret|account)_?key)"
+    r"|key|token|auth|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
     re.IGNORECASE,
 )
 """Keys whose values are credentials; `pad_token` does not match."""
@@ -172,7 +178,7 @@ def _file_of(error: BaseException) -> object:
 
 def is_secret(name: str, value: str) -> bool:
     """Return whether a variable's name or value looks like a credential."""
-    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value) or _SECRET_PART.search(value))
+    return bool(_SECRET_NAME.search(name)) or redact(value, {}) != value
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
