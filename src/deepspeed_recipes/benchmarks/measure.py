@@ -46,6 +46,7 @@ from ..training.methods import sft
 from ..training.model import load, transforms
 from ..training.model import lora as adapters
 from ..training.tracking.trackers import Trackers
+from ..training.trainer import Parts
 from . import probe, synthetic
 from .cases import Case, recipe_of
 
@@ -257,7 +258,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])
     context = run.prepare(trained, folder, file, data, model, None, {}, Trackers(folder))
-    trainer = sft.trainer(context, model, arguments, sequences, tokenizer)
+    trainer = sft.trainer(context, Parts(model, arguments, sequences, tokenizer))
     attention = model.config.get_text_config()._attn_implementation
     trainer.add_callback(Ticks(clock(result, asked, facts(recipe, model, sequences, attention))))
     trainer.train()

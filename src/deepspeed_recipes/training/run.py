@@ -63,7 +63,7 @@ from ..machine.capacity import gathered_bytes
 from . import console, rendezvous, without_launcher
 from .model_folder import expected
 from .tracking.trackers import Trackers
-from .trainer import RunContext
+from .trainer import Parts, RunContext
 from ..recipe.files import Json
 from transformers import PreTrainedModel
 from transformers import Trainer
@@ -125,7 +125,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)
     context = prepare(recipe, run, file, datasets, outline, checkpoint, mark, trackers)
-    trainer = methods.trainer(context, model, arguments, datasets.training, tokenizer)
+    trainer = methods.trainer(context, Parts(model, arguments, datasets.training, tokenizer))
     distributed.check_on_first(lambda: export.rehearse(trainer, outline))
     gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with pickles.refusing_code(checkpoint):

@@ -91,6 +91,16 @@ class RunContext:
     layer_stats: LayerStats | None = None
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a method makes its trainer from, in addition to the run's context."""
+
+    model: PreTrainedModel
+    arguments: TrainingArguments
+    dataset: Dataset
+    tokenizer: PreTrainedTokenizerBase
+
+
 class OnTrainBegin(TrainerCallback):
     """Calls `action` when the engine exists, before the first step."""
 
@@ -143,18 +153,10 @@ class RunHooks(Hooked):
             self.add_callback(callback)
 
     @classmethod
-    def of(
-        cls,
-        context: RunContext,
-        model: PreTrainedModel,
-        arguments: TrainingArguments,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-        **options: object,
-    ) -> "RunHooks":
+    def of(cls, context: RunContext, parts: Parts, **options: object) -> "RunHooks":
         """Return the trainer; `options` are passed to its own class."""
-        given = {"model": model, "args": arguments, "train_dataset": dataset, "processing_class": tokenizer}
-        return cls(context, **given, **options)
+        given = {"args": parts.arguments, "train_dataset": parts.dataset, "processing_class": parts.tokenizer}
+        return cls(context, model=parts.model, **given, **options)
 
     def _callbacks(self) -> Iterator[TrainerCallback]:
         """Yield the run's callbacks in the order in which each event reaches them."""

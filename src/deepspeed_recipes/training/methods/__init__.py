@@ -8,10 +8,10 @@ from ...recipe.recipe import Recipe
 
 if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and imports no torch
     from datasets import Dataset
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
     from ..data.load import Datasets
-    from ..trainer import RunContext
+    from ..trainer import Parts, RunContext
 
 
 class TrainingMethod(Protocol):
@@ -23,15 +23,7 @@ class TrainingMethod(Protocol):
     def datasets(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", /) -> "Datasets":
         """Return the training and held-out data."""
 
-    def trainer(
-        self,
-        context: "RunContext",
-        model: "PreTrainedModel",
-        arguments: "TrainingArguments",
-        dataset: "Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        /,
-    ) -> "Trainer":
+    def trainer(self, context: "RunContext", parts: "Parts", /) -> "Trainer":
         """Return the Trainer, with `RunHooks`."""
 
     def metric(self, trainer: "Trainer", examples: "Dataset", /) -> dict[str, float]:

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from datasets import Dataset
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from ...recipe.files import Json
@@ -25,7 +25,7 @@ from ..data import classes, load, report, tokenize, updates
 from ..data.collate import Batch, padded
 from ..model.load import load_config
 from ..parallel import scores
-from ..trainer import RunContext
+from ..trainer import Parts, RunContext
 from . import sft
 from .averages import Averaging
 
@@ -116,22 +116,16 @@ class RunClassificationTrainer(Averaging, Trainer):
         return cross_entropy(logits, labels, weight=self.class_weights, reduction="sum") / num_items_in_batch
 
 
-def trainer(
-    context: RunContext,
-    model: PreTrainedModel,
-    arguments: TrainingArguments,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-) -> RunClassificationTrainer:
+def trainer(context: RunContext, parts: Parts) -> RunClassificationTrainer:
     """Return the Trainer."""
-    pad = model.config.get_text_config().pad_token_id
+    config = parts.model.config
+    pad = config.get_text_config().pad_token_id
     if pad is None:  # otherwise transformers could not find the end of a text
-        pad = model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        pad = config.get_text_config().pad_token_id = parts.tokenizer.pad_token_id
     weights = None
     if Classify.of(context.recipe).class_weights == "balanced":
-        weights = balanced(dataset["labels"], model.config.num_labels).to(distributed.device())
-    given = {"data_collator": TextCollator(pad), "class_weights": weights}
-    return RunClassificationTrainer.of(context, model, arguments, dataset, tokenizer, **given)
+        weights = balanced(parts.dataset["labels"], config.num_labels).to(distributed.device())
+    return RunClassificationTrainer.of(context, parts, data_collator=TextCollator(pad), class_weights=weights)
 
 
 def balanced(labels: Sequence[int], number: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import cross_entropy, normalize
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
@@ -25,7 +25,7 @@ from ..console import say
 from ..data import classes, load, report, tokenize, updates
 from ..data.collate import Batch, padded
 from ..parallel import scores
-from ..trainer import RunContext
+from ..trainer import Parts, RunContext
 from . import sft
 from .averages import Averaging
 
@@ -165,16 +165,9 @@ def embedded(model: PreTrainedModel, inputs: Batch, pooling: str) -> torch.Tenso
     return normalize((states * mask[..., None]).sum(1) / mask.sum(-1, keepdim=True), dim=-1)
 
 
-def trainer(
-    context: RunContext,
-    model: PreTrainedModel,
-    arguments: TrainingArguments,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-) -> RunEmbeddingTrainer:
+def trainer(context: RunContext, parts: Parts) -> RunEmbeddingTrainer:
     """Return the Trainer."""
-    collator = PairCollator(tokenizer.pad_token_id)
-    return RunEmbeddingTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
+    return RunEmbeddingTrainer.of(context, parts, data_collator=PairCollator(parts.tokenizer.pad_token_id))
 
 
 def metric(trainer: RunEmbeddingTrainer, examples: Dataset) -> dict[str, float]:

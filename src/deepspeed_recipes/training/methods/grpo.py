@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.models.utils import unwrap_model_for_generation
 
@@ -28,7 +28,7 @@ from ..data.collate import Batch
 from ..model.control_tokens import conversation_tokens
 from ..model.generate import continued, ends
 from ..parallel import scores
-from ..trainer import RunContext
+from ..trainer import Parts, RunContext
 from . import sft
 from .preferences import reference
 from .rollouts import scoring
@@ -244,13 +244,7 @@ def _has_answer(row: Json) -> bool:
     return len(row["messages"]) > row["given"]
 
 
-def trainer(
-    context: RunContext,
-    model: PreTrainedModel,
-    arguments: TrainingArguments,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-) -> RolloutHooks:
+def trainer(context: RunContext, parts: Parts) -> RolloutHooks:
     """Return the trainer, with a reference model if all weights are trained and beta is above 0."""
     kind = RunRLOOTrainer if Grpo.of(context.recipe).loss == "rloo" else RunGRPOTrainer
-    return kind.of(context, model, arguments, dataset, tokenizer, reference=reference.of_recipe(context.recipe))
+    return kind.of(context, parts, reference=reference.of_recipe(context.recipe))

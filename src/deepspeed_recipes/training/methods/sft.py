@@ -28,7 +28,7 @@ from ..data.load import Datasets, tokenized_datasets
 from ..model.attention import needs_boundaries
 from ..parallel import scores
 from ..parallel.sequence import PartCollator
-from ..trainer import RunContext, RunTrainer
+from ..trainer import Parts, RunContext, RunTrainer
 
 SAMPLES = 5
 """Answers that are stored at each evaluation of the metric."""
@@ -54,27 +54,21 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     return tokenized_datasets(recipe, tokenizer)
 
 
-def trainer(
-    context: RunContext,
-    model: PreTrainedModel,
-    arguments: TrainingArguments,
-    dataset: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-) -> RunTrainer:
+def trainer(context: RunContext, parts: Parts) -> RunTrainer:
     """Return transformers' Trainer with the run's hooks."""
-    boundaries, layout = needs_boundaries(model), context.recipe.layout
+    recipe, model, pad = context.recipe, parts.model, parts.tokenizer.pad_token_id
+    boundaries = needs_boundaries(model)
     # The stages of a pipeline have no loss or configuration of their own.
-    labelled = layout.pipeline == 1 and tiles_loss(context.recipe, model.config.get_text_config().vocab_size)
+    labelled = recipe.layout.pipeline == 1 and tiles_loss(recipe, model.config.get_text_config().vocab_size)
     collator: object
-    if context.recipe.model.vision:
-        collator = PictureCollator.of(context.recipe, tokenizer, model)
-    elif layout.sequence > 1:
-        collator = PartCollator(tokenizer.pad_token_id, layout, boundaries, labelled)
+    if recipe.model.vision:
+        collator = PictureCollator.of(recipe, parts.tokenizer, model)
+    elif recipe.layout.sequence > 1:
+        collator = PartCollator(pad, recipe.layout, boundaries, labelled)
     else:
-        noisy = context.recipe.neftune_alpha > 0
-        pad = tokenizer.pad_token_id
+        noisy = recipe.neftune_alpha > 0
         collator = Collator(pad, boundaries=boundaries, document_lengths=noisy, labelled=labelled)
-    return RunTrainer.of(context, model, arguments, dataset, tokenizer, data_collator=collator)
+    return RunTrainer.of(context, parts, data_collator=collator)
 
 
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer
 
 from ....recipe.errors import UserError
 from ....recipe.recipe import Recipe
@@ -17,7 +17,7 @@ from ....recipe.run_folder import RunFolder, read_json, write_json
 from ... import distributed
 from ...console import say
 from ...model import load
-from ...trainer import RunContext, RunHooks
+from ...trainer import Parts, RunContext, RunHooks
 
 
 def of_recipe(recipe: Recipe) -> PreTrainedModel | None:
@@ -25,23 +25,13 @@ def of_recipe(recipe: Recipe) -> PreTrainedModel | None:
     return load.load_model(recipe) if recipe.method.asks_reference and recipe.lora is None else None
 
 
-def with_reference(kind: type[RunHooks]) -> Callable[..., RunHooks]:
+def with_reference(kind: type[RunHooks]) -> Callable[[RunContext, Parts], RunHooks]:
     """Return a method's `trainer` for a class of TRL's, with a reference model where all weights are trained.
 
     With adapters the model without them is the reference. TRL would load a second model by itself, but not as the run
     loads the first: also from pickles, and under ZeRO-3 with rotary frequencies rounded to the training dtype.
     """
-
-    def trainer(
-        context: RunContext,
-        model: PreTrainedModel,
-        arguments: TrainingArguments,
-        dataset: Dataset,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> RunHooks:
-        return kind.of(context, model, arguments, dataset, tokenizer, ref_model=of_recipe(context.recipe))
-
-    return trainer
+    return lambda context, parts: kind.of(context, parts, ref_model=of_recipe(context.recipe))
 
 
 def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
