@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from deepspeed_recipes.prove.plain import Settings
 from deepspeed_recipes.recipe.methods import Grpo
 from deepspeed_recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.training.model.generate import continued
 from tests.workers.trl_alone import ADAPTERS, DISTRIBUTED, SEED, Recorded, language_model
 
 SETTINGS = Settings(steps=4, learning_rate=2e-4)
@@ -34,9 +35,8 @@ class Sampled(Recorded):
     def _generate_single_turn(self, prompt_ids, *others):
         seeds = sampling.seeds(SEED, self.state.global_step, range(len(prompt_ids)))
         noise = sampling.Noise(seeds, self.temperature, self.model.device)
-        end, padding = self.eos_token_ids, self.processing_class.pad_token_id
-        longest = self.max_completion_length
-        found = sampling.answers(self.model, prompt_ids, noise, longest, end, padding, synced_gpus=False)
+        longest, end = self.max_completion_length, self.eos_token_ids
+        found = continued(self.model, self.processing_class, prompt_ids, longest, end=end, noise=noise)
         return (found, None) if isinstance(self, GRPOTrainer) else found
 
     def _calculate_rewards(self, *arguments):

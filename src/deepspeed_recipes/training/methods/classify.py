@@ -118,13 +118,13 @@ class RunClassificationTrainer(Averaging, Trainer):
 
 def trainer(context: RunContext, parts: Parts) -> RunClassificationTrainer:
     """Return the Trainer."""
-    config = parts.model.config
-    pad = config.get_text_config().pad_token_id
+    model = parts.model
+    pad = model.config.get_text_config().pad_token_id
     if pad is None:  # otherwise transformers could not find the end of a text
-        pad = config.get_text_config().pad_token_id = parts.tokenizer.pad_token_id
+        pad = model.config.get_text_config().pad_token_id = parts.tokenizer.pad_token_id
     weights = None
     if Classify.of(context.recipe).class_weights == "balanced":
-        weights = balanced(parts.dataset["labels"], config.num_labels).to(distributed.device())
+        weights = balanced(parts.dataset["labels"], model.config.num_labels).to(distributed.device())
     return RunClassificationTrainer.of(context, parts, data_collator=TextCollator(pad), class_weights=weights)
 
 

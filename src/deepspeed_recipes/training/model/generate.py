@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Thread
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, TextIteratorStreamer
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
@@ -31,11 +31,12 @@ def continued(
     max_new_tokens: int,
     synced_gpus: bool = False,
     end: Collection[int] = (),
+    noise: LogitsProcessor | None = None,
 ) -> list[list[int]]:
-    """Return the tokens that the model greedily writes after each prompt; see `greedy`."""
+    """Return the tokens that the model writes after each prompt; see `greedy`."""
     inputs = tokenizer.pad({"input_ids": list(prompts)}, padding_side="left", return_tensors="pt")
     given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)
+    return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end, noise)
 
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -57,16 +58,19 @@ def greedy(
     max_new_tokens: int,
     synced_gpus: bool = False,
     end: Collection[int] = (),
+    noise: LogitsProcessor | None = None,
 ) -> list[list[int]]:
     """Return the tokens that the model writes after each prompt of `inputs`, which are padded on the left.
 
-    An answer includes the token that ends it, if any: one of `end`, or of `ends` if `end` is empty.
+    An answer includes the token that ends it, if any: one of `end`, or of `ends` if `end` is empty. Each token is the
+    likeliest; `noise` changes the logits before, for example so that it is a sample.
     """
     stop = sorted({*end} or ends(model, tokenizer))
     output = model.generate(
         **{name: value.to(model.device) for name, value in inputs.items()},
         max_new_tokens=max_new_tokens,
         do_sample=False,
+        logits_processor=[noise] if noise else [],
         use_cache=True,
         synced_gpus=synced_gpus,
         pad_token_id=tokenizer.pad_token_id,

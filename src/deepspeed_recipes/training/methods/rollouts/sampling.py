@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import LogitsProcessor, PreTrainedModel, Trainer
+from transformers import LogitsProcessor, Trainer
 from trl.models.utils import unwrap_model_for_generation
 
-from ...model.generate import until
+from ...model.generate import continued
 
 
 class Noise(LogitsProcessor):
@@ -57,46 +57,8 @@ def written(
         trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
     ) as model:
         model.eval()
+        # With shards instead of whole weights, all ranks generate until the last has finished.
         synced = trainer.context.file.stage == 3 and not gather
-        found = answers(model, prompts, noise, max_new_tokens, end, trainer.processing_class.pad_token_id, synced)
+        found = continued(model, trainer.processing_class, prompts, max_new_tokens, synced, end, noise)
         model.train(training)
     return found
-
-
-@torch.no_grad()
-def answers(
-    model: PreTrainedModel,
-    prompts: Sequence[list[int]],
-    noise: Noise,
-    max_new_tokens: int,
-    end: Sequence[int],
-    padding: int,
-    synced_gpus: bool,
-) -> list[list[int]]:
-    """Return the tokens of a sampled answer to each prompt, including the token that ends it, if any.
-
-    Args:
-        model: has whole weights, or under ZeRO-3 its shards: then `synced_gpus`, which makes all ranks generate until
-            the last has finished.
-        prompts: tokens.
-        noise: for as many answers.
-        max_new_tokens: limit per answer.
-        end: tokens that end an answer.
-        padding: token.
-        synced_gpus: see `model`.
-    """
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[padding] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = model.generate(
-        tokens.to(model.device),
-        attention_mask=mask.to(model.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        logits_processor=[noise],
-        eos_token_id=list(end),
-        pad_token_id=padding,
-        use_cache=True,
-        synced_gpus=synced_gpus,
-    )
-    return [until(written, end) for written in output[:, width:].tolist()]
