@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands import resolve as resolve_config
-from deepspeed_recipes.config.resolve import NEVER, Numbers, Unresolvable, dumps, resolve
+from deepspeed_recipes.config.resolve import Numbers, Unresolvable, dumps, resolve
 from deepspeed_recipes.config.rule import MODEL_TYPES, dimension, hidden_size, text_model
 from deepspeed_recipes.config.rules.kinds import FILLED
+from deepspeed_recipes.recipe.files import NEVER
 from scripts.maintain.schema import model_types
 from tests.launching import ROOT
 from tests.test_configs_run import LIBAIO, RUN

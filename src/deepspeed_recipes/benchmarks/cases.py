@@ -279,7 +279,8 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def cells(result: Json) -> dict[str, list[str]]:
     """Return the cells of each contender with completed runs, in the order of `COLUMNS`; unmeasured cells are empty."""
     rows: dict[str, list[str]] = {}
-    first = None
+    first, gpus = None, result["environment"]["gpus"]
+    peak = peak_flops(gpus[0]) if gpus else None
     for name in result["runs"]:
         if not (ended := completed_runs(result, name)):
             continue
@@ -289,7 +290,7 @@ def cells(result: Json) -> dict[str, list[str]]:
         flops = ended[0]["flops_per_step"] / statistics.median(steps)
         rows[name] = [
             f"{tokens:,.0f}", f"{_spread(steps):.1%}", f"{tokens / first:.3f}",
-            _share(flops, _peak(result)), _share(flops, result["limits"].get("matrix_flops")),
+            _share(flops, peak), _share(flops, result["limits"].get("matrix_flops")),
             _memory(ended, "peak_allocated_gib"), _memory(ended, "peak_reserved_gib"),
             f"{max(run['reads_per_step'] for run in ended)}",
         ]  # fmt: skip
@@ -310,11 +311,6 @@ def heading(result: Json) -> str:
 def _spread(steps: Sequence[float]) -> float:
     low, high = (statistics.quantiles(steps, n=10)[index] for index in (0, -1))
     return (high - low) / 2 / statistics.median(steps)
-
-
-def _peak(result: Json) -> float | None:
-    gpus = result["environment"]["gpus"]
-    return peak_flops(gpus[0]) if gpus else None
 
 
 def _share(value: float, of: float | None) -> str:

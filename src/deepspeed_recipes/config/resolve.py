@@ -6,17 +6,13 @@ compares the result, key by key, with what a real Trainer passes to `deepspeed.i
 
 import copy
 import json
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..recipe.errors import UserError
-from ..recipe.files import Json
+from ..recipe.files import NEVER, Json, finite
 from .read import Key
 from .rule import dotted, shown
-
-NEVER = 2147483647
-"""Stands for infinity, which strict JSON lacks: the Trainer sets `steps_per_print` to infinity."""
 
 
 class Unresolvable(UserError):
@@ -83,15 +79,7 @@ def resolve(template: Json, numbers: Numbers) -> Json:
 
 def dumps(config: Json) -> str:
     """Return a resolved config as strict JSON, with infinity written as NEVER."""
-    return json.dumps(_finite(config), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return NEVER if isinstance(value, float) and math.isinf(value) else value
+    return json.dumps(finite(config), indent=2, allow_nan=False) + "\n"
 
 
 def _check_layout(numbers: Numbers) -> None:

@@ -5,6 +5,7 @@ Reading always ends: a pipe without a writer and a device such as /dev/zero are 
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import stat
@@ -19,6 +20,17 @@ Json = dict[str, Any]
 """A JSON object."""
 JsonView = Mapping[str, Any]
 """A JSON object that is only read."""
+NEVER = 2147483647
+"""Stands for infinity, which strict JSON lacks, as for the Trainer's `steps_per_print`; no run reaches this number."""
+
+
+def finite(value: object) -> Any:
+    """Return JSON-like values with `NEVER` in place of infinity."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(inner) for inner in value]
+    return NEVER if isinstance(value, float) and math.isinf(value) else value
 
 
 @contextlib.contextmanager

@@ -268,7 +268,10 @@ def load_whole(
     """
     if folder.is_absolute() and not (folder / "config.json").exists():
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
-    check_loadable(folder)
+    if folder.is_dir():  # and not a Hub id
+        intact.check(folder)
+        weights.tensors(folder, "model")
+        generation_settings.check(str(folder))
     trusted = remote_code.permitted(of_adapter or folder)
     options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
     if quantization:
@@ -293,14 +296,6 @@ def load_whole(
     if of_adapter:
         new_tokens.fit(model, of_adapter)
     return model
-
-
-def check_loadable(folder: Path) -> None:
-    """Refuse a whole model's folder with damaged or incomplete files; a Hub id is not checked."""
-    if folder.is_dir():
-        intact.check(folder)
-        weights.tensors(folder, "model")
-        generation_settings.check(str(folder))
 
 
 def _reason(error: Exception) -> str:

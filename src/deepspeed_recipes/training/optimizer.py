@@ -23,7 +23,8 @@ from .console import say
 
 def needed(recipe: Recipe) -> bool:
     """Return whether the recipe needs something other than the Trainer's AdamW with one rate for all weights."""
-    return recipe.optimizer != "adamw" or has_several_rates(recipe)
+    several = recipe.layer_decay < 1 or (recipe.lora is not None and recipe.lora.plus_ratio != 1)
+    return recipe.optimizer != "adamw" or several
 
 
 def check(recipe: Recipe) -> None:
@@ -77,11 +78,6 @@ EMBEDDING_RATE = 1e-6
 
 Group = Json
 """A parameter group of an optimizer: `params`, and their options."""
-
-
-def has_several_rates(recipe: Recipe) -> bool:
-    """Return whether some weights learn at other rates than others."""
-    return recipe.layer_decay < 1 or (recipe.lora is not None and recipe.lora.plus_ratio != 1)
 
 
 def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:

@@ -303,7 +303,11 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
         failed = error  # the export loses nothing by it
     export.save(trainer, run.unverified)
     dtype = load.DTYPES[recipe.precision]
-    beside = beside_tokens(trainer.data_collator.alone(datasets.shown), dtype) if datasets.shown else {}
+    images = trainer.data_collator.alone(datasets.shown) if datasets.shown else {}  # a vision-language model's inputs
+    beside = {
+        name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
+        for name, value in images.items()
+    }
     difference = export.verify(
         lambda tokens: context.parallel.logits(trainer, tokens, **beside),
         dtype,
@@ -327,17 +331,9 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
     if failed:
         raise failed
     image = None
-    if datasets.shown and (images := datasets.shown["images"]):
-        image = "FILE.png" if images[0]["bytes"] else display(Path(images[0]["path"]))
+    if datasets.shown and (pictures := datasets.shown["images"]):
+        image = "FILE.png" if pictures[0]["bytes"] else display(Path(pictures[0]["path"]))
     summary.finished(recipe, run, context.trackers, evaluation, results, too_few, image)
-
-
-def beside_tokens(inputs: Json, dtype: object) -> Json:
-    """Return a vision-language model's inputs for images, on this rank's device, numbers in the model's dtype."""
-    return {
-        name: value.to(distributed.device(), dtype if value.is_floating_point() else None)
-        for name, value in inputs.items()
-    }
 
 
 def check_moved(trainer: Trainer) -> None:

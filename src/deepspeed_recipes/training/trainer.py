@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from accelerate.data_loader import prepare_data_loader
 from datasets import Dataset
-from deepspeed import DeepSpeedEngine
 from peft import PeftModel
 from torch import distributed as dist
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
@@ -33,7 +32,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
-from ..recipe.files import Json
+from ..recipe.files import Json, finite
 from ..recipe.layout import data_parallel_size
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_requested
@@ -61,9 +60,6 @@ if TYPE_CHECKING:
     Hooked: TypeAlias = Trainer  # the class that the hooks precede, for the type checker
 else:
     Hooked = object
-
-INFINITY = 2147483647
-"""Replaces infinity, which strict JSON cannot express; no run reaches this number."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +262,7 @@ class RunHooks(Hooked):
         if isinstance(context.phases, Profiler):
             upstream.mark_phases(engine, context.phases.phase)
         self.start = holdings.sample(self.model)
-        config = resolved_config(engine)
+        config = finite(engine._config._param_dict)
         if distributed.is_first():
             write_requested(context.run.deepspeed, config)
             write_requested(context.run.environment, describe())
@@ -391,16 +387,3 @@ class RunHooks(Hooked):
 
 class RunTrainer(RunHooks, Trainer):
     """transformers' Trainer with the run's hooks."""
-
-
-def resolved_config(engine: DeepSpeedEngine) -> Json:
-    """Return the engine's configuration as values of strict JSON."""
-    return _strict(engine._config._param_dict)
-
-
-def _strict(value: object) -> Any:
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return INFINITY if value == float("inf") else value

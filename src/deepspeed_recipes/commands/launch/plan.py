@@ -105,7 +105,11 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
         if estimate:
             print(forecast.line(estimate), flush=True)
     folder = request.folder or run_folder.new(located, options.output_dir)
-    recipe = with_profile(located, folder, machines)
+    asked = preflight.with_dimensions(located)
+    found, line = window.checked(asked, machines.ranks, machines.ranks_each, folder.path)
+    if line:  # the disk space that the traces of `--profile` need
+        print(line, flush=True)
+    recipe = replace(located, profile=found.profile)
     if recipe.profile.nsys and not options.dry_run:
         window.check_nsys(machines.gpus, here=not machines.reserved)
     if machines.pool:
@@ -283,16 +287,3 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     ):
         if warning:
             print(warning, flush=True)
-
-
-def with_profile(recipe: Recipe, folder: RunFolder, machines: Machines) -> Recipe:
-    """Return the recipe with the steps and ranks to record, if any, and print the disk space that the traces need.
-
-    Raises:
-        UserError: no such steps or ranks, or too little disk space.
-    """
-    known = preflight.with_dimensions(recipe)
-    found, line = window.checked(known, machines.ranks, machines.ranks_each, folder.path)
-    if line:
-        print(line, flush=True)
-    return replace(recipe, profile=found.profile)

@@ -209,13 +209,8 @@ def _dtype(model: Path) -> str | None:
 
 def is_packed(model: Path) -> bool:
     """Return True if a model has 4-bit weights in compressed-tensors' format."""
-    return 4 in _weight_bits(model)
-
-
-def _weight_bits(model: Path) -> set[int]:
-    """Return the bit widths of a model's quantised weights in compressed-tensors' format."""
     groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
-    return {bits for group in groups.values() if (bits := (group.get("weights") or {}).get("num_bits"))}
+    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
 
 
 def has_experts(model: Path) -> bool:

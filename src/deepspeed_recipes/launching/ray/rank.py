@@ -44,17 +44,13 @@ def train(config: Json) -> None:
     place |= {"LOCAL_SIZE": own.get_local_world_size(), "CROSS_RANK": own.get_node_rank()}
     place |= {"MASTER_ADDR": address, "MASTER_PORT": port}
     run = RunFolder(Path(config["folder"]))
-    code = wait_for(run, own.get_world_rank(), environment(config["environment"], place))
+    run.ranks.mkdir(parents=True, exist_ok=True)
+    variables = environment(config["environment"], place)
+    with output.of_rank(run, own.get_world_rank()).open("ab") as file:
+        command = [sys.executable, *RANK, str(run.path)]  # it ends with this process
+        code = children.run(command, env=variables, stdout=file, stderr=file).returncode
     if code:
         raise RankFailed(own.get_world_rank(), code, socket.gethostname(), time.time())
-
-
-def wait_for(run: RunFolder, rank: int, variables: dict[str, str]) -> int:
-    """Run a rank with its output in the run folder, and return its exit code; the rank ends with this process."""
-    run.ranks.mkdir(parents=True, exist_ok=True)
-    with output.of_rank(run, rank).open("ab") as file:
-        command = [sys.executable, *RANK, str(run.path)]
-        return children.run(command, env=variables, stdout=file, stderr=file).returncode
 
 
 def environment(given: dict[str, str], place: Json) -> dict[str, str]:

@@ -29,7 +29,8 @@ def collect(folder: Path, file: str, peer: str) -> Json:
     """
     gpus = (output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     os.environ["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"  # so that `software.ops` does not import torch
-    address = route_to(peer) if peer else own_address()
+    # Without a peer, the address under which ssh has reached this host.
+    address = route_to(peer) if peer else (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
     interface, speed = network(address)
     return {
         "commit": output("git", "-C", str(PACKAGE), "rev-parse", "--short=9", "HEAD") or "",
@@ -74,11 +75,6 @@ def route_to(peer: str) -> str:
             return str(route.getsockname()[0])
     except OSError:
         return ""
-
-
-def own_address() -> str:
-    """Return the address under which ssh has reached this host."""
-    return (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
 
 
 def network(address: str) -> tuple[str, int]:

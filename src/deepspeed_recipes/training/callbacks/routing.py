@@ -38,7 +38,8 @@ class Routing(TrainerCallback):
 
         def entropy(logits: torch.Tensor) -> None:
             if router.training:
-                self.entropies[index][0] += _entropy(logits)
+                log_probabilities = logits.float().log_softmax(-1)
+                self.entropies[index][0] -= (log_probabilities.exp() * log_probabilities).sum().double()
                 self.entropies[index][1] += len(logits)
 
         def count(chosen: torch.Tensor) -> None:
@@ -83,9 +84,3 @@ def summary(counts: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]) -
     loads = loads / loads.mean(-1, keepdim=True)
     numbers = torch.stack([loads.max(), loads.min(), (sums[:, 0] / sums[:, 1]).mean()]).tolist()
     return dict(zip(("expert_load_max", "expert_load_min", "router_entropy"), numbers, strict=True))
-
-
-def _entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the entropies, in nats, of a router's distributions, [tokens, experts]."""
-    log_probabilities = logits.float().log_softmax(-1)
-    return -(log_probabilities.exp() * log_probabilities).sum().double()

@@ -154,8 +154,12 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if held_out is not None:
         for row in held_out:
             _as_prompt(row)
-        if recipe.data.metrics != ["loss"]:
-            _check_answered(held_out, recipe.data.metric)
+        unanswered = sum(not _has_answer(row) for row in held_out)
+        if unanswered and recipe.data.metrics != ["loss"]:
+            raise UserError(
+                f"data.metric={recipe.data.metric}: {unanswered} of {len(held_out)} held-out prompts have no answer; "
+                "add answers, or use data.metric=loss, which for GRPO is the mean reward."
+            )
     if dropped := len(found) - len(fitting):
         say(
             f"warning: training: {dropped} of {len(found)} prompts ({dropped / len(found):.0%}) are dropped: they "
@@ -182,15 +186,6 @@ def _as_prompt(row: Json) -> Json:
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, row: Json) -> list[int]:
     return conversation_tokens(tokenizer, row["prompt"], add_generation_prompt=True)
-
-
-def _check_answered(held_out: Dataset, metric: str) -> None:
-    unanswered = sum(not _has_answer(row) for row in held_out)
-    if unanswered:
-        raise UserError(
-            f"data.metric={metric}: {unanswered} of {len(held_out)} held-out prompts have no answer; add "
-            "answers, or use data.metric=loss, which for GRPO is the mean reward."
-        )
 
 
 def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:

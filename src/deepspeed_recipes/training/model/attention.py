@@ -46,7 +46,8 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     """
     if recipe.model.attention != "auto":
         return [recipe.model.attention]
-    fallback = "sdpa" if _has_sdpa(config) else "eager"
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    fallback = "sdpa" if kind is None or kind._supports_sdpa else "eager"  # a Hub model's own code is tried with SDPA
     if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
         return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
     capability = torch.cuda.get_device_capability()
@@ -76,12 +77,6 @@ def not_installed(name: str, error: ImportError) -> str:
 def is_flash(name: str) -> bool:
     """Return whether an implementation is a FlashAttention, from a package or a kernel from the Hub."""
     return name.startswith("flash_attention") or ("/" in name and "flash" in name)
-
-
-def _has_sdpa(config: PreTrainedConfig) -> bool:
-    """Return whether transformers' code for the model can use SDPA; code from elsewhere is tried with it."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return kind is None or kind._supports_sdpa
 
 
 def _fits(config: PreTrainedConfig) -> bool:

@@ -53,7 +53,8 @@ def whole_state(model: PreTrainedModel, keys: JsonView) -> dict[str, torch.Tenso
     router = keys.get("router_pattern", "gate")
     experts = keys.get("expert_pattern", "experts")
     outwards, back = keys.get("expert_w1", "gate_up_proj"), keys.get("expert_w2", "down_proj")
-    ordinary = _ordinary_names(model)
+    with torch.device("meta"):  # the same model without AutoEP's layers
+        ordinary = set(type(model)(model.config).state_dict())
     state: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         layer = next((layer for layer in spread if name.startswith(f"{layer}.")), None)
@@ -73,12 +74,6 @@ def whole_state(model: PreTrainedModel, keys: JsonView) -> dict[str, torch.Tenso
             place = f"{name}.{own}" if f"{name}.{own}" in ordinary else f"{name}.{router}.{own}"
             _keep(state, place, _unsharded(value))
     return state
-
-
-def _ordinary_names(model: PreTrainedModel) -> set[str]:
-    """Return the names in the state of the same model without AutoEP's layers."""
-    with torch.device("meta"):
-        return set(type(model)(model.config).state_dict())
 
 
 def _keep(state: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:

@@ -199,7 +199,10 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     collator = Collator(trainer.processing_class.pad_token_id)
     shares = list(scores.rank_batches(sequences, recipe.micro_batch_size, recipe.layout))
     batches = [scores.to_device(collator(batch)) for batch, _ in shares]
-    results = iter(_losses_and_mistakes(trainer.deepspeed, batches).split([len(batch) for batch, _ in shares]))
+    pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
+    shape = (sum(len(batch["input_ids"]) for batch in batches), 2)
+    found = _evaluate(trainer.deepspeed, pairs, losses_and_mistakes, shape)
+    results = iter(found.split([len(batch) for batch, _ in shares]))
     loss = right = tokens = 0.0
     for batch, (_, count) in zip(batches, shares, strict=True):
         mine = next(results)[:count]
@@ -208,12 +211,6 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
         tokens += int((batch["labels"][:count, 1:] != IGNORED).sum())
     loss, right, tokens = distributed.total(loss, right, tokens)
     return {"loss": loss / tokens, "exact_match": right / len(sequences)}
-
-
-def _losses_and_mistakes(engine: DeepSpeedEngine, batches: Sequence[Batch]) -> torch.Tensor:
-    """Return `losses_and_mistakes` of all batches, joined, [sequences, 2]; a collective."""
-    pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
-    return _evaluate(engine, pairs, losses_and_mistakes, (sum(len(batch["input_ids"]) for batch in batches), 2))
 
 
 def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -94,15 +94,11 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
     if style == "rowwise":
         return LinearAllreduce(linear, group)
     if style == "rowwise_split_input":
-        return _splitting_its_input()(linear, group)
+        splitting = getattr(autotp, "LinearAllreduceWithReplicatedInput", None)
+        if splitting is None:
+            raise refusal("split inputs")
+        return splitting(linear, group)
     return LinearLayer(linear, group, gather_output=style == "colwise_gather_output")
-
-
-def _splitting_its_input() -> type:
-    kind = getattr(autotp, "LinearAllreduceWithReplicatedInput", None)
-    if kind is None:
-        raise refusal("split inputs")
-    return kind
 
 
 def _gather(linear: torch.nn.Linear) -> None:

@@ -34,7 +34,7 @@ class Run:
         self.folder = run.path / "wandb"
         recorded = offline_records.last_step(self.folder, self.id)
         mode: Mode = recipe.wandb.mode
-        if mode == "online" and not has_key():
+        if mode == "online" and not wandb.login(prompt=False, verify=False):  # this machine has no API key
             mode = "offline"
         config = settings(recipe, deepspeed_config)
         try:
@@ -119,8 +119,3 @@ class Run:
         pattern = f"offline-run-*-{self.id}"
         several = self.artifacts or len(list(folder.parent.glob(pattern))) > 1  # artifacts are a part that follows
         return f"{shlex.quote(display(folder.parent))}/{pattern if several else shlex.quote(folder.name)}"
-
-
-def has_key() -> bool:
-    """Return whether this machine has a W&B API key, without prompting for it or showing it."""
-    return wandb.login(prompt=False, verify=False)

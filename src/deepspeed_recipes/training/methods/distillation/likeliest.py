@@ -70,18 +70,13 @@ def _of_model(recipe: Recipe) -> str:
     return f"{recipe.model.path}@{getattr(load.load_config(recipe), '_commit_hash', None)}"
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether a folder was written completely."""
-    return (folder / MARK).exists()
-
-
 def known(folder: Path, mark: Json) -> bool:
     """Return whether a folder is complete and matches `of_run`.
 
     Raises:
         UserError: it was computed from something else.
     """
-    if not is_complete(folder):
+    if not (folder / MARK).exists():
         return False
     found = read_json(folder / MARK)
     for name, meaning in MEANT.items():
