@@ -221,6 +221,24 @@ def alone():
 
 
 @pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Return a function that gives the launcher's answer to a mistake, in an empty folder."""
+    from deepspeed_recipes.commands.main import run
+
+    monkeypatch.chdir(tmp_path)
+
+    def answer(*arguments):
+        try:
+            status = run("launch", [*map(str, arguments)])
+        except SystemExit as end:  # argparse
+            status = end.code
+        assert status == 2
+        return capsys.readouterr().err
+
+    return answer
+
+
+@pytest.fixture
 def answer(capsys):
     """Return a function that gives the planner's JSON for a command line."""
     from deepspeed_recipes.commands import plan

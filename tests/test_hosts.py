@@ -1,6 +1,5 @@
 """Several hosts: the hostfile by DeepSpeed's rules, the options of its launcher, the environment, and the checks."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from deepspeed_recipes.launching.ssh import host_checks, host_info, hostfile
 from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
-from tests.launching import LAUNCH
 
 MISTAKES = {
     "a 8\n": "`a 8` is not a valid hostfile line",
@@ -54,12 +52,11 @@ def two_hosts(tmp_path):
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_a_hostfile_with_a_mistake_is_refused_with_its_line(text, tmp_path):
+def test_a_hostfile_with_a_mistake_is_refused_with_its_line(text, tmp_path, refused):
     path = tmp_path / "hosts"
     path.write_text(text)
-    done = subprocess.run([*LAUNCH, "tiny", "full", "--hostfile", path], capture_output=True, text=True)
-    assert done.returncode == 2 and MISTAKES[text] in done.stderr, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and not done.stdout
+    said = refused("tiny", "full", "--hostfile", path)
+    assert MISTAKES[text] in said and len(said.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("asked", FILTERS)
@@ -69,7 +66,7 @@ def test_a_filter_that_names_a_missing_host_is_refused(asked, two_hosts):
             hostfile.read(two_hosts, **{name: asked})
 
 
-def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_path):
+def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_path, refused):
     for wanted, hint in (
         ({"nodes": 3}, "has 2 hosts"),
         ({"nodes": 0}, "has 2 hosts"),
@@ -82,10 +79,8 @@ def test_too_many_hosts_and_contradictory_options_are_refused(two_hosts, tmp_pat
             hostfile.read(two_hosts, **wanted)
     with pytest.raises(UserError, match="No such file"):
         hostfile.read(tmp_path / "nowhere")
-    alone = subprocess.run([*LAUNCH, "tiny", "full", "--nodes", "2"], capture_output=True, text=True)
-    assert alone.returncode == 2 and "--nodes needs --hostfile, --slurm" in alone.stderr
-    none = subprocess.run([*LAUNCH, "tiny", "full", "--prepare", "--nodes", "0"], capture_output=True, text=True)
-    assert none.returncode == 2 and none.stderr.strip() == "launch.py: --nodes 0: must be at least 1."
+    assert "--nodes needs --hostfile, --slurm" in refused("tiny", "full", "--nodes", 2)
+    assert refused("tiny", "full", "--prepare", "--nodes", 0) == "launch.py: --nodes 0: must be at least 1.\n"
 
 
 NAMES = ("n1", "n2", "n3")
@@ -228,11 +223,7 @@ def test_an_address_of_another_machine_has_no_interface_here():
     assert host_info.network("192.0.2.1") == ("", 0)
 
 
-def test_the_launcher_without_pdsh_says_what_to_install(two_hosts, tmp_path):
-    done = subprocess.run(
-        [*LAUNCH, "tiny", "full", "--hostfile", two_hosts, "--dry-run", "global_batch_size=24"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PATH": "/nowhere"},
-    )
-    assert done.returncode == 2 and "apt-get install pdsh" in done.stderr
+def test_the_launcher_without_pdsh_says_what_to_install(two_hosts, monkeypatch, refused):
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = refused("tiny", "full", "--hostfile", two_hosts, "--dry-run", "global_batch_size=24")
+    assert "apt-get install pdsh" in said

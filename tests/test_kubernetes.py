@@ -12,14 +12,13 @@ import pytest
 import yaml
 from packaging.utils import canonicalize_name
 
+from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import kubernetes, node, paths
 from deepspeed_recipes.recipe import overrides, pages, run_folder
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, read_jsonl, write_json
 from tests import ROOT
-from tests.launching import LAUNCH
-from tests.test_launch import launch
 
 SCHEMAS = Path(__file__).parent / "kubernetes_schemas"
 CORE = {"Job": "batch.v1", "Service": "core.v1", "ConfigMap": "core.v1"}
@@ -203,34 +202,33 @@ def test_secrets_are_references_and_local_paths_are_left_out(validators):
     }
 
 
-def test_a_file_that_pods_cannot_see_is_refused(tmp_path):
+def test_a_file_that_pods_cannot_see_is_refused(tmp_path, refused):
     mine = tmp_path / "mine.jsonl"
     mine.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    done = launch("tiny", "full", "--kubernetes", f"data.path={mine}", "--output-dir", tmp_path / "run")
-    assert done.returncode == 2 and f"data.path={mine}" in done.stderr and "/runs/mine.jsonl" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
+    said = refused("tiny", "full", "--kubernetes", f"data.path={mine}", "--output-dir", tmp_path / "run")
+    assert f"data.path={mine}" in said and "/runs/mine.jsonl" in said
+    assert len(said.strip().splitlines()) == 1 and not (tmp_path / "run").exists()
     for wrong, hint in (
         (["--nodes", 0], "at least 1"),
         (["--resume", "--output-dir", tmp_path], "nothing to resume"),
         (["--slurm"], "not both"),
         (["--partition", "p"], "needs --slurm"),
     ):
-        done = launch("tiny", "full", "--kubernetes", *wrong)
-        assert done.returncode == 2 and hint in done.stderr, done.stderr
+        assert hint in refused("tiny", "full", "--kubernetes", *wrong)
 
 
-def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path):
+def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys):
     words = ["tiny", "full", "--kubernetes", "--nodes", "2", "--max-restarts", "5"]
     words += ["--output-dir", str(tmp_path / "run")]
-    shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True)
-    assert shown.returncode == 0 and not (tmp_path / "run").exists(), shown.stderr
-    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert launch.main([*words, "--dry-run"]) == 0 and not (tmp_path / "run").exists()
+    shown = capsys.readouterr().out
+    assert launch.main(words) == 0
+    done = capsys.readouterr().out
     for name in ("job.yaml", "jobset.yaml", "trainjob.yaml"):
         text = (tmp_path / "run" / "kubernetes" / name).read_text()
-        assert text in shown.stdout and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done.stdout
+        assert text in shown and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done
     assert (tmp_path / "run" / "recipe.json").exists()
-    assert "backoffLimit: 10\n" in shown.stdout and shown.stdout.count("maxRestarts: 5\n") == 2
+    assert "backoffLimit: 10\n" in shown and shown.count("maxRestarts: 5\n") == 2
 
 
 def test_the_image_has_the_checkout_where_the_manifests_say():

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from deepspeed_recipes.commands import launch as launch_command
-from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
@@ -224,22 +223,6 @@ MISTAKES = {
     "model": (["tiny", "full", "model.path=./missing"], "./missing"),
     "nothing to resume": (["tiny", "full", "--resume", "--output-dir", "nowhere"], "nothing to resume"),
 }
-
-
-@pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
-    """Return a function that gives the launcher's answer to a mistake, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-
-    def answer(*arguments):
-        try:
-            status = run_command("launch", [*map(str, arguments)])
-        except SystemExit as end:  # argparse
-            status = end.code
-        assert status == 2
-        return capsys.readouterr().err
-
-    return answer
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_recipes.commands import launch
 from deepspeed_recipes.launching import node, slurm
 from deepspeed_recipes.launching.options import Allocation, LaunchOptions
 from deepspeed_recipes.launching.supervise import Outcome
@@ -137,16 +138,14 @@ def test_shellcheck_has_nothing_to_say_about_the_script(restarts, tmp_path):
     assert done.returncode == 0, done.stdout
 
 
-def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path):
+def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path, monkeypatch, capsys, refused):
     words = ["tiny", "full", "--slurm", "--gpus", "2", "--output-dir", str(tmp_path / "run")]
-    environment = os.environ | {"PATH": "/nowhere"}
-    shown = subprocess.run([*LAUNCH, *words, "--dry-run"], capture_output=True, text=True, env=environment)
-    assert shown.returncode == 0 and "#SBATCH --nodes=1\n" in shown.stdout, shown.stderr
-    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 2 and "sbatch is not installed here" in done.stderr and not (tmp_path / "run").exists()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert launch.main([*words, "--dry-run"]) == 0 and "#SBATCH --nodes=1\n" in capsys.readouterr().out
+    assert "sbatch is not installed here" in refused(*words) and not (tmp_path / "run").exists()
     more = ["--shared", "--account", "me", "--mem", "64G", "--sbatch", "--qos=high -C 'a100|h100'", "--write-only"]
-    done = subprocess.run([*LAUNCH, *words, *more], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and f"sbatch {tmp_path}/run/slurm.sbatch\n" in done.stdout, done.stderr
+    assert launch.main([*words, *more]) == 0
+    assert f"sbatch {tmp_path}/run/slurm.sbatch\n" in capsys.readouterr().out
     text = (tmp_path / "run" / "slurm.sbatch").read_text()
     wanted = ("--gpus-per-node=2", "--cpus-per-task=8", "--account=me", "--mem=64G", "--qos=high", "-C 'a100|h100'")
     assert all(f"#SBATCH {line}\n" in text for line in wanted) and "--exclusive" not in text
