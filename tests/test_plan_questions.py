@@ -487,10 +487,39 @@ MISTAKES = {
     ("llama3-8b", "--which-gpu", *EIGHT): "--which-gpu and --gpu: give one of them",
     ("llama3-8b", "--which-gpu", "--longest"): "--which-gpu and --longest: give one of them",
     ("llama3-8b", "--which-gpu", "--price", "3"): "--price 3: name the instance",
+    ("llama3-8b", *EIGHT, "--serve", "64"): "--serve 64: write the requests at once and their tokens",
+    ("llama3-8b", *EIGHT, "--serve", "0x8k"): "--serve 0x8k: write the requests",
+    ("llama3-8b", *EIGHT, "--serve", "8x8k", "--longest"): "--serve and --longest: give one of them",
     ("llama3-8b", *EIGHT, "--longest", "sequence_length=99"): "--longest searches for the sequence length",
     ("llama3-8b", *EIGHT, "--method", "dpo_lorra"): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
     ("llama3-8b", "dpo_lorra", *EIGHT): "unknown variant of llama3 'dpo_lorra'; did you mean 'dpo_lora'",
 }
+
+
+# Kilobytes of the cache per token, Table 1 of arXiv:2505.09343; the vLLM test of tests/test_serve.py counts the same.
+@pytest.mark.parametrize(
+    ("model", "kilobytes"), [("deepseek-v3", 70.272), ("qwen2_5-72b", 327.680), ("llama3-405b", 516.096)]
+)
+def test_serving_counts_the_cache(model, kilobytes):
+    found = json.loads(screen(model, *EIGHT, "--nodes", "4", "--serve", "100x4k", "--json"))
+    for kind in found.values():
+        assert kind["cache_gib"] * 2**30 == pytest.approx(1000 * kilobytes * 100 * 4096)
+    assert found["bf16"]["weights_gib"] * 2**30 == pytest.approx(
+        2 * pages.find(model, "full").model.parameters, rel=1e-3
+    )
+
+
+def test_serving_finds_the_fewest_gpus():
+    """8 requests of 8,192 tokens are 8 GiB: 15.0 GiB of weights in bf16 need a second 4090, and 4 bits do not."""
+    found = json.loads(screen("llama3-8b", "--gpu", "4090", "--gpus", "4", "--serve", "8x8k", "--json"))
+    assert [(kind["tensor"], kind["pipeline"]) for kind in found.values()] == [(2, 1), (1, 1), (1, 1)]
+    assert found["bf16"]["gpu_gib"] == pytest.approx(found["bf16"]["weights_gib"] / 2 + 8 / 2)
+    assert found["int4"]["requests"] == int(0.92 * 23.65 - found["int4"]["weights_gib"])
+    words = ("--gpu", "4090", "--serve", "8x8k")
+    assert "serve.py RUN_OR_FOLDER, after python scripts/export.py RUN --quantize int8" in screen("llama3-8b", *words)
+    wide = ("--gpu", "A100-80GB", "--serve", "1x128k", "--json")
+    sliding = json.loads(screen("gemma3-27b", *wide))["bf16"]["cache_gib"]
+    assert sliding == pytest.approx((10 * 131072 + 52 * 1024) * 8192 / 2**30), "52 of 62 layers see 1,024 tokens"
 
 
 def test_the_variant_may_be_the_second_word_as_in_launch(capsys):

@@ -10,6 +10,7 @@
     ds-recipes plan llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
     ds-recipes plan qwen3-8b --method qlora --gpu 4090 --longest
     ds-recipes plan --gpu 4090                                        # what fits, by method and size
+    ds-recipes plan llama3-70b --gpu H100 --gpus 8 --serve 64x8k      # GPUs that vLLM needs for it
 
 A plan is a file in configs/, a layout, a micro-batch size, and gradient checkpointing on or off. Plans that cannot run
 are left out. A plan does not fit if it is likely to need more memory than the GPUs have. A plan is tight if some
@@ -46,7 +47,7 @@ from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
 from ...recipe.project import program
-from . import files, which_gpu, workload
+from . import files, serving, which_gpu, workload
 from .options import parser, recipe_of, request_of, with_method
 
 WIDTH = 160
@@ -64,6 +65,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return which_gpu.what_fits(arguments, console())
     if arguments.which_gpu:
         return which_gpu.answer(arguments, console())
+    if arguments.serve:
+        return serving.answer(arguments, console())
     request = request_of(arguments)
     work = workload.workload(arguments, *recipe_of(arguments))
     if work:

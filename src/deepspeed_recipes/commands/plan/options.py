@@ -74,6 +74,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--deadline", metavar="8h", help="find the number of GPUs that train the tokens in this time")
     result.add_argument("--which-gpu", action="store_true", help="find the smallest and the cheapest hardware")
     result.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
+    result.add_argument("--serve", metavar="16x8k", help="what vLLM needs for 16 requests of 8k tokens at once")
     result.add_argument("--json", action="store_true", help="print the plans as JSON")
     result.add_argument(
         "--explain", action="store_true", help="give reasons for every plan, and show plans that do not fit"

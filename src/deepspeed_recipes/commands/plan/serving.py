@@ -1,0 +1,177 @@
+"""`ds-recipes plan --serve REQUESTSxTOKENS`: the GPU memory that vLLM needs for a model, and the GPUs for it."""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from ...planning.cost.weights import stage_ranges
+from ...planning.hardware.cluster import Cluster
+from ...planning.model_profile.profile import LayerProfile, ModelProfile
+from ...planning.search import strategies
+from ...planning.show.table import hardware_in_words
+from ...recipe.errors import UserError
+from ...recipe.gpus import GIB
+from ...recipe.project import command
+from ...recipe.recipe import Recipe
+from .options import hardware_of, recipe_of
+
+SHARE = 0.92
+"""The share of a GPU that vLLM 0.32 takes by default (`--gpu-memory-utilization`)."""
+FORMATS = {"bf16": 2.0, "int8 or fp8": 1.0, "int4": 0.5 + 2 / 128}
+"""Bytes per weight in the decoder's linear layers and experts; int4 has a bf16 scale per 128 weights. The rest stays in
+bf16."""
+OPTIONS = ("tokens", "examples", "example_tokens", "spot", "deadline", "write", "figure", "longest", "which_gpu")
+"""Options that are about training."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """A way to split a model over GPUs, as vLLM does it, and what each GPU then holds, in bytes."""
+
+    tensor: int
+    pipeline: int
+    weights: float
+    """Of the fullest pipeline stage."""
+    cache: float
+    """Of one request at its full length."""
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs."""
+        return self.tensor * self.pipeline
+
+    def requests(self, hardware: Cluster) -> int:
+        """Return how many requests of full length fit beside the weights."""
+        return max(0, int((SHARE * hardware.gpu.memory_gib * GIB - self.weights) / self.cache))
+
+
+def answer(arguments: argparse.Namespace, console: Console) -> int:
+    """Print weights, cache and GPUs by format of the weights, and return the exit status: 1 if no format fits.
+
+    Raises:
+        UserError: an option contradicts --serve, or a number is none.
+    """
+    if given := next((name for name in OPTIONS if getattr(arguments, name)), None):
+        raise UserError(f"--serve and --{given.replace('_', '-')}: give one of them; --serve is not about training.")
+    requests, length = _asked(arguments.serve)
+    recipe, _ = recipe_of(arguments)
+    hardware = hardware_of(arguments)
+    profile = strategies.plan_request(recipe, hardware).profile
+    found = {name: _splits(profile, recipe, hardware, width, length) for name, width in FORMATS.items()}
+    least = {
+        name: next((split for split in splits if split.requests(hardware) >= requests), None)
+        for name, splits in found.items()
+    }
+    if arguments.json:
+        print(json.dumps({name: _as_json(found[name][0], least[name], hardware, requests) for name in found}, indent=2))
+        return 0 if any(least.values()) else 1
+    console.print(
+        f"{recipe.family}-{recipe.size}, {profile.parameters / 1e9:,.1f}B, served by vLLM to {requests} requests of "
+        f"{length:,} tokens at once, on {hardware_in_words(hardware)}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("weights in", "weights GiB", "cache GiB", "GPUs", "GiB per GPU", "requests that fit"):
+        table.add_column(name, justify="left" if name == "weights in" else "right", no_wrap=True)
+    for name, splits in found.items():
+        whole, split = splits[0], least[name]
+        last = split or splits[-1]
+        held = (last.weights + requests * last.cache) / GIB
+        table.add_row(
+            name,
+            f"{whole.weights / GIB:,.1f}",
+            f"{requests * whole.cache / GIB:,.1f}",
+            f"{split.gpus}" if split else f"more than {last.gpus}",
+            f"{held:,.1f}",
+            f"{last.requests(hardware):,}",
+        )
+    console.print(table)
+    console.print(
+        f"\nvLLM takes {SHARE:.0%} of a GPU and fills what the weights leave with the cache, in bf16 here "
+        "(--kv-cache-dtype fp8 halves it). Its activations and CUDA graphs, some GiB, are not counted."
+    )
+    if any(not kind.attention_width for kind in profile.layer_kinds):
+        console.print("Linear attention keeps a state of fixed size per request instead, which is not counted.")
+    name, best = next(((name, split) for name, split in least.items() if split), ("", None))
+    if best is None:
+        return 1
+    sizes = (("--tensor-parallel", best.tensor), ("--pipeline-parallel", best.pipeline))
+    options = "".join(f" {option} {size}" for option, size in sizes if size > 1)
+    smaller = "" if name == "bf16" else f", after {command('export')} RUN --quantize {name.split()[0]}"
+    console.print(f"\n{command('serve')} RUN_OR_FOLDER{options}{smaller}", soft_wrap=True)
+    return 0
+
+
+def _asked(text: str) -> tuple[int, int]:
+    """Return the number of requests and their length in tokens from `16x8k`.
+
+    Raises:
+        UserError: it has another form.
+    """
+    found = re.fullmatch(r"([0-9]{1,7})\s*x\s*([0-9]{1,9})(k?)", text.strip().lower())
+    requests, length = (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
+    if not requests or not length:
+        raise UserError(
+            f"--serve {text[:40]}: write the requests at once and their tokens, question and answer: --serve 16x8k."
+        )
+    return requests, length
+
+
+def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: float, length: int) -> list[Split]:
+    """Return the ways to split the model over the hardware, from one GPU up: tensor in a node, pipeline over nodes."""
+    config = recipe.model.config
+    latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else 0
+    heads = profile.key_value_heads
+    found = []
+    for nodes in range(1, hardware.nodes + 1):
+        for tensor in (1, 2, 4, 8, 16):
+            if tensor > hardware.gpus_per_node or profile.attention_heads % tensor or nodes > len(profile.layers):
+                continue
+            stages = []
+            for index, span in enumerate(stage_ranges(profile, nodes)):
+                layers = [profile.layers[at] for at in span]
+                outside = (0 if index else profile.embedding_parameters + profile.tower_parameters) + (
+                    profile.head_parameters if index == nodes - 1 else 0
+                )
+                weights = 2 * outside + sum(_layer_bytes(layer, width) for layer in layers)
+                # A latent, and heads fewer than GPUs, are on each of them.
+                spread = 1 if latent else min(tensor, heads)
+                cache = sum(_cache_bytes(layer, latent, heads / profile.attention_heads, length) for layer in layers)
+                stages.append((weights / tensor, cache / spread))
+            found.append(Split(tensor, nodes, *(max(each) for each in zip(*stages, strict=True))))
+    return sorted(found, key=lambda split: (split.gpus, split.pipeline))
+
+
+def _layer_bytes(layer: LayerProfile, width: float) -> float:
+    """Return the bytes of a layer's weights with `width` bytes per weight in linear layers and experts."""
+    narrow = min(layer.parameters, sum(inputs * outputs for inputs, outputs in layer.linears) + layer.expert_parameters)
+    return width * narrow + 2 * (layer.parameters - narrow)
+
+
+def _cache_bytes(layer: LayerProfile, latent: int, shared: float, length: int) -> float:
+    """Return the bytes that a layer keeps of a request, in bf16: keys and values, or MLA's latent.
+
+    Args:
+        layer: its window bounds the tokens that are kept; linear attention keeps none.
+        latent: elements that multi-head latent attention keeps per token, 0 without it.
+        shared: key/value heads per attention head.
+        length: tokens of the request.
+    """
+    if not layer.attention_width:
+        return 0.0
+    return 2 * min(length, layer.window or length) * (latent or 2 * shared * layer.attention_width)
+
+
+def _as_json(whole: Split, split: Split | None, hardware: Cluster, requests: int) -> dict[str, object]:
+    return {
+        "weights_gib": whole.weights / GIB,
+        "cache_gib": requests * whole.cache / GIB,
+        "fits": split is not None,
+        "tensor": split.tensor if split else None,
+        "pipeline": split.pipeline if split else None,
+        "gpu_gib": (split.weights + requests * split.cache) / GIB if split else None,
+        "requests": split.requests(hardware) if split else 0,
+    }
