@@ -2,18 +2,26 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from deepspeed_recipes.commands.launch import borrowed
 from deepspeed_recipes.launching import command, variables
 from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh import remote
+from deepspeed_recipes.planning.search import model_recipe
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.project import IMPORT_ROOT, SCRIPTS, python_path
+from deepspeed_recipes.recipe.recipe import Wandb
 from deepspeed_recipes.recipe.run_folder import RunFolder
+from deepspeed_recipes.recipe.samples import TINY_MODEL
+from deepspeed_recipes.training.tracking import writer
 from tests import ROOT
 from tests.tiers import tiered
 
@@ -99,3 +107,25 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
     written = remote.write_environment(RunFolder(tmp_path), ranks).read_text()
     assert "MINE=1" in written and "LD_PRELOAD" not in written and "PYTHONSAFEPATH=1" in written
     assert f"{tmp_path}/data/.deepspeed_env: ignored; move the variables" in capsys.readouterr().out
+
+
+def test_a_folder_with_a_recipes_name_is_not_that_recipe(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    own = Path(shutil.copytree(TINY_MODEL, tmp_path / "tiny"))
+    for name in ("tiny", "tiny-3m"):
+        assert pages.find(name, "full").model.path == model_recipe.find(name, "full").model.path != str(own)
+    assert Path(borrowed.borrow("tiny", "full").model.path).resolve() == own
+    assert Path(model_recipe.find("./tiny", "full").model.path).resolve() == own
+
+
+def test_wandb_does_not_read_where_to_send_the_key(tmp_path, monkeypatch, capsys):
+    (tmp_path / "data" / "wandb").mkdir(parents=True)
+    (tmp_path / "data" / "wandb" / "settings").write_text("[default]\nbase_url = http://evil.example\nentity = evil\n")
+    monkeypatch.chdir(tmp_path / "data")
+    (tmp_path / "run").mkdir()
+    recipe = replace(pages.find("tiny", "full"), wandb=Wandb("offline"))
+    tracked = writer.opened("wandb", recipe, RunFolder(tmp_path / "run"), {})
+    assert "evil" not in tracked.live.settings.base_url and tracked.live.settings.entity is None
+    tracked.finish({}, 0)
+    assert "data/wandb/settings: ignored; set WANDB_BASE_URL" in capsys.readouterr().out
+    assert Path.cwd() == tmp_path / "data"

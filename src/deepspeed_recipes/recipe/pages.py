@@ -224,7 +224,7 @@ def find(recipe: str, variant: str) -> Recipe:
         UserError: unknown family, size or variant, with the nearest right one.
     """
     name, size = split(recipe)
-    if not name.endswith(".py") and ("/" in recipe or Path(recipe, "config.json").is_file()):
+    if not (name.endswith(".py") or _is_page(name)) and ("/" in recipe or Path(recipe, "config.json").is_file()):
         raise UserError(
             f"unknown recipe {recipe!r}: for a Hub id or a model's folder write auto before it, which takes the recipe "
             f"of the nearest model: ds-recipes launch auto {recipe} {variant}"

@@ -128,6 +128,8 @@ def borrow(model: str, variant: str) -> Recipe:
     Raises:
         UserError: there is no such model, it is not a decoder, or no page of a similar model has the variant.
     """
+    if "/" not in model and Path(model).is_dir():
+        model = f"./{model}"  # not the recipe of this name
     config = model_recipe.config_of(model)
     if config and "auto_map" in config:
         _refuse_own_code(model, config, variant)

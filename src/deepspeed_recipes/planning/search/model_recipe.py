@@ -127,15 +127,18 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
 def config_of(name: str) -> Json | None:
     """Return the config.json of a model given by path or Hub id, or None if a page describes the model.
 
+    A recipe's name is the recipe's, whatever the current folder holds; `./NAME` is the folder.
+
     Raises:
         UserError: the model does not exist or cannot be read.
     """
     path = Path(name).expanduser()
-    if pages.split(name)[0].endswith(".py"):
+    family = pages.split(name)[0]
+    if family.endswith(".py") or ("/" not in name and family in pages.families()):
         return None
     if path.exists() or name.endswith(".json"):
         return _with_floats(_read(path))
-    if pages.split(name)[0] in pages.families() or _page_of(name):
+    if _page_of(name):
         return None
     return _with_floats(_download(name))
 

@@ -1,5 +1,6 @@
 """Weights & Biases: one W&B run per run folder, however often it was restarted."""
 
+import contextlib
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json
 from ...report import run_data, write
+from ..console import say
 from . import offline_records
 from .writer import ANSWERS, over_tokens, run_id, settings, tags
 
@@ -49,21 +51,25 @@ class Run:
         self.live.define_metric("held_out/loss", summary="min")
 
     def _started(self, mode: Mode, recipe: Recipe, run: RunFolder, config: Json) -> Any:
-        return wandb.init(
-            mode=mode,
-            id=self.id,
-            resume="allow",
-            project=recipe.wandb.project,
-            entity=recipe.wandb.entity,
-            group=recipe.wandb.group,
-            job_type=recipe.wandb.job_type,
-            name=recipe.name,
-            tags=tags(recipe),
-            config=config,
-            dir=run.path,
-            # The ranks' output is not sent: wandb takes it before the run's own logs have redacted it.
-            settings=wandb.Settings(silent=True, console="off"),
-        )
+        if (local := Path("wandb", "settings")).exists():
+            say(f"{local.absolute()}: ignored; set WANDB_BASE_URL, or wandb.entity and wandb.project of the run")
+        place = run.path.absolute()
+        with contextlib.chdir(place):  # a file of the current folder would choose where the key and the run are sent
+            return wandb.init(
+                mode=mode,
+                id=self.id,
+                resume="allow",
+                project=recipe.wandb.project,
+                entity=recipe.wandb.entity,
+                group=recipe.wandb.group,
+                job_type=recipe.wandb.job_type,
+                name=recipe.name,
+                tags=tags(recipe),
+                config=config,
+                dir=place,
+                # The ranks' output is not sent: wandb takes it before the run's own logs have redacted it.
+                settings=wandb.Settings(silent=True, console="off"),
+            )
 
     def record(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add numbers to a step; W&B writes the step when the next one begins."""
