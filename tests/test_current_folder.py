@@ -118,6 +118,14 @@ def test_a_folder_with_a_recipes_name_is_not_that_recipe(tmp_path, monkeypatch, 
     assert Path(model_recipe.find("./tiny", "full").model.path).resolve() == own
 
 
+def test_a_folder_that_is_gone_is_named(tmp_path):
+    words = [sys.executable, ROOT / "scripts" / "launch.py", "tiny", "full", "--dry-run"]
+    gone = ["sh", "-c", 'mkdir gone && cd gone && rmdir ../gone && exec "$@"', "sh", *map(str, words)]
+    done = subprocess.run(gone, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "launch.py: the current folder does not exist any more" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_wandb_does_not_read_where_to_send_the_key(tmp_path, monkeypatch, capsys):
     (tmp_path / "data" / "wandb").mkdir(parents=True)
     (tmp_path / "data" / "wandb" / "settings").write_text("[default]\nbase_url = http://evil.example\nentity = evil\n")

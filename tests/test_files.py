@@ -112,7 +112,7 @@ def test_a_full_disk_leaves_the_old_file(full, write):
     assert {path.name for path in full.iterdir()} == {"file", "filler"}
 
 
-@pytest.mark.parametrize("call", ["open", "fsync", "replace", "chmod"])
+@pytest.mark.parametrize("call", ["open", "fsync", "replace", "fchmod", "link"])
 def test_an_error_at_any_call_leaves_the_old_file(tmp_path, monkeypatch, call):
     old = tmp_path / "file"
     old.write_text("old")
@@ -133,17 +133,31 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from deepspeed_recipes.recipe import files
-with files.beside(Path(sys.argv[1])) as draft:
-    draft.write_text("half")
-    os.kill(os.getpid(), 9)
+setattr(os, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), 9))
+files.write_text(Path(sys.argv[1]), "new")
 """
 
 
-def test_a_kill_leaves_the_old_file(tmp_path):
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_a_kill_leaves_the_old_file_and_nothing_else(tmp_path, call):
     old = tmp_path / "file"
     old.write_text("old")
-    assert subprocess.run([sys.executable, "-c", KILLED, str(old)], cwd=ROOT).returncode == -signal.SIGKILL
-    assert old.read_text() == "old"
+    assert subprocess.run([sys.executable, "-c", KILLED, str(old), call], cwd=ROOT).returncode == -signal.SIGKILL
+    assert old.read_text() == "old" and list(tmp_path.iterdir()) == [old]
+
+
+def test_a_file_system_whose_files_all_have_names_will_do(tmp_path, monkeypatch):
+    opened = os.open
+
+    def only_named(path, flags, *mode):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(path))
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", only_named)
+    for content in ("old", "new"):
+        files.write_text(tmp_path / "file", content)
+        assert (tmp_path / "file").read_text() == content and len(list(tmp_path.iterdir())) == 1
 
 
 def test_mode_and_links_are_kept(tmp_path):

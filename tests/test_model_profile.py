@@ -218,10 +218,14 @@ def test_shipped_profiles_are_what_profiling_gives(name):
     assert {mode: committed["saved_outside_layers"][mode] for mode in outside} == outside
 
 
-def test_another_model_is_profiled_once_and_cached(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_another_model_is_profiled_once_and_cached(tmp_path, monkeypatch, capsys):
     config = dict(pages.page("qwen3").SIZES["0.6b"].config) | {"num_hidden_layers": 5}
-    lookup.profile_of(config)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no cache can be kept there
+    found = [lookup.profile_of(config) for _ in range(2)]
+    assert capsys.readouterr().err.count(f"not kept for the next time: {tmp_path / 'file'}") == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert found == [lookup.profile_of(config)] * 2
     code = (
         "import json, sys\nfrom deepspeed_recipes.planning.model_profile import lookup\n"
         "lookup.profile_of(json.loads(sys.argv[1]))\nprint('torch' in sys.modules)"

@@ -113,6 +113,8 @@ WRONG = {
     "run.py": ("x", "run.py: not part of a model"),
     "LICENSE": ("password=correct-horse-battery", "credential"),
     "chat_template.jinja": ("hf_" + "c" * 24, "credential"),
+    "model.safetensors": ("x" * 99, "model.safetensors: "),
+    "tokenizer.json": ("{", "tokenizer.json"),
     "config.json": ('{"_name_or_path": "/home/me/secret-project/base"}', "a path on this machine"),
 }
 

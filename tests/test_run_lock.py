@@ -154,6 +154,15 @@ def test_no_lock_blocks_a_start_for_ever_and_none_is_taken_from_a_living_process
         assert json.loads(lock.read_text())["pid"] == os.getpid()
 
 
+@pytest.mark.parametrize("odd", [{"started": None}, {"pid": "1/../.."}, {"pid": [1]}, {"pid": 2**70}])
+def test_a_dead_process_of_this_host_is_dead_whatever_its_lock_lacks(tmp_path, monkeypatch, odd):
+    monkeypatch.setattr(run_lock, "SILENT", 0)
+    monkeypatch.setattr(run_lock, "LISTENED", 0.2)
+    write_json(tmp_path / run_lock.NAME, run_lock._self() | {"pid": 2**22 + 1} | odd)
+    with run_lock.hold(tmp_path, wait=5):
+        pass
+
+
 def test_a_lock_that_cannot_be_read_is_not_taken(tmp_path, monkeypatch):
     (tmp_path / run_lock.NAME).mkdir()  # to root, permissions are no hindrance
     with pytest.raises(OSError, match="writer"), run_lock.hold(tmp_path):

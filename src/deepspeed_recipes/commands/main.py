@@ -87,6 +87,11 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         typed: the name that begins error messages, or None for `program(name)`.
     """
     typed = typed or program(name)
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print(f"{typed}: the current folder does not exist any more; cd to another.", file=sys.stderr)
+        return 2
     os.environ |= python_path(os.environ)  # for the processes that a command starts
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

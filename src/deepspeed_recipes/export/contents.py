@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..recipe.errors import UserError, redact
 from ..recipe.run_folder import CHECK_FAILED, read_json
-from ..training.model_folder import head, record, sentence_transformers
+from ..training.model_folder import head, intact, record, sentence_transformers, weights
 from ..training.model_folder.base_model import ADAPTER, EXPECTED, KEY, QUANTIZATION, is_hub_id
 from ..training.model_folder.portable import portable
 
@@ -52,8 +52,8 @@ def files(folder: Path) -> list[File]:
     """Return the files of `folder` to publish, sorted by name.
 
     Raises:
-        UserError: `folder` is not a model folder, or contains a file that is no part of a model, a credential, a path
-            on this machine, or an adapter whose base model is not on the Hub.
+        UserError: `folder` is not a model folder, contains a file that is no part of a model, that is cut off or
+            unreadable, a credential, a path on this machine, or an adapter whose base model is not on the Hub.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
@@ -84,6 +84,9 @@ def files(folder: Path) -> list[File]:
     for name, path in found.items():
         _check(name, path, commit.partition("+")[0])
     _check_base(folder)
+    intact.check(folder)
+    if "config.json" in found and any(name.endswith(".safetensors") for name in found):
+        weights.tensors(folder, "model")
     return [File(path, name, path.stat().st_size) for name, path in found.items()]
 
 

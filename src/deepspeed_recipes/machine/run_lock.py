@@ -179,8 +179,9 @@ def _read(lock: Path) -> Json | None:
 def _lives(lock: Path, holder: Json) -> bool:
     """Return whether a lock's holder is alive; on another host, whether it touched the lock recently or does now."""
     own = _self()
-    if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and "pid" in holder:
-        return _started(holder["pid"]) == holder.get("started")
+    if all(holder.get(key) == own[key] for key in ("host", "boot", "processes")) and isinstance(holder.get("pid"), int):
+        began = _started(holder["pid"])
+        return began is not None and began == holder.get("started")
     try:
         beaten = _beaten(lock)
         if holder and 0 <= _now(lock) - beaten < SILENT:

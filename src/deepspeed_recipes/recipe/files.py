@@ -33,58 +33,6 @@ def finite(value: object) -> Any:
     return NEVER if isinstance(value, float) and math.isinf(value) else value
 
 
-@contextlib.contextmanager
-def beside(path: Path) -> Iterator[Path]:
-    """Yield a new empty file next to `path`, which replaces it at the end of the `with` block.
-
-    A link stays a link, and its target is replaced; the old file's mode and, if possible, its owner are kept. A device
-    or a pipe is yielded itself: /dev/null must not be replaced.
-
-    Args:
-        path: the file; missing parent folders are created.
-
-    Raises:
-        OSError: names `path`, which is unchanged.
-    """
-    target = Path(os.path.realpath(path))
-    draft = target.parent / f".{target.name[:50]}.{secrets.token_hex(4)}.part{target.suffix[:20]}"
-    try:
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if target.is_symlink():  # `realpath` leaves a link only if links form a circle
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        target.parent.mkdir(parents=True, exist_ok=True)
-        old = target.stat() if target.exists() else None
-        if old and not stat.S_ISREG(old.st_mode):
-            yield target
-            return
-        os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        yield draft
-        if old:
-            with contextlib.suppress(PermissionError):
-                os.chown(draft, old.st_uid, old.st_gid)
-            draft.chmod(stat.S_IMODE(old.st_mode))
-        written = os.open(draft, os.O_RDONLY)
-        try:
-            os.fsync(written)
-        finally:
-            os.close(written)
-        draft.replace(target)
-    except OSError as error:
-        _discard(draft)
-        if error.filename in (None, str(draft)):  # the draft's name would mean nothing to the user
-            error.filename, error.filename2 = str(path), None
-        raise
-    except BaseException:
-        _discard(draft)
-        raise
-
-
-def _discard(draft: Path) -> None:
-    with contextlib.suppress(OSError):
-        draft.unlink()
-
-
 def check_ends(path: str | os.PathLike[str]) -> None:
     """Refuse a file whose content may never end or never come: a named pipe, or a device such as /dev/zero.
 
@@ -147,10 +95,64 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
+_NAMED_ONLY = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.ENOENT)
+"""Errors of file systems without files that have no name, such as NFS, and of systems without /proc."""
+
+
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with beside(path) as draft:
-        draft.write_bytes(content)
+    """Write a file atomically: whatever ends this process, the file has its old or its new content.
+
+    The content is written to a file without a name, which disappears with the process, and then replaces the old file.
+    A link stays a link, and its target is replaced; the old file's mode and, if possible, its owner are kept. A device
+    or a pipe is written itself: /dev/null must not be replaced.
+
+    Args:
+        path: the file; missing parent folders are created.
+        content: the whole content.
+
+    Raises:
+        OSError: names `path`, which is unchanged.
+    """
+    target = Path(os.path.realpath(path))
+    draft = target.parent / f".{target.name[:50]}.{secrets.token_hex(4)}.part"
+    try:
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if target.is_symlink():  # `realpath` leaves a link only if links form a circle
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        old = target.stat() if target.exists() else None
+        if old and not stat.S_ISREG(old.st_mode):
+            target.write_bytes(content)
+            return
+        try:
+            _write_draft(target.parent, getattr(os, "O_TMPFILE", 0), draft, content, old)  # 0: EISDIR
+        except OSError as error:
+            if error.errno not in _NAMED_ONLY:
+                raise
+            _write_draft(draft, os.O_CREAT | os.O_EXCL, draft, content, old)
+        draft.replace(target)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        # The names of the draft and of its folder would mean nothing to the user.
+        if isinstance(error, OSError) and error.filename in (None, str(draft), str(target.parent)):
+            error.filename, error.filename2 = str(path), None
+        raise
+
+
+def _write_draft(place: Path, flags: int, draft: Path, content: bytes, old: os.stat_result | None) -> None:
+    """Write a file at `place`, with the owner and mode of `old`, to the disk, and give it the name `draft`."""
+    with open(os.open(place, os.O_WRONLY | flags, 0o666), "wb") as written:
+        written.write(content)
+        written.flush()
+        if old:
+            with contextlib.suppress(PermissionError):
+                os.fchown(written.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(written.fileno(), stat.S_IMODE(old.st_mode))
+        os.fsync(written.fileno())
+        if place != draft:  # with `src_dir_fd`, which is unused, Python follows the link in /proc
+            os.link(f"/proc/self/fd/{written.fileno()}", draft, src_dir_fd=written.fileno(), follow_symlinks=True)
 
 
 def below(folder: Path) -> Iterator[str]:

@@ -6,16 +6,19 @@ of transformers, since versions may compute differently; the shipped profiles ar
 transformers.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from ...recipe import files
+from ...recipe.errors import of_system
 from ...recipe.files import Json, JsonView
 from ...recipe.project import require
 from ...recipe.recipe import Lora
@@ -51,7 +54,8 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
-    write(cached, {key(config): profile})
+    with _if_possible():
+        write(cached, {key(config): profile})
     return profile
 
 
@@ -68,7 +72,10 @@ def tower_parameters(config: JsonView) -> int:
         require("transformers")
         from .meta_device import tower_parameters as counted
 
-        files.write_text(cached, json.dumps(counted(config)))
+        found = counted(config)
+        with _if_possible():
+            files.write_text(cached, json.dumps(found))
+        return found
     return int(json.loads(cached.read_text(encoding="utf-8")))
 
 
@@ -149,6 +156,20 @@ def write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
     """Write profiles by key."""
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
     files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+@contextlib.contextmanager
+def _if_possible() -> Iterator[None]:
+    """Write to the cache in a `with` block; if it cannot be written, everything is computed again each time."""
+    try:
+        yield
+    except OSError as error:
+        _say_once(f"not kept for the next time: {of_system(error)}")
+
+
+@lru_cache
+def _say_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def to_dict(profile: ModelProfile) -> Json:
