@@ -6,7 +6,8 @@ and "warning" otherwise.
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..read import Key
@@ -237,73 +238,74 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield keys of the other version of FSDP, and wrapping that saves no memory."""
     if not config.section(FSDP):
         return
-    section = names(config, FSDP)
-
-    def value(name: str) -> object:
-        return config.get(FSDP, section.get(name, name))
-
-    def at(name: str) -> Key:
-        return (FSDP, section.get(name, name))
-
-    version, reshard = (2 if str(value("fsdp_version")) == "2" else 1), value("fsdp_reshard_after_forward")
-    yield from _fsdp_values(version, section, value, at)
-    yield from _hybrid(config, version, value, at)
-    named = "fsdp_reshard_after_forward" in section and not _hybrid_name(reshard)
+    section = _Fsdp(config, names(config, FSDP))
+    version, reshard = (2 if str(section.get("fsdp_version")) == "2" else 1), section.get("fsdp_reshard_after_forward")
+    yield from _fsdp_values(section, version)
+    if version == 2:
+        yield from _hybrid(section)
+    named = "fsdp_reshard_after_forward" in section.keys and not _hybrid_name(reshard)
     if version == 2 and named and str(reshard).lower() not in keys.SWITCH:
         fix = f"write {str(str(reshard).upper() != 'SHARD_GRAD_OP').lower()}"
-        yield hit(at("fsdp_reshard_after_forward"), reshard, "FSDP2 takes true or false", fix)
+        yield section.hit("fsdp_reshard_after_forward", "FSDP2 takes true or false", fix)
     if version == 1 and reshard is not None and str(reshard).upper() not in ("FULL_SHARD", "1"):
         what = "accelerate launch ignores it: FSDP1, the default, reads fsdp_sharding_strategy"
         word = str(reshard).upper()
         fix = f"write it as fsdp_sharding_strategy: {word}" if word in keys.STRATEGIES else "add fsdp_version: 2"
-        yield hit(at("fsdp_reshard_after_forward"), reshard, what, fix)
+        yield section.hit("fsdp_reshard_after_forward", what, fix)
     if version == 2:
         for name, instead in keys.ONLY_FSDP1.items():
-            if value(name) is not None:
-                yield hit(at(name), value(name), "FSDP2 ignores it", f"remove it: {instead}", "warning")
-    if version == 2 and str(value("fsdp_state_dict_type")).upper() == "LOCAL_STATE_DICT":
-        yield hit(
-            at("fsdp_state_dict_type"),
-            "LOCAL_STATE_DICT",
-            "accelerate stops: FSDP2 has none",
-            "write SHARDED_STATE_DICT",
-        )
-    loads = "fsdp_cpu_ram_efficient_loading" not in section or value("fsdp_cpu_ram_efficient_loading")
-    if loads and "fsdp_sync_module_states" in section and not value("fsdp_sync_module_states"):
+            if section.get(name) is not None:
+                yield section.hit(name, "FSDP2 ignores it", f"remove it: {instead}", "warning")
+        if str(section.get("fsdp_state_dict_type")).upper() == "LOCAL_STATE_DICT":
+            yield section.hit("fsdp_state_dict_type", "accelerate stops: FSDP2 has none", "write SHARDED_STATE_DICT")
+    loads = section.get("fsdp_cpu_ram_efficient_loading", default=True)
+    if loads and not section.get("fsdp_sync_module_states", default=True):
         what = "accelerate stops: fsdp_cpu_ram_efficient_loading, by default true, needs it"
-        yield hit(at("fsdp_sync_module_states"), value("fsdp_sync_module_states"), what, "remove it")
+        yield section.hit("fsdp_sync_module_states", what, "remove it")
     if config.on("use_cpu") or str(config.get("distributed_type")).upper() == "MULTI_CPU":
         yield hit(("use_cpu",), True, "on CPUs accelerate silently makes DDP of it", "use GPUs, or ZeRO")
-    yield from _wrapping(value, at)
-    if value("fsdp_activation_checkpointing_offload") and (version == 1 or not value("fsdp_activation_checkpointing")):
+    yield from _wrapping(section)
+    checkpoints = version == 2 and section.get("fsdp_activation_checkpointing")
+    if section.get("fsdp_activation_checkpointing_offload") and not checkpoints:
         what = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
-        yield hit(at("fsdp_activation_checkpointing_offload"), True, what, "add them, or remove it")
+        yield section.hit("fsdp_activation_checkpointing_offload", what, "add them, or remove it")
 
 
-def _fsdp_values(
-    version: int, section: dict[str, str], value: Callable[[str], object], at: Callable[[str], Key]
-) -> Iterator[Hit]:
+@dataclass(frozen=True)
+class _Fsdp:
+    """`fsdp_config` by the full names of its keys."""
+
+    config: Config
+    keys: dict[str, str]
+    """The keys as the file writes them."""
+
+    def get(self, name: str, default: object = None) -> object:
+        return self.config.get(FSDP, self.keys.get(name, name), default=default)
+
+    def hit(self, name: str, what: str, fix: str, severity: Severity = "error") -> Hit:
+        return hit((FSDP, self.keys.get(name, name)), self.get(name), what, fix, severity)
+
+
+def _fsdp_values(section: _Fsdp, version: int) -> Iterator[Hit]:
     """Yield values of `fsdp_config` that the plugin cannot read. It gets them as text, and null as "None"."""
     for name in (*keys.SWITCHES, *(keys.SWITCHES_OF_FSDP1 if version == 1 else ())):
-        if name in section and str(value(name)).lower() not in keys.SWITCH:
-            yield hit(
-                at(name), value(name), "accelerate stops where it is neither true nor false", "write true or false"
-            )
-    if "fsdp_version" in section and value("fsdp_version") is None:
-        yield hit(at("fsdp_version"), None, "accelerate stops at a version without a value", "write 2")
-    prefetch = value("fsdp_backward_prefetch")
+        if name in section.keys and str(section.get(name)).lower() not in keys.SWITCH:
+            yield section.hit(name, "accelerate stops where it is neither true nor false", "write true or false")
+    if "fsdp_version" in section.keys and section.get("fsdp_version") is None:
+        yield section.hit("fsdp_version", "accelerate stops at a version without a value", "write 2")
+    prefetch = section.get("fsdp_backward_prefetch")
     if prefetch is not None and str(prefetch).upper() not in (*keys.PREFETCHES, "1", "2"):
         what = f"not one of {', '.join(keys.PREFETCHES)}"
         fix = "write BACKWARD_PRE, or remove it" if version == 1 else "remove it: FSDP2 prefetches by itself"
-        yield hit(at("fsdp_backward_prefetch"), prefetch, what, fix)
-    strategy, known = value("fsdp_sharding_strategy"), (*keys.STRATEGIES, "1", "2", "3", "4", "5")
-    if version == 1 and "fsdp_sharding_strategy" in section and str(strategy).upper() not in known:
+        yield section.hit("fsdp_backward_prefetch", what, fix)
+    strategy, known = section.get("fsdp_sharding_strategy"), (*keys.STRATEGIES, "1", "2", "3", "4", "5")
+    if version == 1 and "fsdp_sharding_strategy" in section.keys and str(strategy).upper() not in known:
         what = f"not one of {', '.join(keys.STRATEGIES)}"
-        yield hit(at("fsdp_sharding_strategy"), strategy, what, "write FULL_SHARD")
-    least = value("fsdp_min_num_params")
-    if str(value("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" and not str(least or 0).isdecimal():
+        yield section.hit("fsdp_sharding_strategy", what, "write FULL_SHARD")
+    least = section.get("fsdp_min_num_params")
+    if str(section.get("fsdp_auto_wrap_policy")).upper() == "SIZE_BASED_WRAP" and not str(least or 0).isdecimal():
         what = "not a whole number, which YAML only reads without an exponent"
-        yield hit(at("fsdp_min_num_params"), least, what, "write 100000000")
+        yield section.hit("fsdp_min_num_params", what, "write 100000000")
 
 
 def _hybrid_name(value: object) -> str | None:
@@ -313,22 +315,16 @@ def _hybrid_name(value: object) -> str | None:
     return name if name.startswith("HYBRID_SHARD") else None
 
 
-def _hybrid(config: Config, version: int, value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
+def _hybrid(section: _Fsdp) -> Iterator[Hit]:
     """Yield FSDP1's strategies in FSDP2, which has two separate keys: one for ZeRO's stage, one for machines."""
-    if version == 1:
-        return
-    machines, count = _machines(config), config.number("num_processes")
+    machines, count = _machines(section.config), section.config.number("num_processes")
     for name in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-        given = value(name)
-        if given is None or (name == "fsdp_reshard_after_forward" and not _hybrid_name(given)):
+        given, moved = section.get(name), name == "fsdp_sharding_strategy"
+        if given is None or not (moved or _hybrid_name(given)):
             continue
         word = _hybrid_name(given) or str(given).upper()
         reshard = str(word in ("FULL_SHARD", "1", "HYBRID_SHARD")).lower()
-        fix = (
-            f"write fsdp_reshard_after_forward: {reshard}"
-            if name == "fsdp_reshard_after_forward"
-            else (f"remove it, and write fsdp_reshard_after_forward: {reshard}")
-        )
+        fix = f"{'remove it, and ' if moved else ''}write fsdp_reshard_after_forward: {reshard}"
         if _hybrid_name(given) and machines > 1:
             each = f"{count / machines:g}" if count else "THE GPUS OF ONE"
             fix += (
@@ -337,22 +333,21 @@ def _hybrid(config: Config, version: int, value: Callable[[str], object], at: Ca
             )
         if word in ("NO_SHARD", "3"):
             fix = "write distributed_type: MULTI_GPU, and remove fsdp_config"
-        what = "FSDP2 ignores it" if name == "fsdp_sharding_strategy" else "FSDP2 takes true or false"
-        yield hit(at(name), given, what, fix, "warning" if word in ("FULL_SHARD", "1") else "error")
+        what = "FSDP2 ignores it" if moved else "FSDP2 takes true or false"
+        yield section.hit(name, what, fix, "warning" if word in ("FULL_SHARD", "1") else "error")
 
 
-def _wrapping(value: Callable[[str], object], at: Callable[[str], Key]) -> Iterator[Hit]:
-    policy = str(value("fsdp_auto_wrap_policy") or "NO_WRAP").upper()
-    name = at("fsdp_auto_wrap_policy")
+def _wrapping(section: _Fsdp) -> Iterator[Hit]:
+    name, least = "fsdp_auto_wrap_policy", "fsdp_min_num_params"
+    policy = str(section.get(name) or "NO_WRAP").upper()
     if policy == "NO_WRAP":
         what = "the model is one unit, so that every process gathers all of it at once"
-        yield hit(name, value("fsdp_auto_wrap_policy"), what, "write TRANSFORMER_BASED_WRAP", "warning")
-    if policy == "SIZE_BASED_WRAP" and not value("fsdp_min_num_params"):
+        yield section.hit(name, what, "write TRANSFORMER_BASED_WRAP", "warning")
+    if policy == "SIZE_BASED_WRAP" and not section.get(least):
         what = "without fsdp_min_num_params accelerate wraps nothing"
-        yield hit(name, policy, what, "add fsdp_min_num_params: 100000000, or write TRANSFORMER_BASED_WRAP")
-    if policy != "SIZE_BASED_WRAP" and value("fsdp_min_num_params"):
-        least = at("fsdp_min_num_params")
-        yield hit(least, value("fsdp_min_num_params"), f"has no effect with {policy}", "remove it", "warning")
+        yield section.hit(name, what, "add fsdp_min_num_params: 100000000, or write TRANSFORMER_BASED_WRAP")
+    if policy != "SIZE_BASED_WRAP" and section.get(least):
+        yield section.hit(least, f"has no effect with {policy}", "remove it", "warning")
 
 
 def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
