@@ -64,7 +64,10 @@ def _forks() -> ForkServerContext:
     """Start a process that imports the libraries, and return the context that forks processes from it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([MEASURE])
-    with _environment(_of_the_libraries()):
+    # Libraries read these variables while they are imported. torch then counts GPUs through the driver's management
+    # library, which leaves CUDA uninitialised for the forks.
+    read = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    with _environment(rank_environment(1, visible_gpus()) | read):
         forkserver.ensure_running()
     return context
 
@@ -98,13 +101,6 @@ def _measure(words: tuple[str, str], printed: Path, variables: Mapping[str, str]
 
 def _text(printed: Path) -> str:
     return printed.read_text(errors="replace") if printed.exists() else ""
-
-
-def _of_the_libraries() -> dict[str, str]:
-    """Return the variables that libraries read while they are imported."""
-    offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    # torch counts GPUs through the driver's management library, which leaves CUDA uninitialised for the forks.
-    return rank_environment(1, visible_gpus()) | offline | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
 def _of_the_only_rank() -> dict[str, str]:

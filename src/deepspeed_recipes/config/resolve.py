@@ -65,12 +65,8 @@ def resolve(template: Json, numbers: Numbers) -> Json:
     _check_layout(numbers)
     config = copy.deepcopy(template)
     filled = fillings(numbers)
-    mismatches = [
-        line
-        for path, value in _matched(numbers).items()
-        if (line := _mismatch(config, path, value, filled)) is not None
-    ]
-    if mismatches:
+    lines = (_mismatch(config, path, value, filled) for path, value in _matched(numbers).items())
+    if mismatches := [line for line in lines if line is not None]:
         raise Unresolvable("\n".join(mismatches))
     _fill(config, filled)
     _add(config, numbers)

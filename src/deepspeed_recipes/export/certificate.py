@@ -106,9 +106,6 @@ def read(folder: Path) -> Json:
 def of_folder(folder: Path) -> Certificate:
     """Return the certificate of a folder, loaded with transformers in this process.
 
-    Args:
-        folder: a whole model, or an adapter.
-
     Raises:
         UserError: there is no `expected.json`, or the folder cannot be loaded.
     """

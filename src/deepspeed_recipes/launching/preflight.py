@@ -166,12 +166,6 @@ def check_model(recipe: Recipe) -> None:
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: int) -> None:
     """Refuse a layout that cannot run; report tensor parallelism across nodes, and stages that idle unnecessarily.
 
-    Args:
-        recipe: the run's recipe.
-        file: its DeepSpeed file.
-        ranks: number of ranks over all nodes.
-        ranks_each: largest number of ranks on a node.
-
     Raises:
         UserError: names the sizes, the reason and the nearest sizes that can run.
     """

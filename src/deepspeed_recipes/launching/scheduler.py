@@ -18,10 +18,6 @@ from .templates import write
 def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     """Return the allocation to request from a cluster, or None if the run does not use a scheduler.
 
-    Args:
-        options: the command line.
-        name: the job's name.
-
     Raises:
         UserError: the cluster does not have these resources.
     """

@@ -75,12 +75,6 @@ def stacks(run: RunFolder) -> list[int]:
     return sorted(int(file.stem.partition("-")[2]) for file in files if file.read_text().startswith(HUNG))
 
 
-def remove_stacks(run: RunFolder) -> None:
-    """Remove the stacks of an earlier attempt."""
-    for file in run.ranks.glob("rank-*.stack"):
-        file.unlink(missing_ok=True)  # every node of a cluster removes them
-
-
 RANK_MODULE = "deepspeed_recipes.training.run"
 LAST_GRACE = 12
 """Seconds within which ranks must end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed
@@ -150,7 +144,8 @@ def supervise(
     the `ranks` fails, the others get `LAST_GRACE` seconds. `watcher_of(launcher)` watches ranks on other machines;
     without it they run here.
     """
-    remove_stacks(run)
+    for file in run.ranks.glob("rank-*.stack"):  # of an earlier attempt
+        file.unlink(missing_ok=True)  # every node of a cluster removes them
     with children.running(command, env=environment) as launcher:
         watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
         signals: list[int] = []

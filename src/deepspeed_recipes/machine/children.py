@@ -45,10 +45,6 @@ def running(command: Sequence[str], **options: Any) -> Iterator["subprocess.Pope
 
     The child waits for a line from this process before it becomes the command, so that the command never runs before
     the shell that would kill it. A command that does not exist ends with status 127.
-
-    Args:
-        command: the program and its arguments.
-        options: options of `subprocess.Popen`.
     """
     gate, opened = os.pipe()
     waiting = ["/bin/sh", "-c", f'read -r _ </dev/fd/{gate} && exec "$@"', "sh", *command]

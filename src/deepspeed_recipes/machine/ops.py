@@ -140,10 +140,6 @@ def shipped(op: Op) -> bool:
 def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
     """Compile the ops that ranks need and this machine lacks, before the ranks start.
 
-    Args:
-        wanted: the ops that the ranks need.
-        variables: the ranks' environment.
-
     Raises:
         UserError: an op does not compile; the reason has been printed.
     """

@@ -25,12 +25,7 @@ def asked_for(recipe: Recipe) -> bool | None:
 
 
 def tiles_loss(recipe: Recipe, vocabulary: int) -> bool:
-    """Return True if a run computes its loss in tiles: because of `tiled_loss`, or because whole logits are large.
-
-    Args:
-        recipe: the run's recipe.
-        vocabulary: size of the model's vocabulary.
-    """
+    """Return True if a run computes its loss in tiles: because of `tiled_loss`, or because whole logits are large."""
     asked = asked_for(recipe)
     tokens = recipe.micro_batch_size * recipe.sequence_length / recipe.layout.sequence
     return are_large(tokens, vocabulary) if asked is None else asked

@@ -84,11 +84,6 @@ def as_text(tokens: Iterable[NewToken]) -> str:
 def check(tokens: Iterable[NewToken], known: Mapping[str, int], path: str) -> None:
     """Refuse tokens that a tokenizer has already.
 
-    Args:
-        tokens: to add.
-        known: the tokenizer's tokens.
-        path: of the model.
-
     Raises:
         UserError: names the first of them.
     """

@@ -144,13 +144,7 @@ def borrow(model: str, variant: str) -> Recipe:
 
 
 def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
-    """Return the recipe with a batch, epochs and logging that suit the size of the user's data; print them.
-
-    Args:
-        recipe: the borrowed recipe, with the user's settings.
-        ranks: number of ranks.
-        given: the keys that the user has set.
-    """
+    """Return the recipe with a batch, epochs and logging that suit the size of the user's data; print them."""
     size = workload.size_of(recipe) if "data.path" in given and not recipe.data.streaming else None
     if size is None:
         return recipe

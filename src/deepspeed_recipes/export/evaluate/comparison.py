@@ -19,21 +19,12 @@ RESAMPLES = 2000
 
 
 def of(held_out: HeldOut, found: Sequence[tuple[str, Scores]]) -> Json:
-    """Return the comparison in the format of evaluation.json.
-
-    Args:
-        held_out: the examples.
-        found: each model's name and scores.
-    """
+    """Return the comparison in the format of evaluation.json."""
     return _compared(held_out.metric, held_out.source, higher_is_better(held_out.metric), found)
 
 
 def of_tasks(found: Sequence[tuple[str, Sequence[Found]]]) -> list[Json]:
-    """Return a comparison in the same format for each metric of each of lm-evaluation-harness's tasks.
-
-    Args:
-        found: each model's name and the harness's results.
-    """
+    """Return a comparison in the same format for each metric of each of lm-evaluation-harness's tasks."""
     first = found[0][1]
     measured = [(name, {(one.task, one.metric): one.scores for one in of_model}) for name, of_model in found]
     return [

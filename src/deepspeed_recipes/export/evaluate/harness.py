@@ -62,10 +62,6 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
 def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
     """Run the harness on one model, with its progress on the terminal, and return its results.
 
-    Args:
-        words: the result of `command`.
-        variables: the environment of the process.
-
     Raises:
         UserError: the harness failed, for example because a task does not exist.
     """

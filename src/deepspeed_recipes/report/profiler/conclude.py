@@ -42,7 +42,9 @@ def conclude(folder: Path, predict: Predict = lambda about: {}) -> Json:
         trace = read(file)
         ranks.append(verdict.of_trace(trace))
         about = about or dict(trace.about)
-    found = verdict.as_json(ranks, verdict.cause(ranks, about), about, _others(folder))
+    others = [read_json(file) for file in folder.glob(f"rank-*{OTHERS}")]
+    times = [one["median"] for one in others if one["count"]]  # of steps that no rank recorded
+    found = verdict.as_json(ranks, verdict.cause(ranks, about), about, median(times) if times else None)
     return found | {"traffic": traffic(found, predict(about))}
 
 
@@ -60,13 +62,6 @@ def traffic(found: JsonView, predicted: Mapping[tuple[str, tuple[int, ...]], int
             }
         )
     return rows
-
-
-def _others(folder: Path) -> float | None:
-    """Return the median time in seconds of the steps that no rank recorded, or None if there were none."""
-    found = [read_json(file) for file in folder.glob(f"rank-*{OTHERS}")]
-    times = [one["median"] for one in found if one["count"]]
-    return median(times) if times else None
 
 
 def _rank(file: Path) -> int:

@@ -160,10 +160,6 @@ NSYS = "https://developer.nvidia.com/nsight-systems"
 def check_nsys(gpus: int, here: bool) -> None:
     """Refuse a run that Nsight Systems cannot profile.
 
-    Args:
-        gpus: number of GPUs of this machine.
-        here: whether the ranks run on this machine.
-
     Raises:
         UserError: nsys is not installed, there is no GPU, or the ranks run elsewhere.
     """

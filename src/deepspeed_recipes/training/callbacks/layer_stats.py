@@ -142,10 +142,6 @@ def verdicts(sizes: Mapping[str, float], earlier: JsonView) -> dict[str, str]:
     """Return the layers whose gradients vanish or explode compared with the median layer or with earlier steps.
 
     Only numbered layers are similar enough to be compared with each other.
-
-    Args:
-        sizes: the norm of each layer's gradient.
-        earlier: the norms in earlier logs.
     """
     found: dict[str, str] = {}
     usual = usual_size(sizes)

@@ -51,8 +51,11 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
         UserError: the processor of a vision-language model cannot be created.
     """
     config, kind = AutoConfig.for_model(**recipe.model.config), AutoModelForCausalLM
-    tokenizer = tokenizer_of() if recipe.model.vision else AutoTokenizer.from_pretrained(TINY_MODEL)
-    reader = processor_for(config, tokenizer) if recipe.model.vision else tokenizer  # it may add tokens
+    reader = tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    if recipe.model.vision:
+        tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
+        tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
+        reader = processor_for(config, tokenizer)  # it may add tokens
     small = shrink(config, recipe.draft, tokenizer)
     if recipe.model.vision:
         small, kind = shrink_vision(config, small, recipe.draft, tokenizer), AutoModelForImageTextToText
@@ -170,12 +173,6 @@ def _rope(rope: JsonView, head: int) -> Json:
 SIDE = 4
 """Patches of a draft's image in each direction, or of a square with its maximum number of pixels."""
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
-
-
-def tokenizer_of(folder: str = TINY_VISION) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `tiny_vision`, which drafts borrow; it has tokens for an image's start and end."""
-    tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
-    return AutoTokenizer.from_pretrained(folder, extra_special_tokens=tokens)
 
 
 def processor_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

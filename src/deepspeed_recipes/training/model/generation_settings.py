@@ -61,10 +61,6 @@ def correct(model: PreTrainedModel, path: str) -> str | None:
     effect are unset. A temperature of 0 means no sampling, as for servers, where a `top_k` of -1 means all tokens.
     Tokens that the model does not have are left out.
 
-    Args:
-        model: as loaded by transformers.
-        path: its folder or Hub id, for messages.
-
     Raises:
         UserError: a value of the wrong type, or a combination that cannot be corrected.
     """

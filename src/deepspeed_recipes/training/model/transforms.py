@@ -93,21 +93,18 @@ def switch_by_batch(model: PreTrainedModel) -> None:
 
     The others are evaluation and generation, which have masks and caches.
     """
-    configs = {id(one.config): one.config for one in model.modules() if _computes(one, VARLEN)}
+    owned = (getattr(one, "config", None) for one in model.modules())
+    known = {id(one): one for one in owned if isinstance(one, PreTrainedConfig)}
+    configs = [one for one in known.values() if one._attn_implementation == VARLEN]
 
     def switch(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
-        for config in configs.values():
+        for config in configs:
             config._attn_implementation = VARLEN if inputs.get("cu_seq_lens_q") is not None else "sdpa"
 
     # PEFT calls the outermost model's `forward` without its hooks, but the inner models' with theirs.
     for module in model.modules() if configs else ():
         if isinstance(module, PreTrainedModel):
             module.register_forward_pre_hook(switch, with_kwargs=True)
-
-
-def _computes(module: torch.nn.Module, name: str) -> bool:
-    config = getattr(module, "config", None)
-    return isinstance(config, PreTrainedConfig) and config._attn_implementation == name
 
 
 def _freeze(model: PreTrainedModel, recipe: Recipe) -> None:

@@ -60,13 +60,7 @@ def write(folder: Path, name: str = UNPUBLISHED) -> bool:
 
 
 def make(folder: Path, held: Record, name: str) -> ModelCard:
-    """Return the card of an exported folder.
-
-    Args:
-        folder: the export.
-        held: the record in its `training/`.
-        name: the model's on the Hub.
-    """
+    """Return the card of an exported folder."""
     contents = look(folder)
     recipe, results = held.recipe, held.results
     data = metadata(held, contents)

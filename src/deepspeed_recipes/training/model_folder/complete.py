@@ -13,10 +13,6 @@ from . import base_model, card, expected, record, response_template
 def check(source: Path, output: Path) -> None:
     """Refuse to overwrite files, and to export a model that failed its check.
 
-    Args:
-        source: the folder to copy or change.
-        output: the new folder.
-
     Raises:
         UserError: the message names the folder.
     """

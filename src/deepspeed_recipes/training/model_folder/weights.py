@@ -46,10 +46,6 @@ def check(folder: Path, key: str = "model.path") -> None:
 
     A folder that does not exist (a Hub id) is not checked.
 
-    Args:
-        folder: a model's.
-        key: names it in messages.
-
     Raises:
         UserError: no whole model, damaged or incomplete files, or quantised weights.
     """
@@ -85,9 +81,6 @@ def check(folder: Path, key: str = "model.path") -> None:
 
 def in_parts(held: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Return the weights that are stored quantised, and the names of all other tensors but what serving alone reads.
-
-    Args:
-        held: the tensors of a folder.
 
     Returns:
         The tensors of each quantised weight by its name without quantisation: `weight` and `scale`, maybe `zero_point`;

@@ -203,13 +203,14 @@ def blocks(model: nn.Module) -> dict[str, Json]:
             continue
         outwards, back = _stacked(children[experts[0]])
         count = len(getattr(children[experts[0]], outwards))
-        single = {child: len(module.weight) for child, module in children.items() if _is_matrix(module)}
-        routers = [child for child, rows in single.items() if rows == count]
+        own = {child: getattr(module, "weight", None) for child, module in children.items()}
+        matrices = {child: one for child, one in own.items() if isinstance(one, nn.Parameter) and one.ndim == 2}
+        routers = [child for child, matrix in matrices.items() if len(matrix) == count]
         if len(routers) != 1:
             continue
         parts = {"router_pattern": routers[0], "expert_pattern": experts[0], "expert_w1": outwards, "expert_w2": back}
-        shared = [child for child in children if child not in (*single, *experts)]
-        gates = [child for child, rows in single.items() if rows == 1 and child not in routers]
+        shared = [child for child in children if child not in (*matrices, *experts)]
+        gates = [child for child, matrix in matrices.items() if len(matrix) == 1 and child not in routers]
         if shared:
             parts |= {"has_shared_experts": True, "shared_experts_pattern": shared[0]}
         if gates:
@@ -221,11 +222,6 @@ def blocks(model: nn.Module) -> dict[str, Json]:
 def _stacked(module: nn.Module) -> list[str]:
     """Return the names of the parameters that hold the matrices of all experts, [experts, out, in], in their order."""
     return [name for name, value in module.named_parameters(recurse=False) if value.ndim == 3]
-
-
-def _is_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, nn.Parameter) and weight.ndim == 2
 
 
 @torch.no_grad()

@@ -95,16 +95,7 @@ def compute(
     collator: PlacesCollator,
     batch: int,
 ) -> None:
-    """Write the folder, on each rank a share of the sequences; a collective.
-
-    Args:
-        folder: to write.
-        mark: from `of_run`.
-        teacher: computes the numbers.
-        training: the sequences.
-        collator: the run's.
-        batch: sequences per forward pass.
-    """
+    """Write the folder, on each rank a share of the sequences; a collective."""
     say(f"teacher: computing its {mark['top_k']} likeliest next tokens of all training data once, into {folder}")
     folder.mkdir(parents=True, exist_ok=True)
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -126,13 +126,7 @@ class Teacher:
         return (self.head.logits(hidden, *self.head.weights) / self.temperature).log_softmax(-1)
 
     def likeliest(self, inputs: Batch, places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
-
-        Args:
-            inputs: a batch.
-            places: as in `hidden`.
-            count: number of tokens per place.
-        """
+        """Return the likeliest tokens at places, and their log-probabilities with that of all others, on the CPU."""
         hidden, found = self.hidden(inputs, places), []
         with self.gathered():
             for part in hidden.split(max(1, divergence.ENTRIES // self.head.vocabulary)):
