@@ -52,7 +52,7 @@ def files(folder: Path) -> list[File]:
     """Return the files of `folder` to publish, sorted by name.
 
     Raises:
-        UserError: `folder` is not a model folder, contains a file that is no part of a model, that is cut off or
+        UserError: `folder` is not a model folder, contains a file that is not part of a model, that is cut off or
             unreadable, a credential, a path on this machine, or an adapter whose base model is not on the Hub.
     """
     if not folder.is_dir():

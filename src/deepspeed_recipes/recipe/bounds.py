@@ -24,9 +24,9 @@ class Bounds:
     usual: float | None = None
     """The value that a message suggests."""
     zero: bool = False
-    """Whether 0 is allowed too; it turns something off."""
+    """True if 0, which turns something off, is allowed too."""
     steps: bool = False
-    """Whether values from 1 on are numbers of steps, and so whole numbers; below 1 they are shares."""
+    """True if values from 1 on are whole numbers of steps; below 1 they are shares."""
 
     def broken_by(self, value: float) -> bool:
         """Return True if a number is out of bounds."""

@@ -515,7 +515,7 @@ def write_recipe(run: RunFolder, recipe: Recipe) -> None:
 
 
 def write_requested(path: Path, value: object) -> None:
-    """Write a record of this start: to `path`, or beside that of an earlier start until a step is recorded."""
+    """Write a record of this start: to `path`, or next to an earlier start's until a step is recorded."""
     write_json(_requested(path) if path.exists() else path, value)
 
 
