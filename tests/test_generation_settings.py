@@ -54,8 +54,11 @@ def test_invalid_settings_are_corrected_as_transformers_advises(settings, said, 
 
 
 def test_valid_settings_stay_as_they_are(tmp_path):
-    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2]}
+    settings = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2], "stop_strings": ["a"]}
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
     line, saved = corrected(tmp_path, **settings)
+    assert torch.equal(before, torch.random.get_rng_state()), "the run's random numbers stay the same"
     assert line is None and settings.items() <= saved.items()
 
 
@@ -72,6 +75,10 @@ def test_valid_settings_stay_as_they_are(tmp_path):
         ('{"eos_token_id": 1000000}', "eos_token_id=1000000: the model has 1152 tokens"),
         ('{"do_sample": true, "temperature": -0.5}', "temperature=-0.5: must be above 0"),
         ('{"num_beams": 0}', "num_beams=0: must be at least 1"),
+        ('{"bad_words_ids": [2]}', "bad_words_ids"),
+        ('{"forced_eos_token_id": 99999}', "out of bounds"),
+        ('{"do_sample": true, "top_k": 50.0}', "top_k"),
+        ('{"exponential_decay_length_penalty": [1]}', "cannot generate with these settings"),
     ],
 )
 def test_what_nothing_corrects_is_refused_with_the_file(text, word, tmp_path):

@@ -4,11 +4,13 @@ transformers only warns about invalid settings at that time, and refuses to save
 with them.
 """
 
+import copy
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import GenerationConfig, PreTrainedModel
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ...recipe.bounds import Bounds
 from ...recipe.errors import UserError, errors_only, first_line
@@ -87,10 +89,38 @@ def correct(model: PreTrainedModel, path: str) -> str | None:
     for name, bounds in LIMITS.items():
         if (value := getattr(config, name, None)) is not None and bounds.broken_by(value):
             raise UserError(f"{path}: {FILE}: {name}={value}: must be {bounds}; correct the file.")
+    _check_generates(config, model.config.get_text_config().vocab_size, path)
     if not changed:
         return None
     made = ", ".join(f"{name} is unset" if value is None else f"{name}={value}" for name, value in changed.items())
     return f"{path}: its generation settings are invalid, and an export could not be saved or used; corrected: {made}"
+
+
+def _check_generates(config: GenerationConfig, tokens: int, path: str) -> None:
+    """Refuse settings with which transformers cannot generate, by generating a token with a small model.
+
+    Args:
+        config: the settings; what needs a tokenizer or another package is not tried.
+        tokens: size of the vocabulary.
+        path: the model's folder or Hub id, for the message.
+    """
+    tried = copy.deepcopy(config)
+    beams = min(config.num_beams or 1, 2)
+    tried.update(
+        max_new_tokens=1, num_beams=beams, num_return_sequences=1, stop_strings=None, cache_implementation=None
+    )
+    layer = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), errors_only("transformers"):
+        try:
+            small = LlamaForCausalLM(LlamaConfig(vocab_size=tokens, **layer))
+            small.generate(torch.tensor([[0]]), generation_config=tried, synced_gpus=False)  # also under ZeRO-3
+        except ImportError:
+            pass
+        except Exception as error:  # of any kind, for what transformers does not check
+            raise UserError(
+                f"{path}: {FILE}: transformers cannot generate with these settings ({first_line(error).rstrip('.')}); "
+                "correct the file."
+            ) from error
 
 
 def _known_tokens(model: PreTrainedModel, config: GenerationConfig, path: str) -> Json:
