@@ -364,9 +364,34 @@ def test_sizes_that_no_model_has_are_refused(key, model, tmp_path):
         assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("file", "keys"),
+    [
+        ("tokenizer_config.json", {"model_max_length": "512"}),
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer.json", {"version": "9.0"}),
+    ],
+)
+def test_a_tokenizer_with_a_wrong_value_is_refused(model, file, keys):
+    (model / file).write_text(json.dumps(json.loads((model / file).read_text()) | keys))
+    with pytest.raises(UserError) as caught:
+        chat_templates.load_tokenizer(small(model, Path("unread")))
+    one_line(caught, "its tokenizer_config.json or tokenizer.json is wrong: ")
+
+
 def test_sizes_that_are_no_numbers_are_refused(model):
-    for keys in ({"hidden_size": "big"}, {"rms_norm_eps": "x"}):
+    for keys in (
+        {"hidden_size": "big"},
+        {"rms_norm_eps": "x"},
+        {"dtype": "float99"},
+        {"eos_token_id": "</s>"},
+        {"hidden_act": "wat"},
+        {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
+        {"output_attentions": True},
+        {"return_dict": False},
+    ):
         with pytest.raises(UserError) as caught:
             load.load_model(changed(model, **keys))
-        one_line(caught, "config.json is wrong")
+        one_line(caught, "its config.json")
+        assert "is wrong: " in str(caught.value) or "return_dict=false" in str(caught.value)
         shutil.copy(TINY_MODEL / "config.json", model)

@@ -18,7 +18,7 @@ from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
-from ..model.load import cannot_load
+from ..model.load import WRONG_VALUES, cannot_load, load_config
 from ..model.shown import bounded, owners, shown
 from ..model_folder import weights
 
@@ -42,9 +42,13 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder or Hub id has none, or the template cannot be read.
     """
+    load_config(recipe)  # which also names the tokenizer's class
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+        tokenizer("A word.")  # which fails with a `model_max_length` that is text, for example
+    except Exception as error:  # the library `tokenizers` raises nothing but `Exception`
+        if not isinstance(error, (OSError, ValueError, *WRONG_VALUES)) and type(error) is not Exception:
+            raise
         raise UserError(cannot_load("tokenizer", recipe, error)) from error
     if tokenizer.pad_token is None:  # attention masks it, so any token works
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))

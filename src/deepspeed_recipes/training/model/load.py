@@ -35,6 +35,10 @@ TEXT_PART = {
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+WRONG_VALUES = (AttributeError, KeyError, TypeError, StrictDataclassError)
+"""The errors of transformers about values of a model's files that it does not check, such as `dtype: float99`."""
+
+
 def load_config(recipe: Recipe) -> PreTrainedConfig:
     """Return the model's configuration.
 
@@ -44,9 +48,15 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     if recipe.model.trust_remote_code:
         remote_code.permit()
     try:
-        return AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
-    except (OSError, ValueError, ArithmeticError, RecursionError, StrictDataclassError) as error:
+        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+    except (OSError, ValueError, ArithmeticError, RecursionError, *WRONG_VALUES) as error:
         raise UserError(cannot_load("configuration", recipe, error)) from error
+    if config.return_dict is False:
+        raise UserError(
+            f"model.path={recipe.model.path}: its config.json has return_dict=false, with which its parts do not find "
+            "each other's outputs; remove the key."
+        )
+    return config
 
 
 def load_model(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
@@ -112,7 +122,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
                 output_loading_info=True,
                 **part,
             )
-    except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError) as error:
+    except (OSError, ValueError, ArithmeticError, AssertionError, SafetensorError, MemoryError, *WRONG_VALUES) as error:
         raise UserError(cannot_load("model", recipe, error)) from error
     except ImportError as error:
         if attention.loadable(recipe.model.attention) in ("sdpa", "eager"):
@@ -225,8 +235,10 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
         return f"deepspeed={recipe.deepspeed}: DeepSpeed refuses this configuration: {reason}"
     if isinstance(error, SafetensorError):
         reason = f"a .safetensors file is damaged or cut off ({reason}); copy or download it again"
-    elif isinstance(error, StrictDataclassError):
-        reason = f"its config.json is wrong: {' '.join(str(error).split())}"
+    elif isinstance(error, WRONG_VALUES) or type(error) is Exception:
+        file = "tokenizer_config.json or tokenizer.json" if what == "tokenizer" else "config.json"
+        kind = "" if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: "
+        reason = f"its {file} is wrong: {kind}{' '.join(str(error).split())}"
     elif (
         isinstance(error, ArithmeticError | AssertionError | MemoryError)
         or "negative dimension" in reason
