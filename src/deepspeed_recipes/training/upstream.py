@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import datasets.arrow_writer
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -68,6 +69,16 @@ def leave_out_shared_memory() -> None:
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     backend.build_shm_op = lambda: None
+
+
+def keep_json_numbers() -> None:
+    """Make the JSON columns of `datasets` keep numbers as they are.
+
+    It writes and reads them with pandas' JSON, which rounds to ten decimals (1e-12 becomes 0), turns NaN into null, and
+    cannot read integers over 64 bits, whose objects then arrive as texts.
+    """
+    for module in (datasets.features.features, datasets.utils.json, datasets.arrow_writer):
+        module.ujson_dumps, module.ujson_loads = json.dumps, json.loads
 
 
 def compile_ops_once(stack: Path) -> None:

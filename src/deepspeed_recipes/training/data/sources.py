@@ -34,6 +34,7 @@ from ...recipe import own_code
 from ...recipe.errors import UserError, first_line
 from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe, names
+from .. import upstream
 from . import images, text_files
 from .forms import formats, keys, turns
 from .updates import FEW
@@ -73,7 +74,9 @@ def digest_of_code(files: Iterable[Path], *versions: str) -> str:
     return hashlib.blake2b(code + " ".join(versions).encode(), digest_size=8).hexdigest()
 
 
-CONVERTED_BY = digest_of_code(Path(str(one.__file__)) for one in (text_files, formats, keys, turns, images))
+CONVERTED_BY = digest_of_code(
+    Path(str(file)) for file in (__file__, *(one.__file__ for one in (text_files, formats, keys, turns, images)))
+)
 """Identifies this version of the conversions; examples in the cache of another version are converted again."""
 
 NOTES = re.compile(r"(?i)(readme|licen[cs]e|notice)\b")
@@ -136,6 +139,7 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
         UserError: a source that cannot be read or is empty, or an example that breaks a rule of `formats.py`;
             streamed examples are checked when they are reached.
     """
+    upstream.keep_json_numbers()
     return [_source(name, recipe, streaming) for name in names(path)]
 
 
