@@ -6,12 +6,13 @@ import re
 from dataclasses import replace
 
 import pytest
+from datasets import Dataset
 
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
-from deepspeed_recipes.training.data.forms import formats, keys
+from deepspeed_recipes.training.data.forms import formats
 from tests.small import small
 
 
@@ -231,10 +232,9 @@ def test_a_turn_that_is_not_to_be_learned_is_marked(flag):
     turns = [user("Hi?") | flag, assistant("Yes.", **flag), user("So?"), assistant("No.")]
     (read,) = formats.converted([("here", {"messages": turns})], "sft")
     assert read["messages"] == [user("Hi?"), assistant("Yes.", **out), user("So?"), assistant("No.")]
-    if {*flag} <= {*keys.OF_EXAMPLES}:
-        numeric = isinstance(flag.get("loss"), int | float | str) and not isinstance(flag.get("loss"), bool)
-        (read,) = formats.converted([("here", {"messages": SHORT, **flag})], "sft")
-        assert read["messages"] == (SHORT if numeric else [user("Hi?"), assistant("Yes.", **out)])
+    numeric = isinstance(flag.get("loss"), int | float | str) and not isinstance(flag.get("loss"), bool)
+    (read,) = formats.converted([("here", {"messages": SHORT, **flag})], "sft")
+    assert read["messages"] == (SHORT if numeric else [user("Hi?"), assistant("Yes.", **out)])
 
 
 @pytest.mark.parametrize("flag", [{"train": True}, {"weight": 1.0}, {"weight": "1"}, {"masked": False}, {"train": ""}])
@@ -321,11 +321,13 @@ UNREAD = [
     ({"prompt": "a", "answer": "b"}, "prompt", "grpo", []),  # the reward function gets it
     (
         {
-            "messages": [user("Hi?") | {"mood": "good"}, assistant("Yes.", weight=1)],
-            **{"id": 7, "score": None, "chat_template_kwargs": {"a": 1}},
+            "messages": [user("Hi?") | {"mood": "good", "name": "Jo"}, assistant("Yes.", weight=1)],
+            **{"id": 7, "score": None, "chat_template_kwargs": {"a": 1}, "masked": False},
         },
-        *("messages", "sft", ["id", "turns.mood", "chat_template_kwargs.a"]),
+        *("messages", "sft", ["id", "turns.mood", "turns.name", "chat_template_kwargs.a"]),
     ),
+    ({"messages": [*SHORT, {"role": "tool", "content": "a", "name": "f"}]}, "messages", "sft", []),
+    ({"messages": SHORT, "label": "a", "train": False}, "labelled_messages", "classify", ["train"]),
 ]
 
 
@@ -527,6 +529,15 @@ FILES = {
     "gzip": ("a.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text; unpack it"),
     "Parquet": ("a.jsonl", b"PAR1abc", "is Parquet without the suffix"),
     "UTF-16": ("a.csv", "a,b".encode("utf-16"), "is UTF-16, not text"),
+    "UTF-16 without a mark": (
+        "a.txt",
+        "a b".encode("utf-16-le"),
+        ":1: has a NUL byte, which no text has; is it UTF-16",
+    ),
+    "suffix": ("a.html", b"<p>", ":1: not JSON (Expecting value); one JSON object per line is expected (raw text has "),
+    "suffix in capitals": ("A.CSV", b"question,answer\n1,2\n", "A.CSV:2: its fields ('question', 'answer')"),
+    "array in lines": ("a.jsonl", b"[{}]", ":1: a list, not a JSON object; an array of objects is read from a .json"),
+    "cut off": ("a.parquet", b"PAR1abc", "a.parquet: cannot be read as parquet"),
     "a key twice": ("a.jsonl", b'{"text": "a", "text": "b"}', ":1: not JSON (the key 'text' twice in an object)"),
     "text of a table": ("a.csv", b"messages\n[{'role': 'user'}]\n", "should be JSON and is not"),
 }
@@ -587,7 +598,7 @@ def test_judged_answers_are_of_both_kinds(tmp_path):
     for name, labels in (("good", (True, True)), ("both", (True, False))):
         rows = [line(prompt="a", completion="b", label=label) for label in labels]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
-    (tmp_path / "table.parquet").write_bytes(b"which the ranks read")
+    Dataset.from_list([{"prompt": "a", "completion": "b", "label": True}]).to_parquet(tmp_path / "table.parquet")
     good, both, table = (str(tmp_path / name) for name in ("good.jsonl", "both.jsonl", "table.parquet"))
     kto = small(tmp_path, tmp_path, method="kto")
     for path, held_out in ((both, None), (f"{good},{both}", both), (f"{good},{table}", None), (table, table)):

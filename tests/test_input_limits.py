@@ -104,7 +104,7 @@ def test_a_small_parquet_file_that_unpacks_to_gigabytes_is_refused(write, stream
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_a_large_file_that_is_no_bomb_is_read(streaming, tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "UNPACKED_BYTES", 1000)  # in the place of 256 MB
+    monkeypatch.setattr(text_files, "UNPACKED_BYTES", 1000)  # in the place of 256 MB
     path = tmp_path / "a.parquet"
     rows = [os.urandom(40).hex() for _ in range(200)]
     pq.write_table(pa.table({"prompt": rows, "completion": rows}), path)

@@ -1,6 +1,7 @@
 """Real files of every kind, the Hub as it fails, mixing by weight, and splitting without overlap."""
 
 import json
+import math
 from dataclasses import replace
 
 import pyarrow as pa
@@ -93,7 +94,7 @@ def test_every_kind_of_source_gives_the_same_examples(kind, streaming, tmp_path)
 
 def test_tool_calls_keep_their_own_arguments(tmp_path):
     """Arrow's structs would give every call the arguments of all the others, as nulls."""
-    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": ["x", 2]}}]
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": ["x", 2**70, 1e-12, math.pi]}}]
     turns = [{"role": "user", "content": "Go."}] + [{"role": "assistant", "tool_calls": [call]} for call in calls]
     path = tmp_path / "a.jsonl"
     path.write_text(lines([{"messages": turns}, *CHATS]))

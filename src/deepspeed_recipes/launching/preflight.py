@@ -235,10 +235,15 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, config=config))
 
 
-def check_data(recipe: Recipe) -> int | None:
-    """Read every local text file once, or the beginning of a streamed one, and refuse data that training cannot use.
+def check_data(recipe: Recipe, listed: bool = False) -> int | None:
+    """Read every local text file once, and refuse data that training cannot use.
 
-    Parquet, Arrow, folders with splits and Hub datasets are checked by the same rules when the ranks read them.
+    Of streamed, Parquet and Arrow files only the beginning is read. The ranks check all examples by the same rules,
+    also those of folders with splits and of Hub datasets.
+
+    Args:
+        recipe: the run's.
+        listed: whether the keys of examples that nothing reads are printed, as the ranks do.
 
     Returns:
         The number of training examples, or None if only the ranks can count them.
@@ -250,10 +255,10 @@ def check_data(recipe: Recipe) -> int | None:
     _check_options(recipe)
     code = [one for key, found in own_code.of_recipe(recipe).items() if key != "reward" for one in found]
     if not code:
-        return _checked_data(recipe)
+        return _checked_data(recipe, listed)
     if importlib.util.find_spec("torch") is None or not all(map(_is_here, code)):  # only the cluster has them
-        return None if recipe.data.transform else _checked_data(recipe)
-    return _in_a_process(recipe)
+        return None if recipe.data.transform else _checked_data(recipe, listed)
+    return _in_a_process(recipe, listed)
 
 
 def _is_here(function: own_code.Function) -> bool:
@@ -261,7 +266,7 @@ def _is_here(function: own_code.Function) -> bool:
     return Path(function.path).is_file()
 
 
-def _in_a_process(recipe: Recipe) -> int | None:
+def _in_a_process(recipe: Recipe, listed: bool) -> int | None:
     """Try the recipe's own code and check the data in another process, and return the number of training examples.
 
     The code may import torch, which would keep hundreds of MB in the launcher until the run ends.
@@ -270,7 +275,7 @@ def _in_a_process(recipe: Recipe) -> int | None:
         UserError: the code cannot be used, or the data cannot.
     """
     done = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, *["listed"] * listed],
         input=json.dumps(to_dict(recipe)),
         stdout=subprocess.PIPE,
         text=True,
@@ -295,7 +300,7 @@ def _answer() -> None:
     recipe = from_dict(json.load(sys.stdin))
     try:
         rank_code.try_all(with_dimensions(recipe), _references(recipe))
-        json.dump(_checked_data(recipe), reply)
+        json.dump(_checked_data(recipe, "listed" in sys.argv), reply)
     except UserError as error:
         json.dump(str(error), reply)
     reply.close()
@@ -307,7 +312,7 @@ def _references(recipe: Recipe) -> list[str]:
     if not own_code.functions("data.metric", data.metric) or recipe.model.vision:
         return []
     for path in map(Path, names(data.validation) + names(data.path)):
-        if path.is_file() and path.suffix not in text_files.COLUMNAR:
+        if path.is_file():
             located = formats.prepared(text_files.read(path), formats.reading_of(data))
             found = formats.converted(located, method.name, data.form)
             turns = (example["messages"][-1] for example in islice(found, REFERENCES))
@@ -315,24 +320,32 @@ def _references(recipe: Recipe) -> list[str]:
     return []
 
 
-def _checked_data(recipe: Recipe) -> int | None:
-    """Return the number of training examples of local text files, or None if only the ranks can count them."""
+def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
+    """Return the number of training examples of local text files, or None if only the ranks can count them.
+
+    If `listed`, print the keys of examples that nothing reads.
+    """
     counts: list[int | None] = []
     bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
     rendering = chat_template.Rendering(recipe)
+    reads_columns = importlib.util.find_spec("pyarrow") is not None
     kinds_of: dict[str, Counter[object]] = {}
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()
         for name in names(path):
-            files, whole = _text_of(Path(name), recipe.data.split)
-            most = STREAMED if recipe.data.streaming and trained else None
-            found: Counter[object] = sum(
-                (check_file(file, *method, most, bad, rendering.check) for file in files), Counter()
-            )
-            count = found.total() if whole else None
-            labels += found if whole else Counter([UNKNOWN])
+            files, whole = _examples_of(Path(name), recipe.data.split)
+            found, unread = Counter[object](), Counter[str]()
+            if not reads_columns or recipe.model.vision:  # images in columns are the ranks'
+                files = [file for file in files if text_files.suffix(file) not in text_files.COLUMNAR]
+            for file in files:
+                columnar = text_files.suffix(file) in text_files.COLUMNAR
+                most = STREAMED if columnar or (recipe.data.streaming and trained) else None
+                found += check_file(file, *method, most, bad, rendering.check, unread if listed else None)
+            labels += found if whole else Counter({UNKNOWN: found.total() if files else 1})
             if trained:
-                counts.append(count)
+                counts.append(found.total() if whole else None)
+            if line := formats.unread_line(name, unread, rendering.template.text if rendering.template else ""):
+                print(line, flush=True)
         kinds_of["data.path" if trained else "data.validation"] = labels
     usable = sum(labels.total() for labels in kinds_of.values())
     if bad.count and (recipe.data.bad == "stop" or not kinds_of["data.path"]):
@@ -344,37 +357,37 @@ def _checked_data(recipe: Recipe) -> int | None:
     return min(sum(known), recipe.data.max_examples or sum(known))
 
 
-def _text_of(place: Path, split: str) -> tuple[list[Path], bool]:
-    """Return the text files of a source that are read, and whether they are all of its examples.
+def _examples_of(place: Path, split: str) -> tuple[list[Path], bool]:
+    """Return the files of a source that are checked, and whether they are text and all of its examples.
 
     Raises:
         UserError: a folder without data files.
     """
     if place.is_file():
-        return ([], False) if place.suffix in text_files.COLUMNAR else ([place], True)
+        return [place], text_files.suffix(place) not in text_files.COLUMNAR
     if not place.is_dir():
         return [], False
     files = [Path(file) for file in sorted(spec_files.below(place))]
     # The Hub's rules leave out hidden files and folders, such as .ipynb_checkpoints.
     found = [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(place).parts)]
-    if not any(file.suffix in text_files.READ for file in found):
+    if not any(text_files.suffix(file) in text_files.READ for file in found):
         raise UserError(f"{place}: no data files in this folder or below ({', '.join(text_files.READ)}).")
-    if any((place / state).exists() for state in SAVED) or any(SPLITS.search(str(f.relative_to(place))) for f in found):
+    if any((place / state).exists() for state in SAVED):
+        return sorted((place / split if (place / SAVED[1]).exists() else place).glob("data-*.arrow")), False
+    if any(SPLITS.search(str(file.relative_to(place))) for file in found):
         return [], False  # the ranks know the Hub's rules for the names of splits
-    examples = [file for file in found if file.suffix in text_files.SUFFIXES]
-    examples = examples or [file for file in found if file.suffix in text_files.PLAIN]
-    text = [file for file in examples if file.suffix not in text_files.COLUMNAR]
-    return text, len(text) == len(examples)
+    examples = [file for file in found if text_files.suffix(file) in text_files.SUFFIXES]
+    examples = examples or [file for file in found if text_files.suffix(file) in text_files.PLAIN]
+    return examples, not any(text_files.suffix(file) in text_files.COLUMNAR for file in examples)
 
 
 def unchecked(recipe: Recipe) -> str:
     """Return a line with what neither this module nor `--dry-run` reads, and the run checks when it starts."""
-    left = [
-        name
-        for path in (recipe.data.path, recipe.data.validation)
-        for name in names(path)
-        if not Path(name).is_file() or Path(name).suffix in text_files.COLUMNAR
-    ]
+    left = []
+    for name in names(recipe.data.path) + names(recipe.data.validation):
+        columnar = text_files.suffix(Path(name)) in text_files.COLUMNAR
+        if columnar or not Path(name).is_file():
+            left.append(name + f" after row {STREAMED:,}" * columnar)
     if recipe.data.streaming:
         left.append(f"examples after the first {STREAMED:,}")
     data = f"{', '.join(left)} (read by the ranks); " if left else ""
@@ -440,12 +453,14 @@ def check_file(
     most: int | None = None,
     bad: text_files.Bad | None = None,
     also: Callable[[str, formats.Example], object] = lambda where, example: None,
+    unread: Counter[str] | None = None,
 ) -> Counter[Any]:
-    """Check a text file's first `most` examples (all if None) for a method, and return their number by kind.
+    """Check a file's first `most` examples (all if None) for a method, and return their number by kind.
 
     `data` says how they are read. An example's kind is its label, or a flag for a `negative`. With `vision` an example
     may have images, and every image is opened.
-    `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example.
+    `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example. `unread`
+    counts the keys that nothing reads.
 
     Raises:
         UserError: names the file, the line, the field and the fix.
@@ -456,12 +471,17 @@ def check_file(
         text_files.refuse(error, bad)
         errors(error)
 
-    place = str(path)
+    place, form = str(path), ""
 
     def placed() -> Iterator[tuple[str, formats.Example]]:
-        nonlocal place
+        nonlocal place, form
         for where, example in formats.prepared(text_files.read(path, note), formats.reading_of(data), note):
             place = where
+            if unread is not None:
+                with contextlib.suppress(UserError):  # which the conversion raises
+                    form = form or formats.form_of(where, example, method, data.form)
+                    found = formats.unread(where, example, form, method)
+                    unread.update(key for key in found if not (vision and key in images.FIELDS))
             yield where, example
 
     examples = placed()

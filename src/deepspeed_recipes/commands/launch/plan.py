@@ -277,7 +277,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
         capacity.check_cache()
-    examples = preflight.check_data(recipe)
+    examples = preflight.check_data(recipe, listed=options.dry_run)
     chat_template.check(recipe)
     long = options.dry_run and recipe.max_steps  # the ranks print it otherwise
     for warning in (

@@ -1,6 +1,5 @@
 """Reads a run's sources, converts them to the method's form, mixes them by weight, and splits them."""
 
-import contextlib
 import hashlib
 import json
 import re
@@ -28,7 +27,6 @@ from datasets import (
 )
 from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
-from pyarrow.parquet import ParquetFile
 
 from ...recipe import own_code
 from ...recipe.errors import UserError, first_line
@@ -64,8 +62,6 @@ BAD = "bad"
 """A column with the error of an example that is left out."""
 DROPPED = "\0dropped "
 """Begins a row's entry in that column with the number of examples that `data.transform` has dropped."""
-NAMED = 8
-"""Maximum number of keys in a line."""
 
 
 def digest_of_code(files: Iterable[Path], *versions: str) -> str:
@@ -85,10 +81,6 @@ NAMED_FILES = 5
 """Maximum number of files in a message."""
 EMPTY_BYTES = 2**16
 """No file without examples is larger: it holds only a header or a schema."""
-READ_AT_ONCE = 100
-"""Rows that are unpacked at a time; a row group can be a whole file."""
-UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
-"""Limit of a file's unpacked size: this many bytes, or this many times its size. Text packs to a third or a tenth."""
 
 
 @dataclass(frozen=True)
@@ -116,17 +108,7 @@ class Source:
 
     def unread_line(self, template: str) -> str | None:
         """Return a line with the keys that neither this project nor the chat template reads, or None."""
-        found = {
-            key: count
-            for key, count in self.unread.items()
-            if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
-        }
-        if not found:
-            return None
-        names = sorted(found, key=lambda key: -found[key])
-        listed = ", ".join(f"{name} ({found[name]})" for name in names[:NAMED])
-        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        return f"{self._short()}: keys that nothing reads, with their numbers of examples: {listed}{more}"
+        return formats.unread_line(self._short(), self.unread, template)
 
     def _short(self) -> str:
         return "/".join(Path(self.name).parts[-2:])
@@ -269,28 +251,16 @@ def _numbered(name: object, found: Examples) -> Located:
 
 
 def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
-    kind = text_files.COLUMNAR.get(path.suffix)
+    kind = text_files.COLUMNAR.get(text_files.suffix(path))
     if kind is None:
         yield from text_files.read(path, bad)
         return
-    options = {"batch_size": READ_AT_ONCE} if kind == "parquet" else {}
-    with _damage_named(path, kind):
+    options = {"batch_size": text_files.READ_AT_ONCE} if kind == "parquet" else {}
+    with text_files.damage_named(path, kind):
         if kind == "parquet":
-            _check_row_groups(path)
+            text_files.check_row_groups(path)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
-
-
-@contextlib.contextmanager
-def _damage_named(path: Path, kind: str) -> Iterator[None]:
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:  # pyarrow and datasets raise a dozen types for damaged or unsupported files
-        raise UserError(
-            f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
-        ) from error
 
 
 def _as_files(found: Examples) -> Examples:
@@ -310,23 +280,13 @@ def _undecoded(kind: object) -> Any:
     return {name: _undecoded(one) for name, one in kind.items()} if isinstance(kind, dict) else kind
 
 
-def _check_row_groups(path: Path) -> None:
-    """Refuse a file with a row group that would take far more memory than the file's size suggests."""
-    about = ParquetFile(path).metadata
-    for number in range(about.num_row_groups):
-        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
-        unpacked = sum(column.total_uncompressed_size for column in columns)
-        if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
-            raise _unpacks(path)
-
-
 def _of_sane_size(path: Path, located: Located) -> Located:
     """Yield the examples, until they prove far larger than the file: a dictionary stores equal texts once."""
-    total, most = 0, max(UNPACKED_BYTES, PACKED_TIMES * path.stat().st_size)
+    total, most = 0, max(text_files.UNPACKED_BYTES, text_files.PACKED_TIMES * path.stat().st_size)
     for where, example in located:
         total += _characters(example)
         if total > most:
-            raise _unpacks(path)
+            raise text_files.unpacks(path)
         yield where, example
 
 
@@ -338,14 +298,6 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
-def _unpacks(path: Path) -> UserError:
-    size = path.stat().st_size
-    return UserError(
-        f"{path}: unpacks to over {PACKED_TIMES} times its {size:,} bytes; if it is training data, save it as JSON "
-        "Lines."
-    )
-
-
 def _files(folder: Path, split: str) -> list[Path]:
     """Return a folder's files for a split: all, unless their names indicate splits as on the Hub."""
     try:
@@ -354,8 +306,8 @@ def _files(folder: Path, split: str) -> list[Path]:
         found = {}
     files = [Path(file) for file in found.get(split, ())]
     # A text file next to others is a licence or a note.
-    chosen = [file for file in files if file.suffix in text_files.SUFFIXES] or [
-        file for file in files if file.suffix in text_files.PLAIN
+    chosen = [file for file in files if text_files.suffix(file) in text_files.SUFFIXES] or [
+        file for file in files if text_files.suffix(file) in text_files.PLAIN
     ]
     if not chosen:
         kinds = ", ".join(text_files.READ)
@@ -407,7 +359,7 @@ def _is_of_files(folder: Path) -> bool:
 
 
 def _from_disk(folder: Path, split: str) -> Located:
-    with _damage_named(folder, "what save_to_disk writes"):
+    with text_files.damage_named(folder, "what save_to_disk writes"):
         saved = load_from_disk(folder)
         if isinstance(saved, DatasetDict):
             if split not in saved:

@@ -8,12 +8,13 @@ import codecs
 import csv
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json
 from ...recipe.recipe import Data, names
 
@@ -25,6 +26,10 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", *SEPARATORS, *COLUMNAR)
 PLAIN = (".txt", ".md", ".markdown", ".rst")
 """Suffixes of raw text; in a folder they are read if it has no other files."""
 READ = (*SUFFIXES, *PLAIN)
+READ_AT_ONCE = 100
+"""Rows of a file of columns that are unpacked at a time; a row group can be a whole file."""
+UNPACKED_BYTES, PACKED_TIMES = 2**28, 1000
+"""Limit of a file's unpacked size: this many bytes, or this many times its size. Text packs to a third or a tenth."""
 BINARY = {
     b"\x1f\x8b": "compressed with gzip",
     b"BZh": "compressed with bzip2",
@@ -121,13 +126,75 @@ def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, Json]]:
 
 
 def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
-    if path.suffix in SEPARATORS:
-        return _table(path, SEPARATORS[path.suffix], bad)
-    if path.suffix in PLAIN:
+    kind = suffix(path)
+    if kind in COLUMNAR:
+        return _columns(path, COLUMNAR[kind])
+    if kind in SEPARATORS:
+        return _table(path, SEPARATORS[kind], bad)
+    if kind in PLAIN:
         return _plain(path, bad)
-    if path.suffix == ".json" and _is_array(path):
+    if kind == ".json" and _is_array(path):
         return _array(path, bad)
     return _json_lines(path, bad)
+
+
+def suffix(path: Path) -> str:
+    """Return a file's suffix in small letters; some programs write .CSV or .JSONL."""
+    return path.suffix.lower()
+
+
+def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:
+    """Yield the rows of a file of columns, without the loader of `datasets`, which takes seconds to import."""
+    from pyarrow import ArrowInvalid, ipc
+    from pyarrow.parquet import ParquetFile
+
+    batches: Iterable[Any]
+    with damage_named(path, kind):
+        if kind == "parquet":
+            check_row_groups(path)
+            batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE)
+        else:
+            try:
+                batches = ipc.open_stream(path)
+            except ArrowInvalid:
+                file = ipc.open_file(path)
+                batches = map(file.get_batch, range(file.num_record_batches))
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+@contextmanager
+def damage_named(path: Path, kind: str) -> Iterator[None]:
+    """Raise a UserError with the file and its kind for what pyarrow and `datasets` raise."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow and datasets raise a dozen types for damaged or unsupported files
+        raise UserError(
+            f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
+        ) from error
+
+
+def check_row_groups(path: Path) -> None:
+    """Refuse a file with a row group that would take far more memory than the file's size suggests."""
+    from pyarrow.parquet import ParquetFile
+
+    about = ParquetFile(path).metadata
+    for number in range(about.num_row_groups):
+        columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
+        unpacked = sum(column.total_uncompressed_size for column in columns)
+        if unpacked > UNPACKED_BYTES and unpacked > PACKED_TIMES * path.stat().st_size:
+            raise unpacks(path)
+
+
+def unpacks(path: Path) -> UserError:
+    """Return the error for a file whose examples are far larger than it."""
+    size = path.stat().st_size
+    return UserError(
+        f"{path}: unpacks to over {PACKED_TIMES} times its {size:,} bytes; if it is training data, save it as JSON "
+        "Lines."
+    )
 
 
 def _lines(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, str]]:
@@ -139,6 +206,10 @@ def _lines(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, str]]:
         lines.seek(0)
         for number, line in enumerate(lines, start=1):
             where = f"{path}:{number}"
+            if b"\0" in line:
+                nul = "has a NUL byte, which no text has; is it UTF-16, or a damaged copy? Save the file as UTF-8."
+                refuse(UserError(f"{where}: {nul}"), bad)
+                continue
             try:
                 text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).decode("utf-8")
             except UnicodeDecodeError as error:
@@ -153,7 +224,9 @@ def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
             try:
                 row = _object(where, from_json(line))
             except (ValueError, RecursionError) as error:
-                refuse(UserError(f"{where}: not JSON ({_reason(error)}); one JSON object per line is expected."), bad)
+                others = "" if suffix(path) in SUFFIXES else f" (raw text has the suffix {', '.join(PLAIN)})"
+                expected = f"one JSON object per line is expected{others}."
+                refuse(UserError(f"{where}: not JSON ({_reason(error)}); {expected}"), bad)
             except UserError as error:
                 refuse(error, bad)
             else:
@@ -214,7 +287,8 @@ def _is_array(path: Path) -> bool:
 
 def _object(where: str, row: object) -> Json:
     if not isinstance(row, dict):
-        raise UserError(f"{where}: a {type(row).__name__}, not a JSON object.")
+        fix = "; an array of objects is read from a .json file" if isinstance(row, list) else ""
+        raise UserError(f"{where}: a {type(row).__name__}, not a JSON object{fix}.")
     return row
 
 

@@ -81,6 +81,11 @@ PROMPTS = ("prompt", "conversations", "messages", "instruction", "question")
 """The fields with a pair's prompt, including LLaMA-Factory's and those of public pairs; the first that an example has
 is read."""
 
+FLAGGED: tuple[Examples, ...] = ("conversations", "pairs", "judged answers")
+"""The kinds of examples of which flags may leave one out of the loss."""
+
+NAMED = 8
+"""Maximum number of keys in a line."""
 TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The fields that may hold turns."""
 
@@ -99,7 +104,7 @@ def read_by(form: str, method: str) -> set[str]:
     read = {*fields, *(("negative",) if kind == "matching texts" else ())}
     if kind == "texts" or kind == "matching texts" or form == "labelled_text":
         return read
-    read |= {"system", "tools", *keys.OPTIONS, *(() if METHODS[method].examples == "prompts" else keys.OF_EXAMPLES)}
+    read |= {"system", "tools", *keys.OPTIONS, *(keys.FLAGS if METHODS[method].examples in FLAGGED else ())}
     read |= {"prompt"} if form == "preference" else {"completion"} if form == "labelled_prompt" else set()
     return read | ({*PASSAGES, "history"} if read & {*ASKING} and _takes_passages(form, method) else set())
 
@@ -210,7 +215,7 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
     read = CONVERSIONS[form](where, example)
     if kind == "prompts":
         return _prompt_of(where, read, given, form)
-    return _flagged(where, read, example, kind) if kind in ("conversations", "pairs", "judged answers") else read
+    return _flagged(where, read, example, kind) if kind in FLAGGED else read
 
 
 def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
@@ -253,10 +258,34 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
     turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
     known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
-    found += [f"turns.{key}" for turn in turns for key, value in turn.items() if value is not None and key not in known]
+    for turn in turns:
+        role = ROLES.get(str(turn.get("role", turn.get("from"))).lower())
+        read_here = known if role in ("tool", "call") else known - {"name"}  # templates write a tool's name only
+        found += [f"turns.{key}" for key, value in turn.items() if value is not None and key not in read_here]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
     return list(dict.fromkeys(found))
+
+
+def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | None:
+    """Return a line with the keys of a source that neither this project nor the chat template reads, or None.
+
+    Args:
+        name: the source's.
+        counts: number of examples by key, from `unread`.
+        template: the chat template's text.
+    """
+    found = {
+        key: count
+        for key, count in counts.items()
+        if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
+    }
+    if not found:
+        return None
+    names = sorted(found, key=lambda key: -found[key])
+    listed = ", ".join(f"{name or repr(name)} ({found[name]})" for name in names[:NAMED])
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{name}: keys that nothing reads, with their numbers of examples: {listed}{more}"
 
 
 def _serves(form: str) -> str:
@@ -429,7 +458,7 @@ def _class(where: str, example: Example) -> str:
 
 def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
     found = {"anchor": read_string(where, example, anchor), "positive": read_string(where, example, "positive")}
-    negative = None if example.get("negative") is None else read_string(where, example, "negative")
+    negative = None if example.get("negative") in keys.EMPTY else read_string(where, example, "negative")
     if negative == found["positive"]:
         raise UserError(f"{where}: 'positive' and 'negative' are equal; remove 'negative', or the example.")
     return {**found, "negative": negative}

@@ -12,8 +12,8 @@ from ..text_files import from_json
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as missing: tables fill empty cells with them."""
-ALIASES = {"kto_tag": "label", "functions": "tools", "system_prompt": "system"}
-"""Other names of fields, from LLaMA-Factory, OpenAI and OpenOrca."""
+ALIASES = {"kto_tag": "label", "functions": "tools", "system_prompt": "system", "system_message": "system"}
+"""Other names of fields, from LLaMA-Factory, OpenAI, OpenOrca and chat logs."""
 FLAGS = {
     **dict.fromkeys(("train", "training", "trainable"), True),
     **dict.fromkeys(
@@ -23,9 +23,8 @@ FLAGS = {
 }
 """Flags that put an assistant's turn into the loss, and their value for yes: axolotl's, ms-swift's, OpenAI's and
 torchtune's. Other roles' turns are never learned, whatever these flags are."""
-OF_EXAMPLES = ("train", "training", "trainable", "loss", "weight")
-"""Flags that an example may have for the whole conversation; there `loss` may also be a number, a measurement
-that nothing reads."""
+MEASURED = "loss"
+"""The flag that is no flag where a whole example has it as a number: a measurement, which nothing reads."""
 DETAIL = "train_detail"
 """axolotl's flags for parts of a turn."""
 OPTIONS = ("chat_template_kwargs", "enable_thinking")
@@ -137,10 +136,10 @@ def is_example_learned(where: str, example: JsonView) -> bool:
     Raises:
         UserError: see `is_learned`.
     """
-    given = {name: example[name] for name in OF_EXAMPLES if example.get(name) not in EMPTY}
-    if str(given.get("loss")).lower() not in ("true", "false"):
-        given.pop("loss", None)
-    return all([_flag(f"{where}: the example", name, value) for name, value in given.items()])
+    given = {name: example[name] for name in FLAGS if example.get(name) not in EMPTY}
+    if str(given.get(MEASURED)).lower() not in ("true", "false"):
+        given.pop(MEASURED, None)
+    return all([_flag(f"{where}: the example", name, value) is FLAGS[name] for name, value in given.items()])
 
 
 def _flag(where: str, name: str, value: object) -> bool:
