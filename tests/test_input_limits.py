@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.machine import capacity
@@ -20,7 +22,7 @@ from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
-from deepspeed_recipes.training.model import load, shown
+from deepspeed_recipes.training.model import load, packing_check, shown
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.model_folder import intact
 from tests.launching import LAUNCH
@@ -395,3 +397,19 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         one_line(caught, "its config.json")
         assert "is wrong: " in str(caught.value) or "return_dict=false" in str(caught.value)
         shutil.copy(TINY_MODEL / "config.json", model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "hint"),
+    [
+        ({"rope_parameters": None, "rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "KeyError: 'yarm'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "{'factor'}"),
+        ({"rms_norm_eps": -1.0}, "make no model (a random model of it computes no finite logits)"),
+    ],
+)
+def test_the_check_of_packing_names_a_model_that_cannot_be_built(keys, hint, model):
+    recipe = replace(changed(model, **keys), packing=True)
+    with pytest.raises(UserError) as caught:
+        packing_check.check(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
+    one_line(caught, str(model), hint)
+    assert "packing" not in str(caught.value)

@@ -244,7 +244,7 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
         or "negative dimension" in reason
         or "allocate" in reason
     ):
-        reason = f"the sizes in its config.json make no model ({reason})"
+        reason = f"the numbers in its config.json make no model ({reason})"
     elif "mismatched_sizes" in reason or "size mismatch" in str(error):  # the second under ZeRO-3, on a line of its own
         named = re.search(r"size mismatch for ([\w.]+)", str(error))
         reason = f"the sizes in its config.json are not those of its weights{f' ({named[1]})' if named else ''}"

@@ -1,5 +1,6 @@
 """Checks on a shrunken model, not by name, that tokens attend to the tokens before them in their document alone."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -9,7 +10,7 @@ from ...recipe.errors import UserError, first_line
 from ...recipe.recipe import Recipe
 from . import attention, probe
 from .draft import WINDOW
-from .load import load_config
+from .load import cannot_load, load_config
 
 LENGTHS = (WINDOW + 8, WINDOW + 24)
 """Tokens per packed document: longer than a draft's windows and chunks, whose borders are elsewhere in the second
@@ -47,6 +48,8 @@ def check(
             if isinstance(error, ImportError) and recipe.model.attention != "auto":
                 raise UserError(attention.not_installed(name, error)) from error
             if name == names[-1]:
+                if isinstance(error, KeyError | FloatingPointError):  # no draft can be built, packed or not
+                    raise UserError(cannot_load("model", recipe, error)) from error
                 raise UserError(
                     f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
                 ) from error
@@ -68,7 +71,10 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
     """
     dtype = probe.check_dtype(name)
     model = probe.draft_of(config, tokenizer, name, dtype)
-    apart = leak(model) < probe.LEAK[dtype]
+    leaked = leak(model)
+    if not math.isfinite(leaked):
+        raise FloatingPointError("a random model of it computes no finite logits")
+    apart = leaked < probe.LEAK[dtype]
     if dtype == torch.bfloat16:
         check_gradients(model)
     return apart

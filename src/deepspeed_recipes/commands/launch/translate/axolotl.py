@@ -125,7 +125,7 @@ def _method(found: Translation, values: JsonView) -> None:
     if found.given("reward_model"):
         found.method = "reward"
         found.note("reward_model", "reward")
-    elif rl in METHODS:
+    elif isinstance(rl, str) and rl in METHODS:
         found.method = METHODS[rl]
         found.note("rl", found.method)
         if rl == "ipo":

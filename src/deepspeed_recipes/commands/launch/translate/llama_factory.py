@@ -218,7 +218,7 @@ def _data(found: Translation, place: Path) -> None:
         named = found.take(name)
         if not named:
             continue
-        words = [word.strip() for word in (named.split(",") if isinstance(named, str) else named)]
+        words = [str(word).strip() for word in (named.split(",") if isinstance(named, str) else named)]
         if known is None:
             found.lack(name, f"{','.join(words)}: {folder}/dataset_info.json is not here; give {key}=FILE")
         else:
