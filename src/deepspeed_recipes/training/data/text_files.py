@@ -145,10 +145,10 @@ def suffix(path: Path) -> str:
 
 def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:
     """Yield the rows of a file of columns, without the loader of `datasets`, which takes seconds to import."""
-    from pyarrow import ArrowInvalid, ipc
+    from pyarrow import ArrowInvalid, RecordBatch, ipc
     from pyarrow.parquet import ParquetFile
 
-    batches: Iterable[Any]
+    batches: Iterable[RecordBatch]
     with damage_named(path, kind):
         if kind == "parquet":
             check_row_groups(path)
