@@ -24,7 +24,7 @@ FLAGS = {
 """Flags that put an assistant's turn into the loss, and their value for yes: axolotl's, ms-swift's, OpenAI's and
 torchtune's. Other roles' turns are never learned, whatever these flags are."""
 MEASURED = "loss"
-"""The flag that is no flag where a whole example has it as a number: a measurement, which nothing reads."""
+"""A flag of turns; a whole example may have it as a number too, a measurement that nothing reads."""
 DETAIL = "train_detail"
 """axolotl's flags for parts of a turn."""
 OPTIONS = ("chat_template_kwargs", "enable_thinking")
