@@ -129,7 +129,12 @@ def conversations(draw: Callable, style: Style) -> Drawn:
         if style.calls and draw(st.booleans()):
             value = f"v m{next(number)}m"
             call = {"type": "function", "function": {"name": "add", "arguments": {"first": value}}}
-            tools = [{"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}]
+            tools = [
+                {
+                    "type": "function",
+                    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+                }
+            ]
             beside = text() if draw(st.booleans()) else None
             add("assistant", beside, (value, *filter(None, [beside])), tool_calls=[call])
             add("tool", text(), name="add")
