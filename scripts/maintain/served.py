@@ -8,6 +8,7 @@ what the file holds is not asked again. A family takes minutes, so name a few at
 """
 
 import argparse
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -154,7 +155,8 @@ def table(results: Mapping[str, Any]) -> str:
             elif one["verdict"] == "agrees":
                 cells.append(f"{one['difference']:.0e}" if one["difference"] else "0")
             else:
-                number = notes.setdefault(one["why"] or "the folder shows no cause", len(notes) + 1)
+                why = re.sub(r"runs/\w+/export", "ADAPTER", one["why"]) or "the folder shows no cause"
+                number = notes.setdefault(why, len(notes) + 1)
                 cells.append(f"{'**differs**' if one['verdict'] == 'differs' else 'no'} ({number})")
         lines.append(f"| {family} | {' | '.join(cells)} |")
     every = [one for found in results.values() for form in found.values() for one in form.values()]
