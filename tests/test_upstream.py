@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -12,6 +13,7 @@ from datetime import timedelta
 
 import deepspeed
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from bitsandbytes.nn import Linear4bit
@@ -20,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pandas.io.json import ujson_dumps
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 from transformers.integrations import deepspeed as integration
 
@@ -206,6 +208,18 @@ def test_peft_imports_bitsandbytes():
         code += f"; import sys; assert ('bitsandbytes' in sys.modules) is {expected}"
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_safetensors_writes_for_the_owner_alone(tmp_path):
+    """`write_safetensors_for_the_umask` can go when the library's own function keeps to the umask."""
+    umask = os.umask(0o027)
+    try:
+        save_file({"a": torch.ones(2)}, tmp_path / "ours")
+        inspect.unwrap(safetensors.torch.serialize_file)({}, tmp_path / "theirs")
+    finally:
+        os.umask(umask)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", "theirs")]
+    assert modes == [0o640, 0o600]
 
 
 def test_bitsandbytes_repacks_on_the_cpu():

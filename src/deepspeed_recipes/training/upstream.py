@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets.arrow_writer
+import safetensors.torch
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
@@ -57,6 +58,27 @@ try:
 except ImportError:  # DeepSpeed before 0.19.2 has no AutoEP, so no layer is of these types
     AutoEP = parse_autoep_config = None
     AutoEPMoELayer = TokenChoiceTopKRouter = type("NoSuchLayer", (), {})
+
+
+def write_safetensors_for_the_umask() -> None:
+    """Give files of tensors the mode of any new file: safetensors 0.8 lets nobody but their owner read them.
+
+    It writes a temporary file and renames it (safetensors#782), so that a colleague, or a server of another user, could
+    read an export's configuration and not its weights. This module calls it, since whatever writes tensors imports it.
+    """
+    write = safetensors.torch.serialize_file
+
+    @wraps(write)
+    def written(tensors: Json, filename: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
+        write(tensors, filename, metadata=metadata)
+        umask = os.umask(0o077)
+        os.umask(umask)
+        os.chmod(filename, 0o666 & ~umask)
+
+    safetensors.torch.serialize_file = written
+
+
+write_safetensors_for_the_umask()
 
 
 def leave_out_shared_memory() -> None:
