@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..machine import ops
-from ..planning.hardware.machine_file import HEAD_WIDTH
+from ..planning.hardware.machine_file import HEAD_WIDTH, NARROW_HEAD
+from ..recipe.deepspeed_file import prefetch_size
 from ..recipe.files import Json
 from ..recipe.run_folder import write_json
 from ..training import distributed, upstream
@@ -36,19 +37,27 @@ from ..training.model import attention
 SIZES: dict[str, tuple[Any, Any]] = {
     "products": ((1024, 2048, 4096, 8192), (128, 256, 512, 1024)),
     "copy": (2**30, 2**26),
-    "length": (4096, 512),
-    "heads": (16, 4),
+    "length": (4096, 256),
+    "heads": (16, 8),
     "repeats": (10, 7),
     "steps": (20, 7),
     "calls": (10, 1),
-    "message": (2**26, 2**24),
+    "message": (2**26, 2**22),
     "adam": (2**25, 2**23),
+    "wide": (None, {"hidden": 256, "inner": 640, "heads": 8, "key_value_heads": 4, "sequences": 2, "length": 256}),
 }
 """On a GPU and on a CPU: sides of square products, bytes of a copy, tokens and heads of attention; how often each is
 timed, optimizer steps of the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a
-collective that is bound by the link, and parameters that the host's Adam updates."""
+collective that is bound by the link, parameters that the host's Adam updates, and the layer whose element-wise
+operations are measured on a CPU; on a GPU they follow from the memory's bandwidth."""
 LAYERS = (2, 10)
 """Layers of two Llamas 64 wide; their difference is a layer's cost on the host, since a GPU computes it in no time."""
+LAYERS_WIDE = (1, 4)
+NARROW, HUGE = (64, 128, 4, 2, 1, 8), (768, 2304, 12, 12, 1, 8)
+"""Hidden and inner size, heads, heads of keys, sequences and tokens of these models."""
+STAGES = {"plain": None, "zero1": 1, "zero3": 3}
+WEIGHTS = 9
+"""Trained weights of a Llama layer."""
 WARM_UP = 3
 """Steps of these models that are not counted: ZeRO-3 records the order of its modules in the first."""
 SMALL = 2**10
@@ -67,7 +76,9 @@ def main(file: str, only: str = "") -> None:
     upstream.leave_out_step_of_zeros()
     found: Json = {}
     took: dict[str, float] = {}
-    for probe in (link,) if only == "link" else (products, attentions, copies, launches, collectives, host_adam):
+    # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
+    probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
+    for probe in (link,) if only == "link" else probes:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
@@ -88,7 +99,8 @@ def over_ranks(seconds: Any) -> Any:
 
 def sizes() -> Json:
     """Return the sizes that suit the ranks' device."""
-    return {name: on_gpu if distributed.on_gpu() else on_cpu for name, (on_gpu, on_cpu) in SIZES.items()}
+    found = {name: on_gpu if distributed.on_gpu() else on_cpu for name, (on_gpu, on_cpu) in SIZES.items()}
+    return {name: size for name, size in found.items() if size}
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -129,9 +141,11 @@ def attentions() -> dict[str, dict[str, float]]:
     """Return the seconds of causal attention, forward and both passes, by kernel; of one sequence."""
     size, found = sizes(), {}
     for dtype in dtypes():
-        shape = (1, size["heads"], size["length"], HEAD_WIDTH)
-        inputs = [torch.randn(shape, device=distributed.device(), dtype=dtype, requires_grad=True) for _ in range(3)]
         for name, kernel in kernels(dtype).items():
+            shape = (1, size["heads"], size["length"], NARROW_HEAD if name == "narrow" else HEAD_WIDTH)
+            inputs = [
+                torch.randn(shape, device=distributed.device(), dtype=dtype, requires_grad=True) for _ in range(3)
+            ]
             forward = partial(kernel, *inputs)
             try:
                 gradient = torch.randn_like(forward())
@@ -157,7 +171,8 @@ def kernels(dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
         return run
 
     if not distributed.on_gpu():
-        return {"flash_2": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)}
+        # A CPU also spends time on each score, whatever the heads' width: two widths tell how much.
+        return dict.fromkeys(("flash_2", "narrow"), partial(scaled_dot_product_attention, is_causal=True))
     if dtype is torch.float32:
         return {"efficient": through(SDPBackend.EFFICIENT_ATTENTION)}
     length = sizes()["length"]
@@ -194,32 +209,68 @@ def launches() -> Json:
         for _ in range(times):
             one.add_(1.0)
 
-    found = {name: passes(stage) for name, stage in (("plain", None), ("zero1", 1), ("zero3", 3))}
+    # On a CPU, bf16 takes more operations.
+    found = {} if distributed.on_gpu() else {"plain fp32": passes(None, torch.float32)}
+    found |= {name: passes(stage) for name, stage in STAGES.items()}
     return {"operation": median_seconds(tiny, 5) / 1000, **{f"layer {name}": one for name, one in found.items()}}
 
 
-def passes(stage: int | None) -> dict[str, float]:
-    """Return the seconds of a layer's forward and backward pass, and of a step per trained weight."""
-    small, large = (_passes(layers, stage) for layers in LAYERS)
-    weights = 9 * (LAYERS[1] - LAYERS[0])
-    per = {"forward": LAYERS[1] - LAYERS[0], "backward": LAYERS[1] - LAYERS[0], "step": weights}
-    return {name: max(0.0, large[name] - small[name]) / count for name, count in per.items()}
+def passes(stage: int | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
+    """Return the seconds of a layer's forward and backward pass, of a step per trained weight, and of the rest."""
+    small, large = (_passes(layers, stage, dtype) for layers in LAYERS)
+    layers = LAYERS[1] - LAYERS[0]
+    found = {name: max(0.0, large[name] - small[name]) / layers for name in ("forward", "backward", "step")}
+    rest = {f"rest {name}": max(0.0, small[name] - LAYERS[0] * each) for name, each in found.items()}
+    return found | rest | {"step": found["step"] / WEIGHTS}
 
 
-def _passes(layers: int, stage: int | None) -> dict[str, float]:
+def wide_layers() -> Json:
+    """Return the seconds of a wider layer's passes in plain PyTorch, by dtype; nothing on a GPU."""
+    found = {}
+    for dtype in () if distributed.on_gpu() else dtypes():
+        small, large = (_passes(layers, None, dtype, [*sizes()["wide"].values()]) for layers in LAYERS_WIDE)
+        for name in ("forward", "backward"):
+            found[f"{short(dtype)} {name}"] = (large[name] - small[name]) / (LAYERS_WIDE[1] - LAYERS_WIDE[0])
+    return {"wide": found} if found else {}
+
+
+def updates() -> Json:
+    """Return the seconds per parameter of gradients in the backward pass and of a step, by dtype and ZeRO stage.
+
+    Only of a single CPU rank, which neither shards nor sends; the parameters do not fit into a CPU's caches.
+    """
+    found = {}
+    for dtype in () if distributed.on_gpu() or dist.get_world_size() > 1 else dtypes():
+        for name, stage in STAGES.items():
+            narrow, wide = (_passes(2, stage, dtype, shape) for shape in (NARROW, HUGE))
+            for which in ("backward", "step"):
+                parameters = wide["parameters"] - narrow["parameters"]
+                found[f"{short(dtype)} {name} {which}"] = max(0.0, wide[which] - narrow[which]) / parameters
+    return {"parameter": found} if found else {}
+
+
+def _passes(layers: int, stage: int | None, dtype: torch.dtype, shape: Sequence[int] = NARROW) -> dict[str, float]:
+    """Return the median seconds of a small Llama's passes and step, and its number of parameters."""
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=256, use_cache=False,
+        hidden_size=shape[0], intermediate_size=shape[1], num_hidden_layers=layers, num_attention_heads=shape[2],
+        num_key_value_heads=shape[3], vocab_size=256, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(distributed.device(), torch.bfloat16).train()
-    ids = torch.randint(256, (1, 8), device=distributed.device())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    model = LlamaForCausalLM(config).to(distributed.device(), dtype).train()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    ids = torch.randint(256, shape[4:], device=distributed.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=not distributed.on_gpu())
     engine: DeepSpeedEngine = model
     if stage is not None:
+        zero: Json = {"stage": stage}
+        if not distributed.on_gpu():  # as training does, so that a layer is gathered at once, even if it is small
+            layer = sum(weight.numel() for weight in model.model.layers[0].parameters())
+            zero["stage3_prefetch_bucket_size"] = prefetch_size(config.hidden_size, layer)
+            zero["stage3_param_persistence_threshold"] = 10 * config.hidden_size
+            zero["reduce_bucket_size"] = 10**6
         settings = {
-            "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+            "train_micro_batch_size_per_gpu": len(ids), "bf16": {"enabled": dtype == torch.bfloat16},
+            "gradient_clipping": 1.0, "zero_optimization": zero, "zero_allow_untested_optimizer": True,
         }  # fmt: skip
         with quiet():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
@@ -246,7 +297,7 @@ def _passes(layers: int, stage: int | None) -> dict[str, float]:
             taken[name].append(end - start)
     if stage is not None:
         engine.destroy()
-    return {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
+    return {"parameters": parameters} | {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
 
 
 @contextlib.contextmanager
@@ -258,14 +309,19 @@ def quiet() -> Any:
 
 def collectives() -> dict[str, float]:
     """Return the seconds of collectives over all ranks: of large and of small messages; nothing on one rank."""
-    if dist.get_world_size() == 1:
+    if (ranks := dist.get_world_size()) == 1:
         return {}
     found = {}
     for name, size in (("large", sizes()["message"]), ("small", SMALL)):
-        message = torch.ones(size // 2, device=distributed.device(), dtype=torch.bfloat16)
-        part = message[: message.numel() // dist.get_world_size()].clone()
-        found[f"all_reduce {name}"] = median_seconds(partial(dist.all_reduce, message))
-        found[f"all_gather {name}"] = median_seconds(partial(dist.all_gather_into_tensor, message, part))
+        for dtype in dtypes() if not distributed.on_gpu() else dtypes()[:1]:
+            message = torch.ones(size // dtype.itemsize, device=distributed.device(), dtype=dtype)
+            part, other = message[: message.numel() // ranks].clone(), torch.empty_like(message)
+            suffix = f"{name} fp32" if dtype is torch.float32 else name
+            found[f"all_reduce {suffix}"] = median_seconds(partial(dist.all_reduce, message))
+            found[f"all_gather {suffix}"] = median_seconds(partial(dist.all_gather_into_tensor, message, part))
+            if not distributed.on_gpu():
+                found[f"reduce_scatter {suffix}"] = median_seconds(partial(dist.reduce_scatter_tensor, part, message))
+                found[f"all_to_all {suffix}"] = median_seconds(partial(dist.all_to_all_single, other, message))
     return found
 
 

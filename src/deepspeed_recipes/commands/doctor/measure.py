@@ -46,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "ranks": ranks,
         **found,
+        **({"alone": probe(1, 0)["seconds"]} if ranks > 1 and not gpus else {}),  # with fewer others in the caches
         **({"nvme_gbs": min(drive)} if drive else {}),
     }
     try:
@@ -56,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in lines(measured):
         print(f"{name:42} {value}")
     if not gpus:
-        print(f"\n{file}: written; plans are for GPUs, so none of them uses it")
+        how = f"--gpu cpu --machine {file}" if arguments.measure else "--gpu cpu"
+        print(f"\n{file}: written; ds-recipes plan ... {how} predicts how fast these CPU ranks train")
     elif arguments.measure:
         print(f"\n{file}: written; ds-recipes plan ... --machine {file} uses it")
     else:
@@ -113,6 +115,8 @@ def lines(measured: Json) -> Iterator[tuple[str, str]]:
     operations = machine_file.attention_operations(sizes)
     for name, taken in seconds["attention"].items():
         kernel, dtype, which = name.split()
+        if kernel == "narrow":
+            continue
         passes = 3.5 if which == "both" else 1
         title = "both passes" if which == "both" else "forward"
         yield f"attention {kernel}, {dtype}, {title}", f"{passes * operations / taken / 1e12:,.2f} TFLOP/s"

@@ -198,8 +198,10 @@ def machines_of(options: LaunchOptions, name: str) -> Machines:
     counted = pool or cluster
     ranks_each = counted.most_ranks if counted else ranks // nodes
     machines = Machines(pool, cluster, allocation, gpus, ranks, ranks_each, hardware=None)
-    if not gpus or options.prepare or (machines.elsewhere and not pool):
+    if options.prepare or (machines.elsewhere and not (pool and gpus)):
         return machines
+    if not gpus:
+        return replace(machines, hardware=forecast.cpu_ranks(ranks))
     return replace(machines, hardware=hardware_of(pool, ranks))
 
 

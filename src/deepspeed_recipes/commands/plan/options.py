@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ...planning.cost.training_setup import KNOWN, named
 from ...planning.hardware import machine_file
-from ...planning.hardware.cluster import Cluster, cluster, with_measurements
-from ...planning.search import model_recipe, plans, strategies, suggestions
+from ...planning.hardware.cluster import Cluster, cluster, of_cpus, this_machine, with_measurements
+from ...planning.hardware.machine_file import CPU, Machine
+from ...planning.search import forecast, model_recipe, plans, strategies, suggestions
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
 from ...recipe.errors import UserError
@@ -41,7 +42,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument("--method", metavar="VARIANT", help="another way to name the variant")
     result.add_argument("--gpus", type=int, metavar="N", help="GPUs per node")
     result.add_argument("--nodes", type=int, default=1, metavar="M", help="nodes (default 1)")
-    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge ... (default: this machine)")
+    result.add_argument("--gpu", metavar="NAME", help="H100, A100-80GB, p5.48xlarge, cpu ... (default: this machine)")
     result.add_argument("--gpu-memory", type=_gib, metavar="GIB", help="memory of one GPU, instead of --gpu")
     result.add_argument(
         "--machine", type=Path, metavar="FILE", help="rates of such a node, written there by doctor --measure FILE"
@@ -158,6 +159,9 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     Raises:
         UserError: the options contradict each other, or name unknown hardware.
     """
+    if machine := _cpu_machine(arguments):
+        hardware = of_cpus(machine, arguments.gpus)
+        return replace(hardware, corrections=plans.corrections(hardware))
     gpu, gpus, measured = arguments.gpu, arguments.gpus, None
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
@@ -173,6 +177,27 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     if not 0 < arguments.network < math.inf:
         raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
     return replace(hardware, network_gbs=arguments.network / 8)
+
+
+def _cpu_machine(arguments: argparse.Namespace) -> Machine | None:
+    """Return the measurements of the machine whose CPU ranks are planned for, or None if the plan is for GPUs.
+
+    Raises:
+        UserError: it was not measured, or an option does not apply to CPU ranks.
+    """
+    asked = (arguments.gpu or "").upper() == CPU
+    if arguments.gpu_memory is not None or (arguments.gpu and not asked):
+        return None
+    found = machine_file.read(arguments.machine) if arguments.machine else forecast.cpus_here()
+    if asked and (found is None or found.device != CPU):
+        where = f"{found.file} was measured on {found.device}" if found else "this machine's CPU was not measured"
+        raise UserError(f"--gpu cpu: {where}, and all rates of a CPU are; run ds-recipes doctor --measure there.")
+    if found is None or found.device != CPU or not (asked or arguments.machine or this_machine() is None):
+        return None
+    for option, given in (("nodes", arguments.nodes != 1), ("network", arguments.network)):
+        if given:
+            raise UserError(f"--{option}: CPU ranks are planned on a single machine; leave it out.")
+    return found
 
 
 def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:

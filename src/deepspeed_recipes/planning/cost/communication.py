@@ -58,19 +58,20 @@ def gather(size: float, group: Group, cluster: Cluster, constants: Constants, co
     return max(inside, between) + constants.latency * nodes * count
 
 
-def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds of an all-reduce: a reduce-scatter and an all-gather."""
-    return 2 * gather(size, group, cluster, constants)
+def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
+    """Return the seconds of an all-reduce, as of a reduce-scatter and an all-gather, in `count` parts."""
+    ratio = constants.cpu.all_reduce if constants.cpu else 1.0
+    return 2 * ratio * gather(size, group, cluster, constants, count)
 
 
-def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds in which each rank sends `size` bytes in equal parts to all ranks, including itself."""
+def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
+    """Return the seconds in which each rank sends `size` bytes in equal parts to all ranks, in `count` exchanges."""
     if group.size == 1 or not size:
         return 0.0
     here, nodes = group.per_node(cluster), group.nodes(cluster)
     inside = size * (here - 1) / group.size / _inside(cluster, constants)
     away = size * (group.size - here) / group.size * cluster.gpus_per_node
-    return max(inside, away / _between(cluster, constants) if nodes > 1 else 0.0) + constants.latency * nodes
+    return max(inside, away / _between(cluster, constants) if nodes > 1 else 0.0) + constants.latency * nodes * count
 
 
 def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
@@ -86,6 +87,8 @@ def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> f
 
 def to_host(size: float, cluster: Cluster, constants: Constants) -> float:
     """Return the seconds in which every GPU sends `size` bytes to its host, or receives them."""
+    if constants.cpu:  # a copy
+        return size / (cluster.gpu.memory_gbs * GB)
     return size / (cluster.gpu.pcie_gbs * constants.link * GB)
 
 

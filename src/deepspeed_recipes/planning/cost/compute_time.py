@@ -9,14 +9,15 @@ short sequences leave multiprocessors idle. The shares in `constants.json` are f
 
 from collections.abc import Container
 from dataclasses import dataclass
-from math import prod
+from itertools import pairwise
+from math import log, prod
 from typing import Literal
 
 from ...recipe.recipe import Lora
 from ..hardware.gpus import Gpu
 from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
 from .activations import TILE_COLUMNS, TILE_TOKENS
-from .constants import Constants
+from .constants import Constants, Cpu
 from .training_setup import TrainingSetup
 
 Kernel = Literal["flash_2", "flash_3", "cudnn", "flex", "efficient"]
@@ -59,17 +60,20 @@ def attended_tokens(kind: LayerProfile, length: float) -> float:
 
 
 def attention_seconds(
-    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
+    kind: LayerProfile, profile: ModelProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass.
 
     Args:
         kind: the layer.
+        profile: the model, with its number of heads.
         tokens: number of tokens of a micro-batch on one rank.
         setup: the training setup, with the implementation and the sequence length.
         gpu: the GPU, whose peak the shares refer to.
         constants: the shares.
     """
+    if constants.cpu:
+        return _attention_on_cpu(kind, tokens, setup, profile.attention_heads, constants.cpu)
     length, peak = float(setup.sequence_length), gpu.bf16_tflops * 1e12
     per_key = 4 * kind.attention_width / setup.layout.tensor * tokens / peak
     if setup.attention == "eager":
@@ -87,6 +91,23 @@ def attention_seconds(
     ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]
     slowdown = 1 + HALF_SPEED / length
     return per_key * keys / ahead * slowdown, 2.5 * per_key * keys / back * slowdown
+
+
+CPU_BLOCK = 512
+"""Keys that torch's attention on a CPU computes at a time, masked ones included."""
+
+
+def _attention_on_cpu(
+    kind: LayerProfile, tokens: float, setup: TrainingSetup, heads: int, cpu: Cpu
+) -> tuple[float, float]:
+    """Return the seconds of a layer's attention; each score costs time by itself, however narrow the heads are."""
+    if not kind.attention_width:
+        return 0.0, 0.0
+    length = setup.sequence_length
+    keys = length if setup.packing or length <= CPU_BLOCK else (length + CPU_BLOCK) / 2
+    scores = tokens * keys * heads / setup.layout.tensor
+    forward, backward = (scores * (each + wide * kind.attention_width / heads) for each, wide in cpu.score)
+    return forward, backward
 
 
 KERNELS = 100
@@ -193,10 +214,13 @@ def host_seconds(
     hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks = hooked_modules(kind, setup, experts) * hook
     launches = kernels(kind, setup, experts) * constants.launch
-    taken = 0.0 if setup.software.fsdp or not setup.zero_stage else GRADIENT_HOOK * trained_weights(kind, setup)
+    cpu = constants.cpu
+    gradient = cpu.gradient_hook if cpu else GRADIENT_HOOK
+    taken = 0.0 if setup.software.fsdp or not setup.zero_stage else gradient * trained_weights(kind, setup)
     if setup.zero_stage == 1:
         taken /= setup.gradient_accumulation_steps
-    return launches + hooks, BACKWARD_LAUNCHES * launches + BACKWARD_HOOKS * hooks + taken
+    by_launches, by_hooks = (cpu.backward_launches, cpu.backward_hooks) if cpu else (BACKWARD_LAUNCHES, BACKWARD_HOOKS)
+    return launches + hooks, by_launches * launches + by_hooks * hooks + taken
 
 
 TILE = 128 * 256
@@ -206,6 +230,8 @@ RESIDUAL = 10
 FUSED_PASSES = 1.0
 """`Constants.passes` if each norm, rotary embedding and activation function is one kernel: 4, 2.5 and 10.5 vectors of
 the hidden size, and 6 for residual sums, over the 23 of one pass; for llm-foundry, which torch compiled, 0.96 fits."""
+NORM, NORM_FUSED = 18, 2
+"""Vectors that a norm reads and writes, operation by operation (half of the two norms' 36), and as one kernel."""
 FP32_PASSES = 2.2
 """Factor on the bytes moved if activations between 4-bit matrices are in fp32. For a Llama layer, in vectors of the
 hidden size: norms 28, residual sums 12, rotary embedding 30, activation function 35, casts of inputs 28 and of outputs
@@ -286,15 +312,15 @@ def layer_seconds(
     tokens = tokens_per_pass(setup)
     forward, to_input, to_weights = _products(kind, tokens, setup, gpu, constants)
     matmul = forward + to_input + (0 if setup.lora else setup.trained_share * to_weights)
-    attention, attention_backward = attention_seconds(kind, tokens, setup, gpu, constants)
+    attention, attention_backward = attention_seconds(kind, profile, tokens, setup, gpu, constants)
     bandwidth = gpu.memory_gbs * 1e9 * constants.memory
     moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
     weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
     norms, scaled, twice = _dora_seconds(kind, tokens, setup, gpu, constants)
-    matmul += twice * (forward + to_input)
+    matmul += twice * (forward + to_input) + 3 * _adapter_product(kind, tokens, setup, gpu, constants)
     forward *= 1 + twice
     moved += scaled
-    once = forward + attention + moved + weights + norms
+    once = forward + attention + moved + weights + norms + _adapter_product(kind, tokens, setup, gpu, constants)
     # Checkpointing computes a layer once more, and so does DPO's reference model; a teacher's computation grows with
     # its size.
     again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
@@ -305,7 +331,10 @@ def layer_seconds(
     passes = 3 + again
     experts = experts_on_rank(kind, setup)
     ahead, behind = host_seconds(kind, setup, constants, experts)
-    idle = (1 + again) * max(0.0, ahead - once) + max(0.0, behind - back)
+    if constants.cpu:  # Python and computation share the cores
+        idle = (1 + again) * ahead + behind
+    else:
+        idle = (1 + again) * max(0.0, ahead - once) + max(0.0, behind - back)
     waiting = waiting_seconds(experts, _expert_product(kind, tokens, setup, gpu, constants), setup, constants)
     return ComputeSeconds(
         matmul=matmul,
@@ -377,11 +406,21 @@ def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constant
 
 def _product(rows: float, columns: float, depth: float, gpu: Gpu, constants: Constants) -> float:
     """Return the seconds of a matrix product of [rows, depth] and [depth, columns]."""
+    if constants.cpu:
+        return 2 * rows * columns * depth / _cpu_rate(constants.cpu, (rows * columns * depth) ** (1 / 3))
     rate = gpu.bf16_tflops * 1e12 * constants.matmul
     if any(size % 64 for size in (columns, depth)):
         rate *= constants.unaligned
     waves = rows * columns / (TILE * gpu.units)
     return 2 * rows * columns * depth / rate * (1 + constants.waves / waves)
+
+
+def _cpu_rate(cpu: Cpu, side: float) -> float:
+    """Return the operations per second of a product as large as a square one of this side."""
+    for (small, slow), (large, fast) in pairwise(cpu.products):
+        if side <= large:
+            return slow + (fast - slow) * max(0.0, log(side / small) / log(large / small))
+    return cpu.products[-1][1]
 
 
 def _products(
@@ -402,6 +441,14 @@ def _products(
     share = min(1.0, kind.active_weights / in_linears) if in_linears else 0.0
     forward, to_input, to_weights = (share * each + others for each in seconds)
     return forward, to_input, to_weights
+
+
+def _adapter_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
+    """Return the seconds of one pass's products with the two matrices of each adapter."""
+    if setup.lora is None:
+        return 0.0
+    weights = linear_adapter_parameters(kind, setup) * adapted_share(kind, setup) / setup.layout.tensor
+    return 2 * tokens * weights / (gpu.bf16_tflops * 1e12 * constants.matmul)
 
 
 def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
@@ -433,12 +480,20 @@ def _moved_bytes(
     passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
     passes *= FP32_PASSES if setup.software.fp32_activations else 1.0
     moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
+    moved += 2 * tokens * (NORM_FUSED if setup.fuses else NORM) * _normed_heads(kind, profile) / tensor
     if setup.attention == "eager" and kind.attention_width:
         moved += tokens * setup.sequence_length * profile.attention_heads / tensor * constants.scores
     moved += 2 * tokens * ROUTED * kind.experts_per_token * hidden
     if setup.lora:
         moved += tokens * _adapter_bytes(kind, setup, setup.lora) * adapted_share(kind, setup) / tensor
     return moved
+
+
+def _normed_heads(kind: LayerProfile, profile: ModelProfile) -> float:
+    """Return the width of queries and keys if each head of them is normalised, as in Qwen3, otherwise 0."""
+    head = kind.attention_width / profile.attention_heads
+    norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * profile.hidden_size
+    return head * (profile.attention_heads + profile.key_value_heads) if head and norms == 2 * head else 0.0
 
 
 def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:

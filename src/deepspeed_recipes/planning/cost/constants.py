@@ -60,8 +60,39 @@ class Constants:
     kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Shares of the peak that each attention kernel reaches on long sequences, forward and backward. Empty for software
     of a table that used another kernel."""
+    cpu: "Cpu | None" = None
+    """Rates of a rank that is a process on a CPU; None for GPUs."""
     measured: bool = True
     """False if this kind of GPU was not measured and has the shares of another."""
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """Rates of a CPU rank, on whose cores Python, computation and collectives take turns instead of overlapping.
+
+    They are for one precision, and all measured. Times are in seconds.
+    """
+
+    products: tuple[tuple[float, float], ...]
+    """The side of square matrix products, and their operations per second, the smallest first."""
+    score: tuple[tuple[float, float], tuple[float, float]]
+    """Attention per score, and per score and unit of the heads' width; for the forward and the backward pass."""
+    backward_launches: float
+    """Ratio of what Python takes for a layer's backward pass to its forward pass."""
+    backward_hooks: float
+    """The same ratio for what ZeRO-3 adds."""
+    gradient_hook: float
+    """ZeRO's processing of a trained weight's gradient."""
+    updated: tuple[float, float, float]
+    """Optimizer step per updated parameter: without ZeRO, at ZeRO-1 and -2, at ZeRO-3."""
+    gradients: tuple[float, float, float]
+    """Backward pass per trained parameter, independent of the tokens: writing the gradient, and ZeRO's copies."""
+    rest: tuple[tuple[float, float], tuple[float, float]]
+    """Python outside the layers, per micro-batch and per step: without ZeRO-3, and with it."""
+    all_reduce: float = 1.0
+    """Ratio of an all-reduce to two all-gathers of the same size."""
+    reduce_scatter: float = 1.0
+    """Ratio of a reduce-scatter to an all-gather of the same size."""
 
 
 def resolve(data: JsonView, gpu: str, software: str) -> Constants:
@@ -95,6 +126,11 @@ DATASHEET = "datasheet"
 """The kind of speeds on machines that were not measured: all published runs that can be planned."""
 
 
+CPU_SPEEDS = (0.743, 1.193)
+"""The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
+(scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
+
+
 @dataclass(frozen=True)
 class Range:
     """Factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of the same kind."""
@@ -120,13 +156,16 @@ def memory_range(setup: TrainingSetup) -> Range:
     return _range("memory", setup)
 
 
-def speed_range(setup: TrainingSetup, measured: bool) -> Range:
+def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> Range:
     """Return the factors of tokens per second.
 
     Args:
         setup: how the model is trained.
         measured: whether the plan uses measurements of the machine; hosts and links of others differ most.
+        on_cpu: whether the ranks are CPU processes.
     """
+    if on_cpu:
+        return Range(*CPU_SPEEDS, "cpu")
     if measured:
         return _range("time", setup)
     low, high = _ranges()["time"][DATASHEET][:2]

@@ -5,15 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from ...recipe.files import JsonView
 from ...recipe.recipe import Precision
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import Gpu
-from ..hardware.machine_file import Machine, attention_operations
+from ..hardware.machine_file import CPU, HEAD_WIDTH, NARROW_HEAD, Machine, attention_operations
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
-from .compute_time import HALF_SPEED, KERNELS, TILE
-from .constants import Constants, constants
+from .compute_time import HALF_SPEED, KERNELS, RESIDUAL, TILE
+from .constants import Constants, Cpu, constants
 from .training_setup import TrainingSetup
 from .weights import stage_ranges
 
@@ -49,6 +50,9 @@ def copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: 
     """Return the seconds in which a rank's gradients are copied and divided, over all reductions of a step."""
     micro_batches = setup.gradient_accumulation_steps
     reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
+    if known.cpu:
+        written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[setup.zero_stage]]
+        return trained * (micro_batches * written + reductions * max(0.0, copied - written))
     return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
 
 
@@ -79,10 +83,13 @@ def optimizer_seconds(
     if setup.offload_optimizer == "none":
         moved = own * updated_bytes(setup)
         adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
+        if known.cpu:
+            adam = own * known.cpu.updated[(0, 1, 1, 2)[setup.zero_stage]]
     else:
         adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)
         # The gradients of every micro-batch go to the host, the weights come back.
-        offload += communication.to_host(2 * own * (setup.gradient_accumulation_steps + 1), cluster, known)
+        sent = setup.value_bytes * own * (setup.gradient_accumulation_steps + 1)
+        offload += communication.to_host(sent, cluster, known)
     if setup.offload_optimizer == "nvme":
         nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
     if setup.offload_parameters == "nvme":
@@ -108,6 +115,8 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         precision: the run's; fp32 has rates of its own.
     """
     dtype = "fp32" if precision == "fp32" else "bf16"
+    if machine.device == CPU:
+        return _on_cpus(machine, assumed, gpu, dtype)
     peak = gpu.bf16_tflops * 1e12
     plain, sharded = (machine.seconds[f"layer {name}"] for name in ("zero1", "zero3"))
     found = {
@@ -126,6 +135,100 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         found["latency"] = machine.seconds["all_gather small"]
         found["waiting"] = 0.0  # the hooks were measured on all ranks of the node
     return replace(assumed, **found)
+
+
+def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Constants:
+    """Return the constants of CPU ranks, which are all measured."""
+    seconds, peak = machine.seconds, gpu.bf16_tflops * 1e12
+    products = tuple((float(side), rate) for side, rate in machine.product_rates(dtype))
+    plain, zero1, zero3 = (seconds[f"layer {name}"] for name in ("plain", "zero1", "zero3"))
+    hooks = {name: max(0.0, zero3[name] - zero1[name]) for name in ("forward", "backward")}
+    suffix = " fp32" if dtype == "fp32" else ""
+    gather = seconds[f"all_gather large{suffix}"] if machine.ranks > 1 else 0.0
+    alone = seconds["layer plain fp32"] if dtype == "fp32" else plain
+    launch = alone["forward"] / KERNELS
+    cpu = Cpu(
+        products=products,
+        score=_per_score(machine, dtype),
+        backward_launches=alone["backward"] / alone["forward"],
+        backward_hooks=hooks["backward"] / hooks["forward"] if hooks["forward"] else 0.0,
+        gradient_hook=max(0.0, zero1["backward"] - plain["backward"]) / LAYER_MODULES,
+        updated=_per_parameter(machine, dtype, "step"),
+        gradients=_per_parameter(machine, dtype, "backward"),
+        rest=(_rest(zero1), _rest(zero3)),
+    )
+    latency = 0.0
+    if machine.ranks > 1:
+        latency = min(gather, seconds[f"all_gather small{suffix}"])
+        cpu = replace(
+            cpu,
+            all_reduce=seconds[f"all_reduce large{suffix}"] / (2 * gather),
+            reduce_scatter=seconds[f"reduce_scatter large{suffix}"] / gather,
+        )
+        # ZeRO-3's addition to a layer contains the collective that gathers it.
+        hooks["forward"] = max(0.0, hooks["forward"] - latency)
+        share = (machine.ranks - 1) / machine.ranks
+        rate = share * machine.sizes["message"] / max(1e-9, gather - latency)
+    return replace(
+        assumed,
+        matmul=products[-1][1] / peak,
+        waves=0.0,
+        memory=_elementwise(machine, dtype, launch * KERNELS, assumed.passes, cpu) / (gpu.memory_gbs * 1e9),
+        link=rate / (gpu.pcie_gbs * 1e9) if machine.ranks > 1 else 1.0,
+        peer=0.0,
+        latency=latency,
+        gap=0.0,
+        overlap=0.0,
+        unaligned=1.0,
+        launch=launch,
+        dequantize=1.0,
+        hook=hooks["forward"] / LAYER_MODULES,
+        waiting=0.0,
+        step=zero1["step"],
+        step_sharded=zero3["step"],
+        kernels={},
+        cpu=cpu,
+        measured=True,
+    )
+
+
+def _per_parameter(machine: Machine, dtype: str, which: str) -> tuple[float, float, float]:
+    """Return the seconds per parameter of a single rank without ZeRO, at ZeRO-1, and at ZeRO-3."""
+    taken = machine.alone["parameter"]
+    return taken[f"{dtype} plain {which}"], taken[f"{dtype} zero1 {which}"], taken[f"{dtype} zero3 {which}"]
+
+
+def _rest(layer: JsonView) -> tuple[float, float]:
+    """Return the host's seconds outside the layers, per micro-batch and per step."""
+    return layer["rest forward"] + layer["rest backward"], layer["rest step"]
+
+
+def _per_score(machine: Machine, dtype: str) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the seconds of attention per score, and per score and unit of the heads' width, by pass."""
+    scores, taken = machine.sizes["heads"] * machine.sizes["length"] ** 2, machine.seconds["attention"]
+    found = []
+    for which, less in (("forward", 0.0), ("both", 1.0)):
+        narrow, wide = (
+            (taken[f"{name} {dtype} {which}"] - less * taken[f"{name} {dtype} forward"]) / scores
+            for name in ("narrow", "flash_2")
+        )
+        per_width = max(0.0, wide - narrow) / (HEAD_WIDTH - NARROW_HEAD)
+        found.append((max(0.0, narrow - NARROW_HEAD * per_width), per_width))
+    return found[0], found[1]
+
+
+def _elementwise(machine: Machine, dtype: str, launches: float, passes: float, cpu: Cpu) -> float:
+    """Return the bytes per second of a layer's element-wise operations, by the engine's count of bytes in bf16.
+
+    They are what the passes of a layer take beyond its products, its attention and Python.
+    """
+    hidden, inner, heads, kept, sequences, length = machine.sizes["wide"].values()
+    tokens, weights = sequences * length, hidden * (hidden * (2 + 2 * kept / heads) + 3 * inner)
+    rest = sum(machine.seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
+    rest -= 6 * tokens * weights / cpu.products[-1][1] + (1 + cpu.backward_launches) * launches
+    rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
+    moved = 3 * 2 * tokens * (passes * weights / hidden + RESIDUAL * hidden)
+    return float(moved / max(rest, moved * machine.seconds["copy"] / (2 * machine.sizes["copy"])))
 
 
 def _kernels(machine: Machine, dtype: str, peak: float) -> dict[str, tuple[float, float]]:
@@ -154,6 +257,7 @@ COMPONENTS = {
     "recomputation": "recomputation",
     "logits": "the output matrix and the loss",
     "launch": "launching kernels",
+    "rest": "Python outside the layers",
     "tensor": "all-reduces of tensor parallelism",
     "sequence": "all-to-alls of sequence parallelism",
     "expert": "all-to-alls of expert parallelism",
@@ -219,6 +323,8 @@ def step_time(
     # The two passes of a micro-batch fetch a rank's offloaded weights, and activations go and come.
     offloaded = 0.0 if setup.offload_parameters == "none" else setup.weight_bytes * stage.parameters / setup.zero_ranks
     fetches = 2 * communication.to_host(offloaded + stage.moved, cluster, known)
+    cpu = known.cpu
+    rest = cpu.rest[setup.zero_stage == 3] if cpu else (0.0, 0.0)
     transfers, overlap = collectives + fetches, known.overlap if setup.overlap_comm else 0.0
     visible = 1 - overlap * min(transfers, compute.total) / transfers if transfers else 1.0
     optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
@@ -232,9 +338,11 @@ def step_time(
         "pipeline": micro_batches * stage.sent,
         # d stages wait for the time of (d - 1) micro-batches: (d - 1) / (m + d - 1) of the step.
         "bubble": (setup.layout.pipeline - 1) * stage.micro_batch,
-        "optimizer": copy_seconds(stage.trained, setup, cluster, known) + max(optimizer, launches),
+        "optimizer": copy_seconds(stage.trained, setup, cluster, known)
+        + (optimizer + launches if cpu else max(optimizer, launches)),
         "offload": offload + micro_batches * fetches * visible,
         "nvme": nvme,
+        "rest": micro_batches * rest[0] + rest[1],
     }
     return StepTime(
         components,
@@ -339,7 +447,7 @@ def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, 
 
 def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a micro-batch's activations between two layers on one rank."""
-    return 2 * compute_time.tokens_per_pass(setup) * profile.hidden_size
+    return setup.value_bytes * compute_time.tokens_per_pass(setup) * profile.hidden_size
 
 
 def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
@@ -371,7 +479,7 @@ def _model_parallel_seconds(
     head_width = kind.attention_width / profile.attention_heads
     exchanged = size / profile.hidden_size * head_width * heads / layout.tensor
     sequence = (forward + 1) * communication.all_to_all(
-        exchanged, Group(layout.sequence, layout.tensor), cluster, known
+        exchanged, Group(layout.sequence, layout.tensor), cluster, known, 4
     )
     routed = 2 * kind.experts_per_token * size
     expert = (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), cluster, known)
@@ -403,16 +511,19 @@ def _zero_seconds(
     reductions: float = stage.layers
     if setup.zero_stage and not setup.software.fsdp:
         reductions = min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
-    reduced = communication.gather(2 * stage.trained, group, cluster, known, reductions)
+    gradients = setup.value_bytes * stage.trained
+    gathered = communication.gather(gradients, group, cluster, known, reductions)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
         weights = setup.weight_bytes * stage.parameters
         forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
         sent = zero_traffic(3, int(stage.parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
         again = sent / stage.parameters - 1 if stage.parameters else 0.0  # the share that ZeRO-3 has not kept
+        reduced = gathered * (known.cpu.reduce_scatter if known.cpu else 1.0)
         return forward + again * backward + reduced, 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
+    reduced = communication.all_reduce(gradients, group, cluster, known, reductions)
     if setup.zero_stage == 2:
-        return 2 * reduced, reduced
-    return 0.0, (3 if setup.zero_stage else 2) * reduced
+        return reduced, gathered
+    return 0.0, reduced + (gathered if setup.zero_stage else 0.0)

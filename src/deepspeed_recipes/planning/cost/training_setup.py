@@ -226,7 +226,12 @@ class TrainingSetup:
     @property
     def weight_bytes(self) -> float:
         """Bytes per parameter when weights are transferred, between ranks or from the host."""
-        return 0.5 if self.quantized else 2
+        return 0.5 if self.quantized else self.value_bytes
+
+    @property
+    def value_bytes(self) -> float:
+        """Bytes of an activation or a gradient in the training precision."""
+        return 4 if self.precision == "fp32" else 2
 
     @property
     def model_parallel_size(self) -> int:

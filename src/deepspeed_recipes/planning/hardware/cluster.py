@@ -54,6 +54,11 @@ class Cluster:
         return self.gpus_per_node * self.nodes
 
     @property
+    def on_cpus(self) -> bool:
+        """True if the ranks are processes of a machine without GPUs."""
+        return self.gpu.name == machine_file.CPU
+
+    @property
     def host_gbs(self) -> float:
         """Memory bandwidth of a node's host in GB/s, the usual value for its GPUs."""
         return host_gbs(self.gpu, self.gpus_per_node)
@@ -107,6 +112,15 @@ def cluster(
     )
 
 
+def of_cpus(machine: Machine, ranks: int | None = None) -> Cluster:
+    """Return CPU ranks of a machine without GPUs, with all their rates from its measurements."""
+    ranks = ranks or machine.ranks
+    machine = machine.with_ranks(ranks)
+    memory = machine.host_memory_gib / ranks
+    gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, f"measured on {machine.date}", tflops=machine.best_product() / 1e12)
+    return Cluster(machine.measured(gpu), ranks, host_memory_gib=machine.host_memory_gib, machine=machine)
+
+
 def _refuse_count(gpu: str | None) -> None:
     """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`."""
     if gpu is None or instance_name(gpu):
@@ -126,7 +140,10 @@ def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
     if gpu is None:
         here = this_machine()
         if here is None:
-            raise UserError(f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.")
+            raise UserError(
+                f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.\n"
+                "After ds-recipes doctor --measure, --gpu cpu plans for this machine's CPU ranks."
+            )
         return here
     name = instance_name(gpu)
     if name is None:
@@ -194,6 +211,6 @@ def with_measurements(
     if machine.has(cluster.gpu):
         drive = machine.nvme_gbs or cluster.nvme_gbs
         return replace(cluster, gpu=machine.measured(cluster.gpu), nvme_gbs=drive, machine=machine)
-    if file is not None or not elsewhere:
+    if file is not None or not (elsewhere or machine.device == machine_file.CPU):
         say(f"{place}: measured on {machine.device}, the plan is for {cluster.gpu.name}: datasheets are used instead.")
     return cluster

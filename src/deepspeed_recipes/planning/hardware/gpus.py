@@ -31,10 +31,14 @@ class Gpu:
     """False for NVIDIA's GPUs before Ampere, which only support fp16."""
     like: str = ""
     """For a GPU of which only the memory is known: the GPU in `GPUS` whose speed is assumed."""
+    tflops: float = 0.0
+    """The peak, if `recipe.gpus` does not have it: that of the processes of a CPU is measured."""
 
     @property
     def bf16_tflops(self) -> float:
         """Peak of dense matrix products, from `recipe.gpus` as for MFU. It is fp16's peak if bf16 is not supported."""
+        if self.tflops:
+            return self.tflops
         peak = peak_flops(self.like or self.name)
         assert peak is not None, self.name
         return peak / 1e12

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...recipe.errors import UserError
@@ -15,8 +15,13 @@ VERSION = 1
 """Of the file's format."""
 HEAD_WIDTH = 128
 """Of the attention that is measured."""
+NARROW_HEAD = 32
+"""Head width of the second attention that is measured on a CPU."""
+CPU = "CPU"
+"""The device of a machine without GPUs."""
 NEEDED = ("products", "attention", "copy", "layer plain", "layer zero1", "layer zero3")
 """Entries of `seconds` that every file has."""
+NEEDED_OF_CPUS = ("wide", "layer plain fp32")
 
 
 def default_file() -> Path:
@@ -34,9 +39,13 @@ class Machine:
     device: str
     """What the driver calls the GPU."""
     ranks: int
-    sizes: Mapping[str, float]
+    sizes: JsonView
     """Of what was measured, as `benchmarks.probe` has them."""
     seconds: JsonView
+    alone: JsonView = field(default_factory=dict)
+    """`seconds` of a single rank, on a machine without GPUs."""
+    cores: int = 0
+    host_memory_gib: float = 0.0
     nvme_gbs: float = 0.0
     """GB/s of its drives, the slower of reading and writing; 0: not measured."""
 
@@ -47,11 +56,24 @@ class Machine:
         except UserError:  # no GPU, or one without a datasheet
             return gpu.name == self.device
 
+    def product_rates(self, dtype: str) -> list[tuple[int, float]]:
+        """Return the operations per second of square products, by their side, the smallest first."""
+        taken = {int(name.split()[0]): each for name, each in self.seconds["products"].items() if dtype in name}
+        return [(side, 2 * side**3 / taken[side]) for side in sorted(taken)]
+
+    def best_product(self) -> float:
+        """Return the highest operations per second of a product in bf16."""
+        return max(rate for _, rate in self.product_rates("bf16"))
+
     @property
     def host_adam(self) -> float:
         """Parameters per second that Adam updates on the host, all ranks together; 0 if it was not measured."""
         taken = self.seconds.get("host_adam")
         return self.ranks * self.sizes["adam"] / taken if taken else 0.0
+
+    def with_ranks(self, ranks: int) -> "Machine":
+        """Return the measurements for a number of CPU ranks: those of a single one, or those of several."""
+        return replace(self, ranks=1, seconds=self.alone) if ranks == 1 else self
 
     def measured(self, gpu: Gpu) -> Gpu:
         """Return the GPU with the bandwidths that were measured instead of its datasheet's."""
@@ -87,9 +109,13 @@ def read(file: Path) -> Machine:
     try:
         machine = Machine(
             file, str(data["date"]), str(data["device"]), int(data["ranks"]), data["sizes"], data["seconds"],
-            float(data.get("nvme_gbs", 0)),
+            data["alone"] if "alone" in data else data["seconds"], int(data["environment"]["cpu_count"]),
+            float(data["environment"]["host_memory_gib"]), float(data.get("nvme_gbs", 0)),
         )  # fmt: skip
-        absent = [name for name in NEEDED if name not in machine.seconds]
+        needed = (*NEEDED, *NEEDED_OF_CPUS) if machine.device == CPU else NEEDED
+        absent = [name for name in needed if name not in machine.seconds]
+        if machine.device == CPU and "parameter" not in machine.alone:
+            absent.append("parameter")
         wrong = absent or [name for name, taken in _flat(machine.seconds) if not 0 <= taken < math.inf]
         wrong += [name for name in ("copy", "length", "heads", "message") if not machine.sizes[name] > 0]
     except (KeyError, TypeError, ValueError) as error:
@@ -97,6 +123,16 @@ def read(file: Path) -> Machine:
     if wrong:
         raise UserError(f"{file}: seconds.{wrong[0]} is missing or no time; measure again with doctor --measure.")
     return machine
+
+
+def of_this_machine() -> Machine | None:
+    """Return the measurements of this machine, or None if there are none.
+
+    Raises:
+        UserError: as `read`.
+    """
+    file = default_file()
+    return read(file) if file.exists() else None
 
 
 def _flat(seconds: JsonView, prefix: str = "") -> list[tuple[str, float]]:

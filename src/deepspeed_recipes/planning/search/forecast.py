@@ -1,5 +1,6 @@
 """The planner's answers to the launcher: a run's forecast, settings that fit, and the prediction's error afterwards."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from ...recipe.files import Json
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
 from ...recipe.run_folder import RunFolder, is_finished, read_json, write_json
-from ..hardware.cluster import Cluster, this_machine, with_measurements
+from ..hardware import machine_file
+from ..hardware.cluster import Cluster, of_cpus, this_machine, with_measurements
+from ..hardware.machine_file import Machine
 from . import plans, suggestions
 from .plans import Plan
 from .strategies import evaluate, plan_request, search
@@ -25,6 +28,24 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     if here is None:
         return None
     cluster = with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
+    return replace(cluster, corrections=plans.corrections(cluster))
+
+
+def cpus_here() -> Machine | None:
+    """Return the measurements of this machine's CPU, or None; print why a file is not used."""
+    try:
+        machine = machine_file.of_this_machine()
+    except UserError as error:
+        print(f"{error} It is not used.", file=sys.stderr, flush=True)
+        return None
+    return machine if machine and machine.device == machine_file.CPU else None
+
+
+def cpu_ranks(ranks: int) -> Cluster | None:
+    """Return CPU ranks of this machine, or None if its CPU was not measured."""
+    if (machine := cpus_here()) is None:
+        return None
+    cluster = of_cpus(machine, ranks)
     return replace(cluster, corrections=plans.corrections(cluster))
 
 
@@ -69,7 +90,7 @@ def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = N
     except UserError:  # a model that cannot be planned, such as one with its own code, may still run
         return None
     plan = evaluate(request, recipe)
-    if not plan.shortfalls:
+    if not plan.shortfalls or cluster.on_cpus:  # their memory is counted as on GPUs
         return plan
     result = search(request)
     if result.best:
@@ -83,7 +104,7 @@ def line(plan: Plan) -> str:
     """Return the forecast as one line."""
     tight = f", which is tight: up to {plan.gpu_gib_range[1]:.1f}" if plan.tight else ""
     return (
-        f"forecast: {plan.gpu_gib:.1f} GiB per GPU ({plan.share:.0%}{tight}), "
+        f"forecast: {plan.gpu_gib:.1f} GiB per {'rank' if plan.cluster.on_cpus else 'GPU'} ({plan.share:.0%}{tight}), "
         f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
     )
 
@@ -112,12 +133,13 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
 
 def _predicted(plan: Plan) -> Json:
     reserved = plan.gpu_gib - plan.components["runtime"]
+    on_cpus = plan.cluster.on_cpus
     return {
-        "gpu_allocated_gib": reserved - plan.components["fragmentation"],
-        "gpu_reserved_gib": reserved,
+        "gpu_allocated_gib": None if on_cpus else reserved - plan.components["fragmentation"],
+        "gpu_reserved_gib": None if on_cpus else reserved,
         "tokens_per_second": plan.speed * plan.setup.world_size,
         "uncorrected_tokens_per_second": plan.time.tokens_per_second_per_gpu * plan.setup.world_size,
         "kind": plans.kind_of(plan.setup),
         "rates": plans.rates_of(plan.cluster),
-        "components_gib": dict(plan.components),
+        "components_gib": {} if on_cpus else dict(plan.components),
     }

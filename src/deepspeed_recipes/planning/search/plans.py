@@ -184,7 +184,8 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """The low and high values of `speed`."""
-        factors = speed_range(self.setup, self.cluster.machine is not None or self.correction.runs > 0)
+        known = self.cluster.machine is not None or self.correction.runs > 0
+        factors = speed_range(self.setup, known, self.cluster.on_cpus)
         return factors.low * self.speed, factors.high * self.speed
 
     @property

@@ -197,16 +197,17 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
         kept = plan.recipe.keep_checkpoints
         yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
-    if (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
+    on_cpus = plan.cluster.on_cpus
+    if not on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."
         )
     if machine := plan.cluster.machine:
-        yield (
-            f"Speeds use rates measured on {machine.date} ({machine.file}); the network and whatever was not measured "
-            "are from datasheets."
-        )
+        others = "the network and whatever was not measured are from datasheets"
+        if on_cpus:
+            others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
+        yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
     elif not plan.time.measured:
         yield (
             f"No measurements on {plan.cluster.gpu.name} were used: the order of the plans is more reliable than "

@@ -22,7 +22,7 @@ UNITS = {"loss": " nats"}
 def verdict(run: RunData) -> Section:
     """Return the first section: one sentence, then the numbers."""
     found = tuple(rows(run))
-    shown = 3 if any(predicted is not None for _, _, predicted in found) else 2  # there are no predictions for CPUs
+    shown = 3 if any(predicted is not None for _, _, predicted in found) else 2
     table = Table(("", "measured", "predicted")[:shown], tuple(row[:shown] for row in found))
     said = Note(" ".join(filter(None, (sentence(run), judgement(run)))))
     chosen = []
