@@ -1,15 +1,19 @@
 """Machines that were measured: the file, the plans that use it, and runs on an H100 beside these plans."""
 
 import json
+import re
 import shutil
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
-from deepspeed_recipes.commands import doctor, plan
+from deepspeed_recipes.commands import doctor, launch, plan
 from deepspeed_recipes.commands.doctor import measure
+from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.planning.cost.constants import CPU_SPEEDS
 from deepspeed_recipes.planning.hardware import machine_file
 from deepspeed_recipes.planning.hardware.cluster import Cluster, with_measurements
 from deepspeed_recipes.planning.hardware.gpus import find
@@ -17,6 +21,7 @@ from deepspeed_recipes.planning.search import forecast, plans, strategies
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json
+from scripts.maintain.calibration import cpu_speed
 from scripts.maintain.documents.estimates import DOCUMENTS
 
 MEASUREMENTS = Path(__file__).parents[1] / "scripts" / "maintain" / "measurements"
@@ -202,6 +207,46 @@ def test_busy_gpus_are_named(monkeypatch):
     monkeypatch.setattr(measure.system, "output", lambda *_: "4711, python, 30000 MiB")
     with pytest.raises(UserError, match=r"in use \(4711, python, 30000 MiB\)"):
         measure.refuse_busy(1)
+
+
+def test_step_times_of_cpu_ranks_are_within_fifteen_percent_of_the_plan():
+    _, _, found = cpu_speed.stored()
+    judges = [one for one in found if one.judges]
+    assert len(found) == len(cpu_speed.CASES) >= 20 and len(judges) == len(found) // 2
+    assert statistics.median(abs(one.ratio - 1) for one in judges) <= 0.15
+    assert statistics.mean(one.inside for one in judges) >= 0.9
+    assert cpu_speed.prediction_range(found) == pytest.approx(CPU_SPEEDS, abs=0.01)
+
+
+@pytest.mark.every
+def test_a_step_of_cpu_ranks_takes_as_long_as_planned(tmp_path, ranks):
+    """On this machine, as it is now: a neighbour's load counts in both, but need not be the same in both."""
+    file = tmp_path / "machine.json"
+    assert doctor.main(["--measure", str(file), "--gpus", "2"]) == 0
+    cases = [case for case in cpu_speed.CASES if case.model == "tiny" and not case.changes][:3]
+    runs = {case.label: [cpu_speed.measured(case, tmp_path / str(number))] for number, case in enumerate(cases)}
+    assert all(one.inside for one in cpu_speed.comparisons(machine_file.read(file), runs))
+
+
+def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert run_command("plan", ["tiny", "--gpu", "cpu"]) == 2
+    assert "--gpu cpu: this machine's CPU was not measured" in capsys.readouterr().err
+    assert run_command("plan", ["tiny", "--gpu", "cpu", "--machine", str(H100)]) == 2
+    assert "was measured on NVIDIA H100" in capsys.readouterr().err
+    machine_file.default_file().parent.mkdir()
+    shutil.copy(cpu_speed.MACHINE, machine_file.default_file())
+    found = []
+    for words in (["--gpu", "cpu"], [], ["--gpu", "cpu", "--gpus", "1"]):
+        assert plan.main(["tiny", *words, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    named, here, alone = (one["plans"][0]["step_seconds"] for one in found)
+    assert named == here and 1.5 * named < alone < 2.1 * named, "one rank has twice the sequences"
+    assert found[0]["hardware"]["gpu"] == "CPU"
+    assert run_command("plan", ["tiny", "--gpu", "cpu", "--nodes", "2"]) == 2
+    assert "--nodes: CPU ranks" in capsys.readouterr().err
+    assert launch.main(["tiny", "full", "--dry-run"]) == 0
+    assert re.match(r"forecast: .* GiB per rank \(.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
 
 
 def test_doctor_measures_this_machine(tmp_path, capsys, ranks):

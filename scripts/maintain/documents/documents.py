@@ -11,7 +11,7 @@ from deepspeed_recipes.recipe.project import CONFIGS, PAGES
 from deepspeed_recipes.recipe.run_folder import read_json
 
 from .. import gpu_results, served
-from ..calibration import MEASUREMENTS, accuracy
+from ..calibration import MEASUREMENTS, accuracy, cpu_speed
 from ..calibration.published_rows import published_rows
 from . import chart, combinations, estimates, index, troubleshooting
 from .blocks import with_block
@@ -28,7 +28,10 @@ def documents() -> dict[Path, str]:
             "served": served.table(read_json(served.FILE)),
         },
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
-        SCRIPTS / "README.md": {"accuracy": accuracy.sentence(published_rows(), read_json(FILE))},
+        SCRIPTS / "README.md": {
+            "accuracy": accuracy.sentence(published_rows(), read_json(FILE)),
+            "cpu_speed": cpu_speed.errors(),
+        },
         MEASUREMENTS / "README.md": measurements(),
     }
     found = {path: _with(path, generated) for path, generated in blocks.items()}
@@ -48,6 +51,7 @@ def measurements() -> dict[str, str]:
     stored = (read_json(MEASUREMENTS / f"overhead_zero{stage}_cpu.json") for stage in (2, 3))
     return {
         "accuracy": accuracy.table(published_rows(), read_json(FILE)),
+        "cpu_speed": cpu_speed.section(),
         "overhead": "\n".join(overhead_section(result) for result in stored),
         "scaling": scaled(MEASUREMENTS),
         "speed": on_gpus,
