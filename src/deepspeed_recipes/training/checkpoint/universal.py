@@ -164,8 +164,8 @@ def dimensions(config: Json) -> Json:
 def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str | None:
     """Return the kind of state that the universal form cannot hold, or None if it holds everything.
 
-    It holds split matrices only below ZeRO-3, where AutoTP has split and described them; others it would join wrongly.
-    `test_deepspeed_joins_split_matrices_incorrectly` fails once this can be removed.
+    It holds split matrices only below ZeRO-3, where AutoTP has split and described them; others it refuses.
+    `test_deepspeed_does_not_join_split_matrices` fails once this can be removed.
     """
     if not file.stage:
         return None
