@@ -20,7 +20,7 @@ from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
-from deepspeed_recipes.recipe.samples import PREFERENCES, TINY_MODEL
+from deepspeed_recipes.recipe.samples import CHAT, PREFERENCES, TINY_MODEL
 from deepspeed_recipes.report import run_data, text, write
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import tokenize
@@ -175,6 +175,14 @@ def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
             likelihoods.append(-loss * (len(whole) - len(asked["input_ids"])))
         expected.append(int(likelihoods[0] > likelihoods[1]))
     assert found["metric"] == "preference_accuracy" and found["models"][0]["values"] == expected
+    chats = ["--data", str(ROOT / CHAT.validation), "--limit", "4", "--json"]
+    assert run_command("evaluate", [str(run.path), *chats]) == 2
+    assert "For conversations add --metric exact_match or loss." in capsys.readouterr().err
+    scores = []
+    for name in (run.path, TINY_MODEL):
+        assert run_command("evaluate", [str(name), *chats, "--metric", "loss"]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["models"][0]["score"])
+    assert scores[0] == scores[1], "its export is that model"
 
 
 def test_a_server_is_one_of_the_models(run, server, data, capsys):

@@ -214,7 +214,7 @@ MISTAKES = {
     "nothing": ([], "--list"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
     "another launcher's option": (["tiny", "full", "--learning_rate", "1e-4"], "learning_rate=VALUE"),
-    "foreign key": (["tiny", "full", "per_device_train_batch_size=4"], "micro_batch_size"),
+    "foreign keys": (["tiny", "full", "num_train_epochs=4", "a", "warmup_steps=3"], "'epochs'.\nunknown key 'warmup_s"),
     "not an override": (["tiny", "full", "fast"], "key=value"),
     "type": (["tiny", "full", "epochs=many"], "epochs=many"),
     "choice": (["tiny", "full", "precision=fp8"], "bf16"),
@@ -243,6 +243,16 @@ def test_a_mistake_ends_the_script_with_status_2(tmp_path):
     done = launch("tyni", "full", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("launch.py: unknown recipe 'tyni'; did you mean 'tiny'?"), done.stderr
+
+
+def test_a_sample_in_place_of_your_data_is_named(capsys):
+    for words, said in (
+        ("llama3-8b full --gpus 8", True),
+        ("tiny full --gpus 1", False),
+        ("llama3-8b full --draft --gpus 1", False),
+    ):
+        assert launch_command.main([*words.split(), "--dry-run"]) == 0
+        assert ("data.path is not set: extract/train.jsonl, a sample" in capsys.readouterr().err) == said
 
 
 LINE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'

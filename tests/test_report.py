@@ -293,6 +293,9 @@ def test_mistakes_are_one_line_and_status_2(run, tmp_path, capsys):
         assert main.run("report", words) == 2, words
         lines = capsys.readouterr().err.strip().splitlines()
         assert len(lines) == 1 and said in lines[0], lines
+    assert main.run("report", [str(run.path), str(started.path)]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"left out: {started.path}, which has not logged a step\n" and str(run.path) in said.out
 
 
 def test_a_defect_of_the_report_fails_no_run(tmp_path, capsys):
@@ -462,6 +465,6 @@ def test_a_comparison_says_where_the_held_out_examples_differ(run, tmp_path):
 
 def test_the_two_accuracies_of_pairs_have_two_names(tmp_path):
     pairs, reward = (run_data.read(a_run(tmp_path / one, variant=one).path).recipe for one in ("dpo_lora", "reward"))
-    assert curves.named(pairs, "preference_accuracy").startswith("Likelihood accuracy")
+    assert curves.named(pairs, "preference_accuracy").startswith("Preference accuracy")
     assert curves.named(pairs, "rewards/accuracies").startswith("Implicit reward accuracy")
     assert curves.named(reward, "preference_accuracy") == "Preference accuracy"

@@ -9,12 +9,14 @@ training or has failed; --output writes it as one HTML file that needs no networ
 results, the differences between their recipes, and their curves over steps and over tokens.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..recipe import files
 from ..recipe.errors import UserError
 from ..recipe.project import display, runs
+from ..recipe.run_folder import RunFolder
 from ..report import compare, run_data, text, write
 from .main import Parser
 
@@ -52,6 +54,12 @@ def for_runs(paths: Sequence[Path], output: Path | None) -> None:
     """
     if not paths:
         return
+    logged = [path for path in paths if not RunFolder(path).recipe.is_file() or RunFolder(path).metrics.exists()]
+    if len(paths) > 1 and logged:  # otherwise the one run says why it has no report
+        for path in paths:
+            if path not in logged:
+                print(f"left out: {path}, which has not logged a step", file=sys.stderr)
+        paths = logged
     found = [run_data.read(path) for path in paths]
     document = write.document(found[0]) if len(found) == 1 else compare.document(found)
     text.show(document)

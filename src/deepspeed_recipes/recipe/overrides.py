@@ -92,8 +92,13 @@ MEANINGS = {
     "global_batch_size": "sequences per optimizer step over all ranks",
     "precision": "bf16, fp16 or fp32",
     "deepspeed": "zero2.json, or a file of yours",
+    "schedule.warmup": "a share of all steps, or from 1 on their number",
+    "keep_best": "with eval_steps and, to stop early, early_stopping",
 }
 """What to give our keys whose values are others than those of the tools' keys."""
+
+MOST_UNKNOWN = 5
+"""Unknown keys that a message names."""
 
 FOREIGN_OPTIONS = {
     "output_dir": "--output-dir",
@@ -181,12 +186,13 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     keys = override_keys()
     values = to_dict(recipe)
     given = set()
+    assignments = list(assignments)
+    if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
+        raise UserError("\n".join(unknown(key, list(keys)) for key in wrong[:MOST_UNKNOWN]))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
             raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
-        if key not in keys:
-            raise UserError(unknown(key, list(keys)))
         section, _, name = key.rpartition(".")
         if section == "lora" and values["lora"] is None:
             # Setting a key of `lora` turns adapters on.

@@ -4,6 +4,7 @@ import json
 import shlex
 import shutil
 import sys
+from pathlib import Path
 
 from ...launching import preflight, restarts, scheduler
 from ...launching.command import compile_ops, deepspeed_command, other_launchers, record
@@ -17,7 +18,7 @@ from ...planning.cost import communication
 from ...planning.search import forecast
 from ...recipe import run_folder
 from ...recipe.conversions import to_dict
-from ...recipe.project import require
+from ...recipe.project import SAMPLES, require
 from ...recipe.recipe import Recipe
 from ...report import write
 from ...report.profiler import conclude, window
@@ -33,6 +34,13 @@ def run(options: LaunchOptions) -> int:
     if cluster.is_dashboard(options.address):  # the launcher on the cluster makes the plan
         return cluster.submit_job(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)
+    data, model, here = plan.recipe.data.path, plan.recipe.model.path, str(SAMPLES)
+    if data.startswith(here) and not model.startswith(here) and not plan.recipe.draft.enabled:
+        print(
+            f"data.path is not set: {Path(data).relative_to(SAMPLES)}, a sample of the project, is trained; name your "
+            "own with data.path=FILE",
+            file=sys.stderr,
+        )
     if options.dry_run:
         return show(plan, request.page)
     if plan.machines.allocation:

@@ -14,6 +14,7 @@ from datasets import Dataset
 from ...machine import capacity
 from ...recipe import pages
 from ...recipe.errors import UserError
+from ...recipe.methods.texts import Sft
 from ...recipe.own_code import is_own
 from ...recipe.recipe import Recipe, names
 from ...training.data import load, sources
@@ -22,6 +23,9 @@ from ...training.model_folder.portable import own_path
 METRICS = ("exact_match", "loss", "preference_accuracy", "accuracy", "recall_at_1")
 """The metrics: the first two for models that write text, then one each for models that prefer or score answers, for
 classifiers and for embedding models."""
+
+PREFERENCES = ("pairs", "judged answers")
+"""What methods read whose models answer as those of SFT do."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,8 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
             f"data.transform={recipe.data.transform}: code that only a run folder names is not run; save the held-out "
             "examples as it returns them, and name them with --data FILE."
         )
+    if metric in ("exact_match", "loss") and recipe.method.examples in PREFERENCES:
+        recipe = replace(recipe, method=Sft())  # a model that was trained on preferences answers as any other
     found = metric or ("exact_match" if is_own(names(recipe.data.metric)[0]) else recipe.metric)
     if found not in METRICS:
         raise UserError(f"metric {found}: not supported; choose --metric {' or '.join(METRICS)}.")
@@ -82,10 +88,15 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
     datasets.disable_progress_bars()
     capacity.check_cache()
     with contextlib.redirect_stdout(io.StringIO()):  # hides the lines that a run prints about its data
-        if data.validation:
-            examples = sources.mix(sources.read(data.validation, recipe), None, recipe.seed)
-        else:
-            examples = load.read_examples(recipe)[1]
+        try:
+            if data.validation:
+                examples = sources.mix(sources.read(data.validation, recipe), None, recipe.seed)
+            else:
+                examples = load.read_examples(recipe)[1]
+        except UserError as error:
+            if file is None or recipe.method.examples not in PREFERENCES:
+                raise
+            raise UserError(f"{error}\nFor conversations add --metric exact_match or loss.") from None
     if examples is None:
         raise UserError("this run held out no examples; name some with --data FILE.")
     chosen = examples.select(range(min(limit or len(examples), len(examples))))

@@ -32,7 +32,7 @@ MORE = (
 """Prefixes of the keys that some methods and models add."""
 
 PAIRS = {
-    "preference_accuracy": "likelihood accuracy (pairs whose better answer is likelier)",
+    "preference_accuracy": "preference accuracy (pairs whose better answer is likelier)",
     "preference_margin": "likelihood margin",
     "rewards/accuracies": "implicit reward accuracy (training pairs whose better answer has the higher reward)",
     "rewards/margins": "implicit reward margin, training pairs",

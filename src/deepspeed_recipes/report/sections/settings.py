@@ -79,7 +79,7 @@ def deepspeed(run: RunData) -> Section:
     """Return the DeepSpeed configuration that was passed to the engine."""
     if not run.deepspeed:
         return Section("DeepSpeed", (Note("No deepspeed.json: the run ended before it created the engine."),))
-    about = Note(f"From {run.recipe.deepspeed}, with every value resolved, as passed to the engine:")
+    about = Note(f"From {run.recipe.deepspeed}; deepspeed.json has every value as passed to the engine.")
     return Section("DeepSpeed", (about, Code("deepspeed.json", redact(json.dumps(run.deepspeed, indent=2)))))
 
 

@@ -89,6 +89,11 @@ def too_long(name: str, dropped: int, examples: int, longest: int, sequence_leng
     )
 
 
+def left_out(count: int, batch: int) -> str:
+    """Return the end of a line on examples of which the last `count` do not fill a batch; empty if all do."""
+    return f"; {count} more do not fill a batch of {batch} and are left out" if count else ""
+
+
 def cut_off(cut: int, texts: int, sequence_length: int) -> str:
     """Return the warning that only a part of some texts is read."""
     return (

@@ -54,7 +54,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     load.show(shown)
     each = together * (len(sides) - 1)
     say(
-        f"training: {len(kept)} pairs, {len(found) - len(kept)} left over; each has {each - 1} other texts as negatives"
+        f"training: {len(kept)} pairs, each with {each - 1} other texts as negatives"
+        f"{report.left_out(len(found) - len(kept), together)}"
     )
     if cut:
         say(report.cut_off(cut, len(found) * len(sides), recipe.sequence_length))

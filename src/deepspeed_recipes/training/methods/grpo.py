@@ -23,7 +23,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
 from ..console import say
-from ..data import load, thinking, updates
+from ..data import load, report, thinking, updates
 from ..data.collate import Batch
 from ..model.control_tokens import conversation_tokens
 from ..model.generate import continued, ends
@@ -166,7 +166,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             f"leave no room for grpo.max_new_tokens={grpo.max_new_tokens} in sequence_length="
             f"{recipe.sequence_length}; raise sequence_length"
         )
-    left = f"; {len(fitting) - len(kept)} left over" if len(fitting) > len(kept) else ""
+    left = report.left_out(len(fitting) - len(kept), per_step)
     say(f"training: {len(kept)} prompts, {grpo.group_size} answers each{left}")
     sequences = len(kept) * grpo.group_size * grpo.iterations
     shown = [[(tokenizer.decode(_tokens(tokenizer, kept[0])), False)]]

@@ -18,7 +18,7 @@ from ...recipe.layout import data_parallel_size
 from ...recipe.methods import Kto
 from ...recipe.recipe import Recipe
 from ..console import say
-from ..data import load, tokenize, updates
+from ..data import load, report, tokenize, updates
 from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
@@ -102,7 +102,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     good = sum(kept["label"])
     if not 0 < good < len(kept):
         raise UserError(f"data.path: of {len(kept)} judged answers {good} are good; KTO needs good and bad ones.")
-    say(f"training: {len(kept)} judged answers, {good} of them good; {len(fits) - len(kept)} left over")
+    say(f"training: {len(kept)} judged answers, {good} of them good{report.left_out(len(fits) - len(kept), together)}")
     paired = kept.map(_mismatched, batched=True, batch_size=together)
     size = updates.Size(len(found), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
