@@ -78,7 +78,7 @@ def _of_examples(arguments: argparse.Namespace, recipe: Recipe, known: Prices) -
         raise UserError(f"--tokens {arguments.tokens} and --examples: give one of them.")
     examples = tokens(arguments.examples, "--examples")
     length = tokens(arguments.example_tokens, "--example-tokens")
-    shown = f"{examples:,.0f} examples of {length:,.0f} tokens, {recipe.epochs:g} epochs"
+    shown = f"{examples:,.0f} examples of {length:,.0f} tokens, {recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
     return Workload(examples * length * recipe.epochs, known, shown, document_length=length)
 
 
@@ -88,8 +88,8 @@ def few_steps(plan: Plan, work: Workload) -> str | None:
         return None
     made = f"{steps} step{'s' * (steps > 1)} of {plan.recipe.global_batch_size} sequences"
     return (
-        f"{made} are too few to learn much from: use a smaller global_batch_size, more epochs, or a shorter "
-        "sequence_length."
+        f"{made} {'are' if steps > 1 else 'is'} too few to learn much from: use a smaller global_batch_size, more "
+        "epochs, or a shorter sequence_length."
     )
 
 

@@ -18,7 +18,7 @@ from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
-from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, are_alike, kind_of
+from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, are_alike, in_words, kind_of
 from ..search.reasons import behind, why
 
 SHOWN = 8
@@ -250,11 +250,11 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     padding = "" if plan.recipe.packing else ", and neither is padding (packing is off)"
     steps = _counted(workload.steps(plan), "step")
     fast, slow = (workload.hours(plan) * plan.speed / speed for speed in reversed(plan.speed_range))
-    yield f"By the range of speeds it takes {fast:,.1f} to {slow:,.1f} hours."
+    yield f"By the range of speeds it takes {in_words(fast)} to {in_words(slow)}."
     yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
     if (hours := workload.hours(plan)) < SHORT:
         loading = START + plan.checkpoint_gib / DRIVE / 60
-        yield f"Starting and loading add about {loading:,.0f} min to {60 * hours:,.0f} min of training."
+        yield f"Starting and loading add about {loading:,.0f} min to {in_words(hours)} of training."
     documents = workload.document_length
     if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."

@@ -198,6 +198,8 @@ def report(found: Translation, file: Path) -> list[str]:
     usual = [f"{key}={found.overrides[key]}" for key in sorted(found.by_default) if key in found.overrides]
     same = [name for name, ours in found.translated.items() if ours == f"{name}={_short(found.values.get(name))}"]
     changed = {name: ours for name, ours in found.translated.items() if name not in same}
+    needed = {name: why for name, why in found.missing.items() if name in ("model", "dataset")}
+    lost = {name: why for name, why in found.missing.items() if name not in needed}
     sections = {
         "translated": _each(found, changed, " -> ")
         + _filled("the same here:", same)
@@ -206,7 +208,8 @@ def report(found: Translation, file: Path) -> list[str]:
         "to know": list(dict.fromkeys(found.remarks)),
         "not needed": [f"{name}: {why}" for name, why in found.unneeded.items()],
         "for you to set, if you want it": _each(found, found.yours, ": "),
-        "NO EQUIVALENT, so the run trains differently": _each(found, found.missing, ": "),
+        "STILL NEEDED": _each(found, needed, ": "),
+        "NO EQUIVALENT, so the run trains differently": _each(found, lost, ": "),
     }
     for title, entries in sections.items():
         if entries:
@@ -221,7 +224,7 @@ def _each(found: Translation, entries: Mapping[str, str], between: str) -> list[
 
 
 def _filled(first: str, words: list[str]) -> list[str]:
-    return textwrap.wrap(" ".join([first, *words]), WIDTH) if words else []
+    return textwrap.wrap(" ".join([first, *words]).strip(), WIDTH) if words else []
 
 
 PAGE = '''"""{family}: {model}, as {source} ({tool}) trained it.
