@@ -30,7 +30,7 @@ without one; `sdpa` is cuDNN's."""
 
 def seconds(attention: str, length: int, gpu: str = "H100", packing: bool = False) -> tuple[float, float]:
     setup = TrainingSetup(1, sequence_length=length, attention=attention, packing=packing)
-    return attention_seconds(KIND, 16384, setup, find(gpu), constants(gpu))
+    return attention_seconds(KIND, llama(), 16384, setup, find(gpu), constants(gpu))
 
 
 def speeds(attention: str, direction: str) -> list[float]:
@@ -117,10 +117,12 @@ def test_windows_and_causal_masks_halve_what_is_attended():
 def test_software_whose_kernel_was_another_has_one_share():
     known = constants("H100", "llm-foundry")
     assert known.kernels == {}
-    forward, backward = attention_seconds(KIND, 4096, TrainingSetup(1), find("H100"), known)
+    forward, backward = attention_seconds(KIND, llama(), 4096, TrainingSetup(1), find("H100"), known)
     assert backward == pytest.approx(2.5 * forward)
     faster = replace(known, attention=2 * known.attention)
-    assert attention_seconds(KIND, 4096, TrainingSetup(1), find("H100"), faster)[0] == pytest.approx(forward / 2)
+    assert attention_seconds(KIND, llama(), 4096, TrainingSetup(1), find("H100"), faster)[0] == pytest.approx(
+        forward / 2
+    )
 
 
 def test_packed_documents_attend_only_to_themselves():
@@ -128,7 +130,7 @@ def test_packed_documents_attend_only_to_themselves():
 
     def sum_of(attention: str, document: float | None = None, packing: bool = True) -> float:
         setup = TrainingSetup(1, sequence_length=16384, attention=attention, packing=packing, document_length=document)
-        return sum(attention_seconds(KIND, 16384, setup, find("A100 80GB"), constants("A100 80GB")))
+        return sum(attention_seconds(KIND, llama(), 16384, setup, find("A100 80GB"), constants("A100 80GB")))
 
     assert 8 < sum_of("varlen") / sum_of("varlen", 1024) < 16, "a sixteenth, with kernels that are slower when short"
     assert sum_of("varlen", 10**6) == sum_of("varlen")

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "export/shrink.py": "a new folder",
     "prove/samples.py": "data in a temporary folder",
     "prove/command.py": "a new folder for each report",
+    "scripts/maintain/calibration/cpu_speed.py": "data in a temporary folder",
     "scripts/maintain/samples/make_data.py": "imports nothing of the project; git has the old file",
     "scripts/maintain/samples/pretrain.py": "imports nothing of the project; git has the old file",
     "export/serve/process.py": "a process's output",

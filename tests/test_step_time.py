@@ -69,7 +69,7 @@ def test_parts_add_up_and_mfu_is_the_rest_of_the_peak():
     )
     time = step_time(llama(), setup, cluster("H100", gpus=8, nodes=2))
     assert isinstance(time, StepTime)
-    assert len(time.components) == 15
+    assert len(time.components) == 16
     assert time.seconds == pytest.approx(sum(time.components.values()))
     assert time.tokens_per_second_per_gpu == pytest.approx(setup.tokens_per_step / time.seconds / 16)
     assert time.mfu == pytest.approx(model_flops(llama(), setup) / time.seconds / 16 / 989.4e12)

@@ -90,7 +90,7 @@ def check(section: object, prefix: str = "") -> None:
             odd = "" if value.isprintable() else next((one for one in value if category(one) in ("Cc", "Cs")), "")
             if odd:
                 raise UserError(f"{key}={shown(value)}: has the control character {odd!r}; leave it out.")
-            if several and not value.strip(", "):
+            if several and value and not value.strip(", "):
                 raise UserError(f"{key}={shown(value)}: names nothing; leave it out, or separate values with commas.")
         elif not (isinstance(value, Mapping) and Mapping in kinds):
             _refuse(key, value, kinds, words)

@@ -42,7 +42,8 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder or Hub id has none, or the template cannot be read.
     """
-    load_config(recipe)  # which also names the tokenizer's class
+    if Path(recipe.model.path, "config.json").is_file():
+        load_config(recipe)  # which also names the tokenizer's class
     try:
         tokenizer = AutoTokenizer.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
         tokenizer("A word.")  # which fails with a `model_max_length` that is text, for example
