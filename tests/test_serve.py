@@ -386,12 +386,19 @@ def test_an_adapter_of_a_model_with_experts_is_merged_before_vllm_serves_it_on_a
     assert stacked == {"name": "attention", "path": str(tmp_path), "is_3d_lora_weight": True}
 
 
-def test_a_server_that_fails_says_why_and_leaves_nothing(tmp_path):
-    broken = "import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit('ValueError: no such weights')"
+@pytest.mark.parametrize(
+    ("why", "advice"),
+    [
+        ("ValueError: no such weights", "; --log FILE keeps its output"),
+        ("ValueError: BloomForCausalLM does not support LoRA yet.", " Merge the adapter"),
+    ],
+)
+def test_a_server_that_fails_says_why_and_leaves_nothing(why, advice, tmp_path):
+    broken = f"import subprocess, sys; subprocess.Popen(['sleep', '97']); sys.exit({why!r})"
     engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))
     start = time.monotonic()
     with (
-        pytest.raises(UserError, match="status 1: ValueError: no such weights"),
+        pytest.raises(UserError, match=f"status 1: {re.escape(why + advice)}"),
         process.running(engine, "one", "127.0.0.1", free_port(), tmp_path / "log"),
     ):
         pass

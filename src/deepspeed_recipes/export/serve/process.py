@@ -76,6 +76,8 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
     while time.monotonic() < until:
         if process.poll() is not None:
             why = f"{engine.title} ended with status {process.returncode}: {_reason(log)}"
+            if "support LoRA" in why:  # vLLM, of BLOOM and others
+                raise UserError(f"{why} Merge the adapter (ds-recipes export --merge), or use --engine transformers.")
             raise UserError(f"{why}; --log FILE keeps its output.")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5):
