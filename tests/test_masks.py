@@ -196,12 +196,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
 
 
-def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path):
+def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path, capsys):
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path)
     recipe = small(tmp_path, "unread")
     chosen = load_tokenizer(recipe)
+    said = capsys.readouterr().out
+    assert "no chat template; ChatML is used, whose <|im_start|> is 10 tokens (model.new_tokens=<|im_start|>" in said
     assert chosen.chat_template == chat_templates.CHATML == chat_templates.marker(recipe, chosen)[0]
     chosen.save_pretrained(tmp_path / "export")
     assert AutoTokenizer.from_pretrained(tmp_path / "export").chat_template == chat_templates.CHATML

@@ -19,6 +19,9 @@ from ..recipe.recipe import Recipe
 from ..recipe.run_folder import read_json
 from ..recipe.samples import TINY_MODEL
 
+CHATML = " The project's own template has roles for tools: model.chat_template=chatml."
+"""Advice where a template refuses a role."""
+
 Turns = list[Json]
 
 OWN = Path(__file__).parents[1] / "training" / "data" / "chatml.jinja"
@@ -96,7 +99,7 @@ class Rendering:
             if type(error) in (TemplateError, UserError):
                 raise UserError(
                     f"{where}: the model's chat template cannot be trained on this conversation: "
-                    f"{first_line(error).rstrip('.')}."
+                    f"{first_line(error).rstrip('.')}.{CHATML if re.search('role|tool', str(error)) else ''}"
                 ) from error
         except (TypeError, ValueError):
             pass

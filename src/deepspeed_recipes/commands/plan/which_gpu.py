@@ -196,7 +196,8 @@ def what_fits(arguments: argparse.Namespace, console: Console) -> int:
     console.print(table)
     if found:
         name = pages.typed(next(reversed(found.values())).recipe)
-        place = "" if arguments.gpu is None else f" --gpu {arguments.gpu}"
+        options = (("gpu", arguments.gpu), ("gpus", arguments.gpus))
+        place = "".join(f" --{option} {value}" for option, value in options if value is not None)
         console.print(
             f"\nPlans for one of them: {command('plan')} {name} {next(reversed(found))}{place}", soft_wrap=True
         )

@@ -16,6 +16,7 @@ from trl.chat_template_utils import get_training_chat_template, has_generation_m
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
+from ..console import say
 from ..model import new_tokens, stored
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.load import WRONG_VALUES, cannot_load, load_config
@@ -104,6 +105,13 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         asked == "auto" and tokenizer.chat_template is None and recipe.method.name != "pretrain"
     ):
         tokenizer.chat_template = CHATML
+        if asked == "auto":
+            parts = len(tokenizer.tokenize("<|im_start|>"))
+            split = f", whose <|im_start|> is {parts} tokens (model.new_tokens=<|im_start|>,<|im_end|> makes it one)"
+            say(
+                f"model.path={recipe.model.path}: its tokenizer has no chat template; ChatML is used"
+                f"{split if parts > 1 else ''}; model.chat_template=FILE names another"
+            )
     elif asked != "auto":
         try:
             tokenizer.chat_template = Path(asked).read_text(encoding="utf-8")

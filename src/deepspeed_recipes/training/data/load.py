@@ -151,6 +151,13 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> s
         say(f"{recipe.max_steps} steps in all, from a stream")
         return None
     say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
+    patience, every = recipe.early_stopping, recipe.steps_between_evaluations
+    steps = updates.in_all(recipe, size.sequences)
+    if patience and every and patience * every >= steps:
+        say(
+            f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it can; "
+            f"set eval_steps={max(1, steps // (4 * patience))}"
+        )
     advice = updates.advice(recipe, size, world_size)
     if advice:
         say(advice)
