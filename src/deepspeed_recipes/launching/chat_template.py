@@ -19,9 +19,6 @@ from ..recipe.recipe import Recipe
 from ..recipe.run_folder import read_json
 from ..recipe.samples import TINY_MODEL
 
-CHATML = " The project's own template has roles for tools: model.chat_template=chatml."
-"""Advice where a template refuses a role."""
-
 Turns = list[Json]
 
 OWN = Path(__file__).parents[1] / "training" / "data" / "chatml.jinja"
@@ -97,9 +94,10 @@ class Rendering:
         except (TemplateError, UserError) as error:
             # Others may come of a special token that only the ranks' tokenizer knows.
             if type(error) in (TemplateError, UserError):
+                own = " The project's own template has roles for tools: model.chat_template=chatml."
                 raise UserError(
                     f"{where}: the model's chat template cannot be trained on this conversation: "
-                    f"{first_line(error).rstrip('.')}.{CHATML if re.search('role|tool', str(error)) else ''}"
+                    f"{first_line(error).rstrip('.')}.{own if re.search('role|tool', str(error)) else ''}"
                 ) from error
         except (TypeError, ValueError):
             pass

@@ -121,7 +121,10 @@ def _asked(text: str) -> tuple[int, int]:
 
 
 def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: float, length: int) -> list[Split]:
-    """Return the ways to split the model over the hardware, from one GPU up: tensor in a node, pipeline over nodes."""
+    """Return the ways to split the model over the hardware, from one GPU up: tensor in a node, pipeline over nodes.
+
+    A request's cache holds keys and values in bf16, or MLA's latent; a window bounds its tokens.
+    """
     config = recipe.model.config
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else 0
     heads = profile.key_value_heads
@@ -139,7 +142,8 @@ def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: flo
                 weights = 2 * outside + sum(_layer_bytes(layer, width) for layer in layers)
                 # A latent, and heads fewer than GPUs, are on each of them.
                 spread = 1 if latent else min(tensor, heads)
-                cache = sum(_cache_bytes(layer, latent, heads / profile.attention_heads, length) for layer in layers)
+                kept = ((layer, latent or profile.cached_per_token(layer)) for layer in layers if layer.attention_width)
+                cache = sum(2 * elements * min(length, layer.window or length) for layer, elements in kept)
                 stages.append((weights / tensor, cache / spread))
             found.append(Split(tensor, nodes, *(max(each) for each in zip(*stages, strict=True))))
     return sorted(found, key=lambda split: (split.gpus, split.pipeline))
@@ -149,20 +153,6 @@ def _layer_bytes(layer: LayerProfile, width: float) -> float:
     """Return the bytes of a layer's weights with `width` bytes per weight in linear layers and experts."""
     narrow = min(layer.parameters, sum(inputs * outputs for inputs, outputs in layer.linears) + layer.expert_parameters)
     return width * narrow + 2 * (layer.parameters - narrow)
-
-
-def _cache_bytes(layer: LayerProfile, latent: int, shared: float, length: int) -> float:
-    """Return the bytes that a layer keeps of a request, in bf16: keys and values, or MLA's latent.
-
-    Args:
-        layer: its window bounds the tokens that are kept; linear attention keeps none.
-        latent: elements that multi-head latent attention keeps per token, 0 without it.
-        shared: key/value heads per attention head.
-        length: tokens of the request.
-    """
-    if not layer.attention_width:
-        return 0.0
-    return 2 * min(length, layer.window or length) * (latent or 2 * shared * layer.attention_width)
 
 
 def _as_json(whole: Split, split: Split | None, hardware: Cluster, requests: int) -> dict[str, object]:

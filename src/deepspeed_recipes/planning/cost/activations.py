@@ -276,6 +276,5 @@ def cache_bytes(profile: ModelProfile, layer_counts: Sequence[tuple[LayerProfile
     Linear attention keeps a small state instead, which is not counted.
     """
     tokens = setup.rollout_answers * setup.sequence_length
-    shared = profile.key_value_heads / profile.attention_heads
-    per_token = sum(count * 2 * kind.attention_width * shared for kind, count in layer_counts)
+    per_token = sum(count * profile.cached_per_token(kind) for kind, count in layer_counts)
     return WIDTH[setup.precision] * tokens * per_token

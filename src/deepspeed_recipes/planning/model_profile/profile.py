@@ -125,6 +125,10 @@ class ModelProfile:
         """Return a hash of the fields that have one; equal profiles have equal ones."""
         return hash((self.model_type, self.hidden_size, self.vocab_size, self.embedding_parameters, self.layer_order))
 
+    def cached_per_token(self, layer: LayerProfile) -> float:
+        """Return the elements of a token's keys and values that a layer keeps; 0 for linear attention."""
+        return 2 * layer.attention_width * self.key_value_heads / self.attention_heads
+
     @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:
         """Every layer, from the first."""

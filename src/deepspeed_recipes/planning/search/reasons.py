@@ -43,7 +43,7 @@ PARTLY = {
 def why(request: PlanRequest, plan: Plan) -> str:
     """Return the reasons for a plan, or the resources that it exceeds."""
     if plan.shortfalls:
-        if not any(lack.endswith("on a GPU") or "while weights are loaded" in lack for lack in plan.shortfalls):
+        if plan.gpu_gib <= plan.cluster.gpu.memory_gib:
             return f"Does not fit: {' and '.join(plan.shortfalls)}."
         largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)

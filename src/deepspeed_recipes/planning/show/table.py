@@ -228,7 +228,7 @@ def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
         answers = plan.setup.rollout_answers
         where = f"{answers} at a time on each GPU"
         token = max(token, len(profile.layers) * KERNELS * constants(gpu.name).launch)
-    kept = 4 * profile.key_value_heads / profile.attention_heads * sum(kind.attention_width for kind in profile.layers)
+    kept = 2 * sum(map(profile.cached_per_token, profile.layers))
     seconds = method.max_new_tokens * (token + answers * kept * plan.recipe.sequence_length / (gpu.memory_gbs * 1e9))
     written = (
         f"Speeds are for training only, {plan.time.seconds / plan.correction.factor:,.0f} s per step. Writing the "
