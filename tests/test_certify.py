@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.commands import certify
+from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.recipe import pages
@@ -103,6 +106,26 @@ def test_an_export_agrees(kind, request, capsys):
     assert "agrees with the trained model" in capsys.readouterr().out
 
 
+def test_a_model_that_is_split_over_devices_agrees(whole, adapter, tmp_path, monkeypatch):
+    """As over several GPUs, accelerate brings a layer and its input together; here some layers are on the disk."""
+    room = {"max_memory": {"cpu": 6 * 2**20}, "offload_folder": str(tmp_path)}
+    monkeypatch.setattr(export, "device_map", lambda folder: {"device_map": "auto", **room})
+    assert set(export.load(whole, placed=True).hf_device_map.values()) == {"cpu", "disk"}
+    found = certificate.of_folder(whole)
+    assert found.agrees and found.difference < 1e-4, (str(found), found.causes)
+    with pytest.raises(UserError, match="larger than the GPUs' and the host's memory"):
+        export.load(adapter, placed=True)
+
+
+def test_a_model_is_split_where_one_gpu_is_too_small_for_its_weights(whole, monkeypatch):
+    size = (whole / "model.safetensors").stat().st_size
+    assert export.device_map(whole) == {}, "on a CPU"
+    monkeypatch.setattr(export.distributed, "device", lambda: torch.device("cuda:0"))
+    for free, split in ((2 * size, {}), (size, {"device_map": "auto"})):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
+        assert export.device_map(whole) == split
+
+
 def test_a_merged_copy_agrees(adapter, tmp_path):
     export.write(adapter, tmp_path / "merged", merge=True)
     found = certificate.of_folder(tmp_path / "merged")
@@ -122,6 +145,10 @@ def swapped(tensors):
 
 WHOLE = {
     "a tensor zeroed": (lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].zero_(), "up_proj"),
+    "a tensor missing": (
+        lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+        "the folder lacks model.lay",
+    ),
     "a tensor of another layer": (swapped, "has other values of model.layers.1.mlp.down_proj.weight and 1 more"),
     "a tied head written untied": (
         lambda tensors: tensors.update({"lm_head.weight": torch.randn_like(tensors["model.embed_tokens.weight"])}),
@@ -171,6 +198,19 @@ def test_other_settings_are_found(kind, name, values, cause, request, tmp_path, 
     edit(folder := copied(request.getfixturevalue(kind), tmp_path), name, **values)
     assert certify.main([str(folder)]) == 1
     assert cause in capsys.readouterr().out
+
+
+def test_a_quantised_layer_of_another_group_size_is_found(whole, tmp_path):
+    """Its answers would differ by less than the bound of a quantised copy."""
+    folder = copied(whole, tmp_path)
+    groups = [{"group_0": {"weights": {"num_bits": 4, "group_size": size}}} for size in (128, 32)]
+    for number, one in enumerate(groups):
+        edit(folder, "config.json", quantization_config={"quant_method": "compressed-tensors", "config_groups": one})
+        if number == 0:
+            expected.copy(whole, folder)
+            assert certificate.compare(certificate.read(folder), certificate.read(folder)["texts"], folder).agrees
+    found = certificate.compare(certificate.read(folder), certificate.read(folder)["texts"], folder)
+    assert not found.agrees and "quantization_config" in found.causes[0] and "'group_size': 32" in found.causes[0]
 
 
 def test_another_template_is_found(whole, tmp_path, capsys):
@@ -253,6 +293,39 @@ def test_what_cannot_be_compared_is_a_line(whole, words, message):
     with pytest.raises(UserError) as caught:
         certify.main([word.replace("WHOLE", str(whole)) for word in words])
     assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+ANSWERS = {
+    "no log-probabilities of a prompt": {"choices": [{"text": "x"}]},
+    "of a prompt": {"choices": [{"text": "x", "prompt_logprobs": None}]},
+    "its log-probabilities are of other tokens": {"choices": [{"prompt_logprobs": [None, None]}]},
+    "the answer broke off (KeyError": {"error": "busy"},
+    "the answer broke off (JSONDecodeError": "<html>",
+    "the server answered 404: no model other": None,
+}
+
+
+@pytest.mark.parametrize("message", ANSWERS)
+def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys):
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            answer = ANSWERS[message]
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            text = answer if isinstance(answer, str) else json.dumps(answer) if answer else "no model other"
+            self.wfile.write(text.encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = [f"http://127.0.0.1:{server.server_port}", "--folder", str(whole), "--model", "other"]
+        assert run_command("certify", words) == 2
+        server.shutdown()
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1, said
 
 
 def test_another_version_is_refused(whole, tmp_path):

@@ -272,14 +272,17 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
     assert "has several models (one, two); name one with --model NAME" in capsys.readouterr().err
 
 
-def test_the_harness_gets_the_model_as_it_is(tmp_path, run):
+def test_the_harness_gets_the_model_as_it_is(tmp_path, run, monkeypatch):
     words = harness.command(Path("python"), run.export, "gsm8k,mine", tmp_path, 5)
     assert words[words.index("--model_args") + 1] == f"pretrained={run.export}" and words[-2:] == ["--limit", "5"]
     assert "--apply_chat_template" in words
     words = harness.command(Path("python"), Server("http://localhost:8000", "mine"), "gsm8k", None, None)
     assert "base_url=http://localhost:8000/v1/chat/completions" in words[words.index("--model_args") + 1]
     (run.export / "chat_template.jinja").unlink()
-    assert "--apply_chat_template" not in harness.command(Path("python"), run.export, "gsm8k", None, None)
+    monkeypatch.setattr(export, "device_map", lambda folder: {"device_map": "auto"} if folder == run.export else {})
+    words = harness.command(Path("python"), run.export, "gsm8k", None, None)
+    assert "--apply_chat_template" not in words
+    assert words[words.index("--model_args") + 1].endswith(",parallelize=True"), "one GPU is too small"
 
 
 TASK = """

@@ -330,15 +330,13 @@ def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
         UserError: a folder that does not exist, or without a model that writes text.
     """
     check_folder(folder, adapter)
-    import torch
     import transformers
 
     from ..training import export
 
     transformers.utils.logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = export.load_tokenizer(adapter or folder)
-    model = export.load(folder.resolve(), adapter=adapter and adapter.resolve()).to(device).eval()
+    model = export.load(folder.resolve(), adapter=adapter and adapter.resolve(), placed=True)
     if not model.can_generate():
         raise UserError(f"{folder}: {_instead(adapter or folder)}")
     return model, tokenizer

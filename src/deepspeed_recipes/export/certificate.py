@@ -117,7 +117,7 @@ def of_folder(folder: Path) -> Certificate:
 
     wanted = read(folder)
     utils.logging.disable_progress_bar()
-    model = export.load(folder).to(distributed.device()).eval()
+    model = export.load(folder, placed=True)
     with torch.no_grad():
         found = expected.measured(
             lambda tokens: heads.outputs(model(input_ids=tokens)), wanted["texts"], distributed.device()

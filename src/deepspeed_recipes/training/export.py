@@ -35,6 +35,9 @@ from .model import processor as vision
 from .model_folder import base_model, complete, expected, head, intact, record, sentence_transformers, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
+WEIGHTS_SHARE = 0.8
+"""Share of a GPU's free memory that weights may take; the rest is for activations and the cache of answers."""
+
 
 def save(trainer: Trainer, folder: Path) -> None:
     """Write the trained model, or its adapter, to `folder`; a collective.
@@ -209,13 +212,17 @@ def _allowed(dtype: torch.dtype) -> float:
     return 1e-4 if dtype == torch.float32 else 3e-2
 
 
-def load(folder: Path, dtype: torch.dtype | str = "auto", adapter: Path | None = None) -> PreTrainedModel | PeftModel:
+def load(
+    folder: Path, dtype: torch.dtype | str = "auto", adapter: Path | None = None, placed: bool = False
+) -> PreTrainedModel | PeftModel:
     """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as in training.
 
     Args:
         folder: a whole model, or an adapter that names its base model.
         dtype: of the weights; "auto" keeps the stored one.
         adapter: an adapter to put on the whole model in `folder`.
+        placed: load it for answers, on the GPU, or layer by layer over all GPUs if one is too small (`device_map`);
+            otherwise it stays on the host.
 
     Raises:
         UserError: not a model folder, or the adapter's base model cannot be found.
@@ -223,12 +230,32 @@ def load(folder: Path, dtype: torch.dtype | str = "auto", adapter: Path | None =
     if adapter is None and (folder / ADAPTER).exists():
         intact.check(folder)
         folder, adapter = base_of(folder), folder
+    split = device_map(folder) if placed else {}
     if adapter is None:
-        return load_whole(folder, dtype)
-    intact.check(adapter)
-    base = load_base(folder, adapter, dtype)
-    names = load_model.adapter_names(base)
-    return PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False, key_mapping=names)
+        model = load_whole(folder, dtype, split=split)
+    else:
+        intact.check(adapter)
+        base = load_base(folder, adapter, dtype, split)
+        if split and "disk" in base.hf_device_map.values():  # PEFT 0.21 would leave those layers' adapters out
+            raise UserError(f"{adapter}: its base model is larger than the GPUs' and the host's memory; use more GPUs.")
+        names = load_model.adapter_names(base)
+        model = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False, key_mapping=names)
+    return model.to(distributed.device()).eval() if placed and not split else model
+
+
+def device_map(folder: Path) -> Json:
+    """Return the arguments of `from_pretrained` that split a model over all GPUs, or none if its weights fit on one.
+
+    Accelerate puts what exceeds all GPUs into the host's memory.
+
+    Args:
+        folder: a whole model's folder or Hub id.
+    """
+    place, device = stored.folder_of(str(folder)), distributed.device()
+    if place is None or device.type != "cuda":
+        return {}
+    size = untrained.bytes_of(weights.unquantized(weights.tensors(place)))
+    return {} if size < WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0] else {"device_map": "auto"}
 
 
 def base_of(adapter: Path) -> Path:
@@ -240,13 +267,15 @@ def base_of(adapter: Path) -> Path:
     return base_model.find(adapter)
 
 
-def load_base(folder: Path, adapter: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Return the model in `folder`, quantised if it was when `adapter` was trained on it."""
+def load_base(
+    folder: Path, adapter: Path, dtype: torch.dtype | str = "auto", split: JsonView = MappingProxyType({})
+) -> PreTrainedModel:
+    """Return the model in `folder`, quantised if it was when `adapter` was trained on it; `split` is `load_whole`'s."""
     quantization = adapter / QUANTIZATION
     if not quantization.exists():
-        return load_whole(folder, dtype, of_adapter=adapter)
+        return load_whole(folder, dtype, of_adapter=adapter, split=split)
     config = BitsAndBytesConfig.from_dict(read_json(quantization))
-    return load_whole(folder, config.bnb_4bit_compute_dtype, config, adapter)
+    return load_whole(folder, config.bnb_4bit_compute_dtype, config, adapter, split)
 
 
 def load_whole(
@@ -254,6 +283,7 @@ def load_whole(
     dtype: torch.dtype | str,
     quantization: BitsAndBytesConfig | None = None,
     of_adapter: Path | None = None,
+    split: JsonView = MappingProxyType({}),
 ) -> PreTrainedModel:
     """Return the whole model in `folder`, which may be a Hub id.
 
@@ -262,6 +292,7 @@ def load_whole(
         dtype: of the weights.
         quantization: None loads the weights as stored.
         of_adapter: load the model for this adapter; a head that the files lack is random, and the adapter replaces it.
+        split: from `device_map`; without it the weights are on the host.
 
     Raises:
         UserError: not a model folder, or weights that cannot be loaded.
@@ -273,7 +304,7 @@ def load_whole(
         weights.tensors(folder, "model")
         generation_settings.check(str(folder))
     trusted = remote_code.permitted(of_adapter or folder)
-    options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted}
+    options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted, **split}
     if quantization:
         options["quantization_config"] = quantization
     found = head.of_folder(of_adapter or folder)

@@ -10,6 +10,7 @@ from ...machine import children
 from ...recipe.errors import UserError
 from ...recipe.files import JsonView
 from ...recipe.run_folder import read_json, read_jsonl
+from ...training import export
 from ...training.model_folder import base_model, card
 from .score import Scores
 from .server import Server
@@ -49,6 +50,7 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
         chat = not model.is_dir() or card.look(model).chat
         if (model / base_model.ADAPTER).exists():
             given = {"pretrained": base_model.find(model), "peft": model, "tokenizer": model}
+        given |= {"parallelize": True} if export.device_map(Path(str(given["pretrained"]))) else {}
     for value in given.values():
         if "," in str(value):
             raise UserError(f"--tasks: {value}: lm-evaluation-harness accepts no comma in a path; rename the folder.")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Layout
-from ...training import distributed, export
+from ...training import export
 from ...training.data import tokenize
 from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
@@ -95,7 +95,7 @@ def _asked(example: JsonView, reasoning_learned: bool) -> tuple[list[Json], Json
 def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
     scoring = export.is_reward_model(folder)
     _check_kind(folder, held_out)
-    model = export.load(folder).to(distributed.device()).eval()
+    model = export.load(folder, placed=True)
     tokenizer = export.load_tokenizer(folder)
     if held_out.metric == "exact_match":
         return _exact_match(model, tokenizer, held_out)

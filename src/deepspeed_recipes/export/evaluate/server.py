@@ -177,7 +177,9 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
                 f"{server.address}: gives no log-probabilities of a prompt (`prompt_logprobs`); vLLM and "
                 "ds-recipes serve do."
             )
-        kept = list(zip(tokens, places, strict=True))[start:]
+        kept = list(zip(tokens, places, strict=False))[start:]
+        if len(places) != len(tokens) or not all(str(token) in place for token, place in kept):
+            raise UserError(f"{server.address}: its log-probabilities are of other tokens; is it another model there?")
         return {
             "logprobs": [float(place[str(token)]["logprob"]) for token, place in kept],
             "likeliest": [int(max(place, key=lambda name: place[name]["logprob"])) for _, place in kept],

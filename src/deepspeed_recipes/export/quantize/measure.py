@@ -12,7 +12,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.methods import metrics
 from ...recipe.run_folder import read_json
-from ...training import distributed, export
+from ...training import export
 from ...training.data import load, tokenize
 from ...training.parallel import scores
 from ..evaluate import score
@@ -104,7 +104,7 @@ def _sequences(examples: Dataset, held_out: HeldOut, whole: Path) -> list[list[i
 @torch.no_grad()
 def _preferred(folder: Path, sequences: list[list[int]]) -> torch.Tensor:
     """Return the token that the model in `folder` would write after each token of the sequences."""
-    model = export.load(folder).to(distributed.device()).eval()
+    model = export.load(folder, placed=True)
     found = [
         model(input_ids=torch.tensor([sequence], device=model.device)).logits[0].argmax(-1) for sequence in sequences
     ]

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -75,6 +76,11 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
     until = time.monotonic() + START
     while time.monotonic() < until:
         if process.poll() is not None:
+            if process.returncode == -signal.SIGKILL:
+                raise UserError(
+                    f"{engine.title} was killed, as Linux does if memory runs out: ds-recipes plan MODEL --serve 1x8k "
+                    "prints what it needs; serve a quantised copy, or split it over GPUs (--tensor-parallel)."
+                )
             why = f"{engine.title} ended with status {process.returncode}: {_reason(log)}"
             if "support LoRA" in why:  # vLLM, of BLOOM and others
                 raise UserError(f"{why} Merge the adapter (ds-recipes export --merge), or use --engine transformers.")

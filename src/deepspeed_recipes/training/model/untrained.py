@@ -102,8 +102,13 @@ def size(path: str) -> int:
         return 0
     held = weights.unquantized(weights.tensors(base))
     inside = tuple(f"{part}." for part in parts)
+    return bytes_of({name: one for name, one in held.items() if name.startswith(inside)})
+
+
+def bytes_of(tensors: Mapping[str, weights.Tensor]) -> int:
+    """Return the bytes of tensors in files."""
     widths = {dtype: torch.empty(0, dtype=one).element_size() for one, dtype in _DTYPES.items()}
-    return sum(math.prod(one.shape) * widths[one.dtype] for name, one in held.items() if name.startswith(inside))
+    return sum(math.prod(one.shape) * widths[one.dtype] for one in tensors.values())
 
 
 def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
