@@ -202,7 +202,7 @@ NOT_RUN = {
     "ranks-not-divisible": "needs more ranks than two",
     "heads-not-divisible": "needs a model whose heads do not divide",
     "no-hidden-size": "needs a model without a hidden size",
-    "step-of-zeros": "shown by prove/defects/deepspeed/step_of_zeros.py, which tests/test_prove.py runs",
+    "step-of-zeros": "shown by step_of_zeros of prove/defects/in_deepspeed.py, which tests/test_prove.py runs",
     "section-unused": "a warning",
     "fp16-without-zero": "tests/test_upstream.py shows it, on processors that have fp16",
     "scheduler-block": "a warning; the Trainer's own documentation says so",

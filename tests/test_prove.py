@@ -56,7 +56,7 @@ def test_the_command_shows_and_writes_what_it_finds(launcher, tmp_path):
     folder = tmp_path / "reports" / "gradient_norm"
     report = (folder / command.REPORT).read_text()
     assert defect["detail"] in report and f"deepspeed {result['environment']['packages']['deepspeed']}" in report
-    words = DEFECTS["gradient_norm"].command(command.SCRIPT).split()
+    words = DEFECTS["gradient_norm"].command.split()
     assert f"    {' '.join(words)}\n" in report
     alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     ran = subprocess.run([str(TORCHRUN), *words[1:]], cwd=folder, env=alone, capture_output=True, text=True)
@@ -90,7 +90,7 @@ def test_a_defect_is_absent_where_the_library_is_mended(shop, name):
     assert prove.look_for(shop, defect).state == "present"
     output, log = shop.folder / f"{name}-mended" / "measured.json", shop.folder / f"{name}-mended" / "log"
     output.parent.mkdir()
-    shop.ranks.check(mended.measure, str(defect.path), str(output), name, world_size=defect.ranks, log=log)
+    shop.ranks.check(mended.measure, name, str(output), world_size=defect.ranks, log=log)
     assert json.loads(output.read_text())["present"] is False
 
 
@@ -117,7 +117,7 @@ def test_every_technique_trains_what_plain_pytorch_trains(shop, tmp_path):
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_reproduction_needs_nothing_of_the_project(name):
     defect = DEFECTS[name]
-    tree = ast.parse(defect.path.read_text())
+    tree = ast.parse(defect.script)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     assert not any(getattr(node, "level", 0) for node in imports)
     roots = {alias.name for node in imports for alias in node.names if isinstance(node, ast.Import)}

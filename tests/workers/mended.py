@@ -9,10 +9,10 @@ from transformers import TrainerState, trainer_callback
 from deepspeed_recipes.prove import prove
 
 
-def measure(script: str, output: str, name: str) -> None:
+def measure(name: str, output: str) -> None:
     """Mend a library and run the defect's script."""
     globals()[name]()
-    prove._measure(script, output)
+    prove._measure(name, output)
 
 
 def gradient_norm() -> None:

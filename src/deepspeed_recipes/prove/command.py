@@ -5,7 +5,6 @@ They are two tables on the terminal, a JSON object, and reports for the librarie
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..recipe.files import Json
 from ..recipe.project import CONFIGS, require
 from ..recipe.run_folder import write_json
 from . import defects, prove
-from .defects import Defect
+from .defects import SCRIPT, Defect
 from .prove import Finding
 from .techniques import TECHNIQUES, Technique
 
@@ -112,7 +111,7 @@ def announced(status: Status, what: Sequence[Named]) -> Iterator[Named]:
 
 COLOURS = {"equal": "green", "absent": "green", "present": "yellow", "different": "bold red", "failed": "bold red"}
 STACK = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
-SCRIPT, REPORT = "reproduce.py", "report.md"
+REPORT = "report.md"
 
 
 def print_findings(
@@ -190,7 +189,7 @@ def write_reports(folder: Path, environment: Json, defects: Sequence[tuple[Defec
         if finding.state == "present":
             own = folder / defect.name
             own.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(defect.path, own / SCRIPT)
+            (own / SCRIPT).write_text(defect.script, encoding="utf-8")
             (own / REPORT).write_text(report(defect, finding, environment), encoding="utf-8")
             written.append(own)
     return written
@@ -211,9 +210,9 @@ def report(defect: Defect, finding: Finding, environment: Json) -> str:
 
 **To reproduce,** with the script below, which needs nothing else:
 
-    {defect.command(SCRIPT)}
+    {defect.command}
 
 ```python
-{defect.path.read_text(encoding="utf-8").rstrip()}
+{defect.script.rstrip()}
 ```
 """

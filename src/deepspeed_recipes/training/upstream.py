@@ -86,8 +86,8 @@ def leave_out_shared_memory() -> None:
 
     DeepSpeed compiles that op for every process on a CPU, for 20 s or, next to an installation, more than a minute, and
     uses it for tensor parallelism alone. The op sums over all ranks, whatever their group, and maps 66 MB per rank from
-    /dev/shm, which a killed rank leaves there, in memory, for good.
-    `prove/defects/deepspeed/shared_memory_group.py` shows the wrong sum; `test_prove.py` fails once it is right.
+    /dev/shm, which a killed rank leaves there, in memory, for good. `shared_memory_group` in
+    `prove/defects/in_deepspeed.py` shows the wrong sum; `test_prove.py` fails once it is right.
     """
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of that name is torch itself
     backend.build_shm_op = lambda: None
@@ -294,7 +294,7 @@ def leave_out_step_of_zeros() -> None:
 
     To allocate the states DeepSpeed 0.19.8 makes a step with gradients of zero when it creates the engine. Adam's first
     updates are then 0.74, 0.86, 0.91, ... of their correct size, and weights are decayed once more. Optimizers allocate
-    their states themselves at their first step. `prove/defects/deepspeed/step_of_zeros.py` shows the wrong update;
+    their states themselves at their first step. `step_of_zeros` in `prove/defects/in_deepspeed.py` shows it;
     `test_prove.py` fails once it is right.
     """
     for kind in (FP16_Optimizer, FP16_UnfusedOptimizer):

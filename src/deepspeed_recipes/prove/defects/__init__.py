@@ -1,26 +1,39 @@
-"""Known defects of libraries, each a script that runs alone: it uses none of this project's code.
+"""Known defects of libraries: a module for the library to whose project they are reported, and a function for each.
 
-Its docstring is the text of a report: a title, and a description of the defect. It sets `RANKS`, the number of
-processes, `ONLY` if the defect shows on one kind of device ("cpu"), and `RIGHT_SINCE` if a version has fixed it.
-`measure()` returns whether the defect is present, and the observed values. Its folder is named after the library to
-whose project it should be reported.
+A function uses none of this project's code, and returns whether the defect is present, and the observed values. Its
+docstring is the text of a report: a title, and a description. Its module names in `RANKS` the number of processes, in
+`ONLY` the kind of device ("cpu") if the defect shows on one alone, and in `RIGHT_SINCE` the version that has fixed it.
 """
 
 import ast
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipe.files import Json
 
+SCRIPT = "reproduce.py"
+"""The name of a defect's script in a report."""
+MAIN = """
+
+if __name__ == "__main__":
+    present, observed = {}()
+    print(f"{{'PRESENT' if present else 'absent'}}: {{observed}}", flush=True)
+"""
+
 
 @dataclass(frozen=True)
 class Defect:
     """One known defect."""
 
-    path: Path
+    name: str
+    library: str
+    """The library that has it."""
     title: str
     text: str
+    script: str
+    """A script that shows the defect alone."""
     ranks: int
     only: str | None
     """The kind of device on which the defect shows, or None for all."""
@@ -28,37 +41,44 @@ class Defect:
     """The version of the library that fixes it, or None if the newest does not."""
 
     @property
-    def name(self) -> str:
-        """The name of its script."""
-        return self.path.stem
-
-    @property
-    def library(self) -> str:
-        """The library that has it."""
-        return self.path.parent.name
-
-    def command(self, script: str) -> str:
-        """Return the command that runs the script alone, under the name `script`."""
-        return f"torchrun --nproc_per_node {self.ranks} {script}"
+    def command(self) -> str:
+        """The command that runs the script alone."""
+        return f"torchrun --nproc_per_node {self.ranks} {SCRIPT}"
 
 
 def known() -> Iterator[Defect]:
-    """Yield the defects, by library and name."""
-    for path in sorted(Path(__file__).parent.glob("*/*.py")):
-        if path.stem != "__init__":
-            yield read(path)
+    """Yield the defects by library and name, without importing a library."""
+    for path in sorted(Path(__file__).parent.glob("in_*.py")):
+        source = path.read_text(encoding="utf-8")
+        tree = ast.parse(source)
+        values: Json = {}
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                values[ast.unparse(node.targets[0])] = ast.literal_eval(node.value)
+        for function in tree.body:
+            if isinstance(function, ast.FunctionDef):
+                title, _, text = (ast.get_docstring(function) or "").partition("\n")
+                only, since = (values.get(key, {}).get(function.name) for key in ("ONLY", "RIGHT_SINCE"))
+                script = _script(source, tree, function)
+                ranks, library = values["RANKS"][function.name], path.stem.removeprefix("in_")
+                yield Defect(function.name, library, title, text.strip(), script, ranks, only, since)
 
 
-def read(path: Path) -> Defect:
-    """Return the defect that a script describes, without importing it."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    title, _, text = (ast.get_docstring(tree) or "").partition("\n")
-    set_to = _constants(tree)
-    return Defect(path, title, text.strip(), set_to["RANKS"], set_to.get("ONLY"), set_to.get("RIGHT_SINCE"))
+def _script(source: str, tree: ast.Module, function: ast.FunctionDef) -> str:
+    """Return a script of a function, with the imports and classes of its module that it uses."""
 
+    def names(*nodes: ast.AST) -> set[str]:
+        return {one.id for node in nodes for one in ast.walk(node) if isinstance(one, ast.Name)}
 
-def _constants(tree: ast.Module) -> Json:
-    """Return the values of the names above in a script."""
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
-    found = {ast.unparse(node.targets[0]): node.value for node in assigned}
-    return {name: ast.literal_eval(found[name]) for name in ("RANKS", "ONLY", "RIGHT_SINCE") if name in found}
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in names(function)]
+    used = names(function, *classes)
+    imports = []
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept = copy.copy(node)
+            kept.names = [alias for alias in node.names if alias.name in used]
+            imports += [ast.unparse(kept)] if kept.names else []
+        elif isinstance(node, ast.Try) and used & names(node):
+            imports.append(ast.unparse(node))
+    parts = [ast.get_source_segment(source, node) or "" for node in (*classes, function)]
+    return "\n\n\n".join(["\n".join(imports), *parts]) + MAIN.format(function.name)

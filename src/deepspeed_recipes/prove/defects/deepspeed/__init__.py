@@ -1,1 +1,0 @@
-"""Defects that show in DeepSpeed alone."""

@@ -1,1 +1,0 @@
-"""Defects that show in transformers, or between it and DeepSpeed."""
