@@ -32,8 +32,8 @@ from typing import Any
 import hypothesis
 import pytest
 
-from deepspeed_recipes.prove import samples
-from deepspeed_recipes.prove.samples import conversation, random_qwen3
+from deepspeed_recipes.prove import techniques
+from deepspeed_recipes.prove.techniques import conversation, random_qwen3
 from tests import durations, versions
 from tests.launching import LAUNCH, train_with
 from tests.ranks import PRELOADED, Ranks
@@ -161,7 +161,7 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
 @pytest.fixture(scope="session")
 def conversations(tmp_path_factory) -> Path:
     """Write eight conversations whose answers differ in length, so that a wrong weighting shows."""
-    return samples.conversations(tmp_path_factory.mktemp("data") / "train.jsonl")
+    return techniques.conversations(tmp_path_factory.mktemp("data") / "train.jsonl")
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training import export
 
@@ -24,7 +24,7 @@ ADAPTERS = {
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
 def base(request, tmp_path_factory):
-    return samples.random_qwen3(tmp_path_factory.mktemp("base"), tie_word_embeddings=request.param)
+    return techniques.random_qwen3(tmp_path_factory.mktemp("base"), tie_word_embeddings=request.param)
 
 
 def trained(base, folder, settings):
@@ -58,7 +58,7 @@ def test_a_merged_model_has_the_adapters_logits(kind, base, tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_merge_into_the_shared_weight_is_noticed(tmp_path, monkeypatch):
-    base = samples.random_qwen3(tmp_path / "base")
+    base = techniques.random_qwen3(tmp_path / "base")
     trained(base, tmp_path / "adapter", ADAPTERS["embedding"])
     monkeypatch.setattr(export, "_part_tied", lambda model: None)
     with pytest.raises(RuntimeError, match="merged, its logits differ"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.prove.samples import conversation
+from deepspeed_recipes.prove.techniques import conversation
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from recipes import plain_loop
 from tests.conftest import write_rows

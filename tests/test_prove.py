@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.prove import command, defects, prove
+from deepspeed_recipes.prove import defects, prove
 from deepspeed_recipes.prove.techniques import TECHNIQUES
 from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
 from deepspeed_recipes.recipe.project import CONFIGS
@@ -54,7 +54,7 @@ def test_the_command_shows_and_writes_what_it_finds(launcher, tmp_path):
     assert not list(Path("/tmp").glob("proof-*/zero3"))
 
     folder = tmp_path / "reports" / "gradient_norm"
-    report = (folder / command.REPORT).read_text()
+    report = (folder / prove.REPORT).read_text()
     assert defect["detail"] in report and f"deepspeed {result['environment']['packages']['deepspeed']}" in report
     words = DEFECTS["gradient_norm"].command.split()
     assert f"    {' '.join(words)}\n" in report
@@ -70,14 +70,14 @@ def test_a_gradient_that_is_twice_as_large_is_found_and_named(shop, name):
     assert found.state == "different" and "gradient norm off by 1.0e+00" in found.detail
     right = prove.prove(shop, KNOWN[name])
     assert right.state == "equal"
-    assert command.exit_status([right]) == 0 and command.exit_status([right, found]) == 1
-    assert command.summary([right, found], []) == f"planted_{name}: not what plain PyTorch trains."
+    assert prove.exit_status([right]) == 0 and prove.exit_status([right, found]) == 1
+    assert prove.summary([right, found], []) == f"planted_{name}: not what plain PyTorch trains."
 
 
 def test_a_technique_that_does_not_train_is_named_with_the_reason(shop):
     found = prove.prove(shop, replace(KNOWN["zero1"], name="fails", train=doubled_gradients.fail))
     assert found.state == "failed" and found.detail == "ValueError: no training in run"
-    assert command.exit_status([found]) == 1
+    assert prove.exit_status([found]) == 1
 
 
 MENDED = ["gradient_norm", "step_of_zeros", "resume_intervals", "rotary_frequencies", "expert_gradient_norm"]
@@ -159,7 +159,7 @@ def test_on_gpus_kernels_are_proven_and_their_substitutes_are_not():
     ],
 )
 def test_bad_input_is_answered_in_a_line(monkeypatch, capsys, words, said):
-    monkeypatch.setattr(command, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(prove, "visible_gpus", lambda: 2)
     assert main.run("doctor", words) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(said) and printed.count("\n") == 1

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_recipes.launching import preflight
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora, Model
@@ -93,7 +93,7 @@ FORMATS = {
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return samples.random_qwen3(tmp_path_factory.mktemp("plain"), tie_word_embeddings=False)
+    return techniques.random_qwen3(tmp_path_factory.mktemp("plain"), tie_word_embeddings=False)
 
 
 def publish(plain, folder, name):
@@ -177,7 +177,7 @@ def test_gpt_oss_experts_are_read_from_mxfp4(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
     config = AutoConfig.for_model("gpt_oss", **sizes, **heads, vocab_size=1152, initializer_range=0.2)
-    plain = samples.random_model(tmp_path / "plain", config)
+    plain = techniques.random_model(tmp_path / "plain", config)
     stored, worth = {}, {}
     random = torch.Generator().manual_seed(0)
     for name, tensor in load_file(plain / weights.WHOLE).items():

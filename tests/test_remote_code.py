@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Model
@@ -31,7 +31,7 @@ IDS = torch.arange(16)[None]
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    folder = samples.random_qwen3(tmp_path_factory.mktemp("own"))
+    folder = techniques.random_qwen3(tmp_path_factory.mktemp("own"))
     (folder / "configuration_own.py").write_text(CONFIGURATION)
     (folder / "modeling_own.py").write_text(MODELING)
     classes = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}

@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.prove.techniques import small
 from deepspeed_recipes.recipe import quantization
 from deepspeed_recipes.recipe.errors import UserError
@@ -26,7 +26,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return samples.random_qwen3(tmp_path_factory.mktemp("made"), tie_word_embeddings=False)
+    return techniques.random_qwen3(tmp_path_factory.mktemp("made"), tie_word_embeddings=False)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import CONFIGS
@@ -104,7 +104,7 @@ def without_masters(model: torch.nn.Module, settings: plain.Settings) -> torch.o
 
 @pytest.fixture(scope="module")
 def models(model_folder, tmp_path_factory):
-    return {False: model_folder, True: samples.random_mixture(tmp_path_factory.mktemp("mixture"))}
+    return {False: model_folder, True: techniques.random_mixture(tmp_path_factory.mktemp("mixture"))}
 
 
 @pytest.fixture(scope="module")

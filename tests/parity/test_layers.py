@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from transformers import AutoConfig
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import deepspeed_file, limits
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora
@@ -64,7 +64,7 @@ def models(tmp_path_factory, model_folder):
             config = AutoConfig.from_pretrained(model_folder)
             config.hidden_act, config.tie_word_embeddings, config.num_hidden_layers = "relu", tied, 4
             config.layer_types = config.layer_types * 2
-            samples.random_model(folder, config)
+            techniques.random_model(folder, config)
         return folder
 
     return make

@@ -8,7 +8,7 @@ import torch
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.prove.samples import random_qwen3
+from deepspeed_recipes.prove.techniques import random_qwen3
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from deepspeed_recipes.training import export

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Recipe
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
@@ -203,7 +203,7 @@ CASES = [(tied, *layout) for tied in (True, False) for layout in ((0, 1), (1, 1)
 
 @pytest.mark.parametrize(("tied", "stage", "tensor"), tiered(CASES, {(True, 3, 1), (False, 1, 2)}))
 def test_adapters_on_embeddings_and_head_train_as_in_peft(ranks, tmp_path, conversations, tied, stage, tensor):
-    folder = samples.random_qwen3(tmp_path / "model", tie_word_embeddings=tied)
+    folder = techniques.random_qwen3(tmp_path / "model", tie_word_embeddings=tied)
     changes = {"lora": ENDS, "layout": Layout(tensor=tensor), "micro_batch_size": 2, "save_steps": 3}
     run = RunFolder(tmp_path / "run")
     write_recipe(run, gate.recipe_for(GENTLE, folder, conversations, f"zero{stage}.json", **changes))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.project import CONFIGS
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
@@ -77,7 +77,7 @@ def models(tmp_path_factory):
             config = draft.shrink(whole, Draft(layers=4), tokenizer)
             config.initializer_range = 0.2
             config.num_key_value_heads = min(2, config.num_key_value_heads * 2)
-            samples.random_model(made[family], config)
+            techniques.random_model(made[family], config)
         return made[family]
 
     return make

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.model_profile import counts
-from deepspeed_recipes.prove.samples import random_qwen3
+from deepspeed_recipes.prove.techniques import random_qwen3
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora

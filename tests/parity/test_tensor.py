@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoTokenizer
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe import compatibility, pages
 from deepspeed_recipes.recipe.recipe import Data, Draft, Layout, Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
@@ -198,7 +198,7 @@ def test_a_loss_in_tiles_reads_the_whole_head(ranks, tmp_path, conversations, fa
             setattr(config, name, 0.0)
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(2, config.num_key_value_heads)
-    samples.random_model(tmp_path / "model", config)
+    techniques.random_model(tmp_path / "model", config)
     options = {"tiled_loss": True, "gradient_checkpointing": True}
     run = train(ranks, tmp_path, exact(tmp_path / "model", conversations, 1, **options), 2)
     gate.agree(run, *plain.train(tmp_path / "model", conversations, SETTINGS))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from deepspeed_recipes.prove import samples
+from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.recipe.recipe import Draft, Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from deepspeed_recipes.training import run as training_run
@@ -51,7 +51,7 @@ def model(kind, tmp_path_factory) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     config = draft.shrink(AutoConfig.for_model(kind, **KINDS[kind]), Draft(layers=4), tokenizer)
     config.initializer_range = 0.2
-    return samples.random_model(tmp_path_factory.mktemp(kind), config)
+    return techniques.random_model(tmp_path_factory.mktemp(kind), config)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from ..recipe.run_folder import RunFolder, read_jsonl, write_json
 from ..training import distributed
 from ..training.model import lora as adapters
 from ..training.model_folder.base_model import ADAPTER
-from . import plain, samples
+from . import plain, techniques
 from .techniques import LORA, SETTINGS, Kind, Technique
 
 LOSS = 1e-5
@@ -34,11 +34,11 @@ def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) ->
     """
     root = Path(folder)
     device = str(distributed.device()) if distributed.on_gpu() else "cpu"
-    data = samples.conversations(root / "train.jsonl")
+    data = techniques.conversations(root / "train.jsonl")
     for kind in kinds:
         model = model_of(root, kind)
         if not model.exists():
-            (samples.random_mixture if kind == "mixture" else samples.random_qwen3)(model)
+            (techniques.random_mixture if kind == "mixture" else techniques.random_qwen3)(model)
         used = Technique("", "", kind=kind).settings()
         options: Json = {"device": device}
         if kind in ("adapters", "qlora"):

@@ -69,9 +69,9 @@ def main(words: Sequence[str] | None = None) -> int:
         parser.refuse(
             arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile", "measure"), "not with --prove"
         )
-        from ...prove import command  # needs packages that a machine may not have before it is ready
+        from ...prove import prove  # needs packages that a machine may not have before it is ready
 
-        return command.run(arguments.only, arguments.gpus, arguments.json, arguments.reports)
+        return prove.run(arguments.only, arguments.gpus, arguments.json, arguments.reports)
     parser.refuse(arguments, ("only", "reports"), "only with --prove")
     if arguments.measure is not None:
         parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "hostfile", "json"), "not with --measure")
