@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from deepspeed_recipes.machine.capacity import GIB, check_disk
+from deepspeed_recipes.machine.system import GIB, check_disk
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_jsonl, step_of, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.ranks import read_logs

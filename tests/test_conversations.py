@@ -17,8 +17,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from trl.chat_template_utils import has_generation_markers
 
-from deepspeed_recipes.recipe.conversation import REASONING
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.samples import REASONING
 from deepspeed_recipes.training.data import chat_templates, sources, tokenize
 from deepspeed_recipes.training.data.forms import formats, keys
 from deepspeed_recipes.training.model.draft import TINY_MODEL

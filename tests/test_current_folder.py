@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands.launch import borrowed
-from deepspeed_recipes.launching import command, variables
+from deepspeed_recipes.launching import command
 from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh import remote
 from deepspeed_recipes.planning.search import model_recipe
@@ -97,7 +97,7 @@ def test_what_starts_elsewhere_is_told_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path / "data")
     ranks = command.rank_environment(1, 0)
     assert ranks["PYTHONSAFEPATH"] == cluster.environment({})["PYTHONSAFEPATH"] == "1"
-    assert variables.forwarded(ranks)["PYTHONSAFEPATH"] == "1"  # SLURM, Kubernetes, SageMaker, pdsh
+    assert command.forwarded(ranks)["PYTHONSAFEPATH"] == "1"  # SLURM, Kubernetes, SageMaker, pdsh
     assert "PYTHONSAFEPATH=1" in shlex.split(remote.module_command("x"))
     assert "PYTHONSAFEPATH=1" in cluster.job_command("a", ["tiny", "full"], {})
     for typed in command.other_launchers(RunFolder(tmp_path), 2, 2).values():

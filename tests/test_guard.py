@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.data import SequentialSampler
 from transformers import TrainerState
 
-from deepspeed_recipes.machine import capacity
+from deepspeed_recipes.machine import system
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout
@@ -246,14 +246,14 @@ def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, 
 
 
 def test_memory_is_checked_before_a_save(monkeypatch):
-    assert capacity.gathered_bytes(100, 100, 2, 3) == 200 and capacity.gathered_bytes(100, 10, 2, 3) == 20
-    assert capacity.gathered_bytes(100, 100, 2, 2) == 0
-    free = capacity.free_memory()
+    assert system.gathered_bytes(100, 100, 2, 3) == 200 and system.gathered_bytes(100, 10, 2, 3) == 20
+    assert system.gathered_bytes(100, 100, 2, 2) == 0
+    free = system.free_memory()
     assert 2**26 < free < 2**45
-    capacity.check_memory(2**20, "a checkpoint")
-    monkeypatch.setattr(capacity, "free_memory", lambda: 2**30)
+    system.check_memory(2**20, "a checkpoint")
+    monkeypatch.setattr(system, "free_memory", lambda: 2**30)
     with pytest.raises(UserError, match=r"gathers 2\.00 GiB in host memory, but only 1\.00 GiB is free"):
-        capacity.check_memory(2**31, "a checkpoint")
+        system.check_memory(2**31, "a checkpoint")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

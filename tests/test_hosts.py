@@ -9,8 +9,8 @@ from deepspeed.launcher import runner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed_recipes.launching import variables
-from deepspeed_recipes.launching.ssh import host_checks, host_info, hostfile
+from deepspeed_recipes.launching import command
+from deepspeed_recipes.launching.ssh import host_info, hostfile, remote
 from deepspeed_recipes.launching.ssh.remote import write_environment
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder
@@ -138,8 +138,8 @@ def test_secrets_are_not_forwarded_and_are_named(tmp_path, monkeypatch, capsys):
         "TORCH_EXTENSIONS_DIR": "/ops",
     }
     kept = {"NCCL_DEBUG", "HF_HOME", "WANDB_MODE", "https_proxy", "TOKENIZERS_PARALLELISM"}
-    assert set(variables.forwarded(environment)) == kept
-    assert variables.withheld(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
+    assert set(command.forwarded(environment)) == kept
+    assert command.withheld(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".deepspeed_env").write_text(f"MY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n")
     (tmp_path / "run").mkdir()
@@ -186,7 +186,7 @@ def test_hosts_are_compared_with_the_first(tmp_path):
     pool = hostfile.HostPool(dict.fromkeys(("n1", "n2", "n3"), tuple(range(8))), tmp_path)
     answers = [answer(), answer(code="2"), answer()]
     with pytest.raises(UserError) as error:
-        host_checks.check(pool, tmp_path / "run", lambda folder, file: answers)
+        remote.check_hosts(pool, tmp_path / "run", lambda folder, file: answers)
     assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["n2"]
 
 
@@ -195,11 +195,11 @@ def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
     pool = hostfile.HostPool({"n1": tuple(range(8)), "n2": tuple(range(8))}, tmp_path)
     value, hint = DIFFERENCES[name]
     other = answer(**{name: value})
-    assert host_checks.problems("n2", answer(), answer(), pool, tmp_path) == []
-    (line,) = host_checks.problems("n2", other, answer(), pool, tmp_path)
+    assert remote.problems("n2", answer(), answer(), pool, tmp_path) == []
+    (line,) = remote.problems("n2", other, answer(), pool, tmp_path)
     assert hint in line and line.startswith("n2: ")
-    head, *rows = host_checks.table(
-        [host_checks.table_row("n1", answer(), answer()), host_checks.table_row("n2", other, answer())]
+    head, *rows = remote.table(
+        [remote.table_row("n1", answer(), answer()), remote.table_row("n2", other, answer())]
     ).splitlines()
     assert head.split()[0] == "host" and len(rows) == 2 and rows[0] != rows[1].replace("n2", "n1")
 
@@ -207,7 +207,7 @@ def test_each_difference_between_hosts_is_a_reason_not_to_start(name, tmp_path):
 def test_clock_skew_is_measured_against_the_round_trip(monkeypatch):
     result = subprocess.CompletedProcess([], 0, 'welcome\n{"time": 100.0}\n', "")
     for asked, answered, off in ((99, 101, 0), (90, 95, 5), (103, 104, 3)):
-        assert host_checks.parse_answer(result, asked, answered)["clock"] == off
+        assert remote.parse_answer(result, asked, answered)["clock"] == off
 
 
 def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):

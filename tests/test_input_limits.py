@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.machine import capacity
+from deepspeed_recipes.machine import system
 from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
@@ -308,7 +308,7 @@ def test_a_cache_that_cannot_be_written_is_refused(command, name, tmp_path, monk
     said = capsys.readouterr().err
     assert f"{name}={tmp_path / 'file'} leads there: set it to a folder that you may write to." in said
     (tmp_path / "file").unlink()
-    capacity.check_cache()
+    system.check_cache()
 
 
 def test_several_files_that_cannot_be_used_are_named_at_once(model):

@@ -20,7 +20,7 @@ from trl.trainer import utils as trl_utils
 from deepspeed_recipes.benchmarks.measure import Reads
 from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.loss_tiles import LARGE, PER_ENTRY, are_large, tiles_loss
+from deepspeed_recipes.recipe.limits import LARGE, PER_ENTRY, are_large, tiles_loss
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import activation_checkpointing

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_recipes.machine import numa
+from deepspeed_recipes.machine import readings
 from deepspeed_recipes.training import distributed
 
 HERE = Path(__file__).resolve().parents[1]
@@ -42,14 +42,14 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_rank_keeps_to_the_node_of_its_gpu(machine):
     first, second = {*range(8), *range(16, 24)}, {*range(8, 16), *range(24, 32)}
-    assert [numa.cores_near(gpu, list(GPUS), 8, machine) for gpu in range(4)] == [first, first, second, second]
+    assert [readings.cores_near(gpu, list(GPUS), 8, machine) for gpu in range(4)] == [first, first, second, second]
 
 
 def test_a_rank_asks_for_the_gpu_that_it_computes_on(machine, monkeypatch):
     kept = []
     places = [SimpleNamespace(pci_domain_id=0, pci_bus_id=int(gpu[5:7], 16), pci_device_id=0) for gpu in GPUS]
-    monkeypatch.setattr(numa, "cores_near", partial(numa.cores_near, system=machine))
-    monkeypatch.setattr(numa, "bind", kept.append)
+    monkeypatch.setattr(readings, "cores_near", partial(readings.cores_near, system=machine))
+    monkeypatch.setattr(readings, "bind", kept.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
@@ -62,22 +62,22 @@ def test_a_rank_asks_for_the_gpu_that_it_computes_on(machine, monkeypatch):
 
 def test_it_keeps_to_what_it_may_use(machine, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 9})
-    assert numa.cores_near(0, list(GPUS), 1, machine) == {1, 2}
+    assert readings.cores_near(0, list(GPUS), 1, machine) == {1, 2}
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2})
-    assert numa.cores_near(0, list(GPUS), 1, machine) == set(), "one node is left, so there is nothing to choose"
-    assert numa.cores_near(3, list(GPUS), 1, machine) == set()
+    assert readings.cores_near(0, list(GPUS), 1, machine) == set(), "one node is left, so there is nothing to choose"
+    assert readings.cores_near(3, list(GPUS), 1, machine) == set()
 
 
 def test_more_gpus_than_a_nodes_cores_can_serve_use_all_cores(machine):
-    assert numa.cores_near(0, list(GPUS), 9, machine) == set()
+    assert readings.cores_near(0, list(GPUS), 9, machine) == set()
 
 
 def test_a_machine_that_does_not_say_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
-    assert numa.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set(), "no nodes, no device"
+    assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set(), "no nodes, no device"
     system_of(tmp_path, {0: "0-1", 1: "2-3", 2: ""}, {"0000:17:00.0": -1})  # a virtual machine; memory without cores
-    assert numa.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set()
-    assert sorted(numa.nodes(tmp_path)) == [0, 1]
+    assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set()
+    assert sorted(readings.numa_nodes(tmp_path)) == [0, 1]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

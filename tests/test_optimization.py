@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from deepspeed_recipes.recipe import deepspeed_file, limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.optimizers import IMPOSSIBLE
 from deepspeed_recipes.recipe.recipe import Layout, Lora
+from deepspeed_recipes.recipe.sections import IMPOSSIBLE
 from deepspeed_recipes.training import optimizer
 from deepspeed_recipes.training.arguments import deepspeed_config
 from deepspeed_recipes.training.checkpoint import universal

@@ -12,7 +12,7 @@ from deepspeed_recipes.launching.options import LaunchOptions
 from deepspeed_recipes.recipe import own_code as named
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.loss_tiles import tiles_loss
+from deepspeed_recipes.recipe.limits import tiles_loss
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.training import own_code
 from deepspeed_recipes.training.data import sources

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from deepspeed_recipes.launching.options import LaunchOptions
-from deepspeed_recipes.launching.ray import cluster, output, rank
+from deepspeed_recipes.launching.ray import cluster, rank
 from deepspeed_recipes.launching.ray.cluster import Node
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
@@ -116,8 +116,8 @@ def test_a_job_is_submitted_by_ray(monkeypatch):
 def test_what_ranks_print_is_shown_once_and_in_whole_lines(tmp_path, capfd):
     run = RunFolder(tmp_path)
     run.ranks.mkdir()
-    output.of_rank(run, 0).write_text("before\n")
-    with output.followed(run), output.of_rank(run, 0).open("a") as first, output.of_rank(run, 1).open("w") as second:
+    rank.of_rank(run, 0).write_text("before\n")
+    with rank.followed(run), rank.of_rank(run, 0).open("a") as first, rank.of_rank(run, 1).open("w") as second:
         for file, text in ((first, "one "), (second, "two\n"), (first, "and more\nthe end")):
             file.write(text)
             file.flush()

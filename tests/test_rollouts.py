@@ -10,7 +10,7 @@ from deepspeed_recipes.commands import main
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.recipe import own_code, pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.methods import rewards
+from deepspeed_recipes.recipe.methods.grpo import reward_functions
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
@@ -129,7 +129,7 @@ def test_a_function_that_never_gives_a_number_is_refused_before_anything_is_load
 def test_what_is_wrong_with_a_file_is_said_without_running_it(functions, given, why):
     (functions.parent / "broken.py").write_text("import os\ndef good(answer, example) return 1\n", encoding="utf-8")
     with pytest.raises(UserError, match=rf"^reward=.*{given}: {why}"):
-        own_code.check_files("reward", rewards.functions(f"{functions.parent}/{given}"))
+        own_code.check_files("reward", reward_functions(f"{functions.parent}/{given}"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from deepspeed_recipes.export.serve import environment as serving
-from deepspeed_recipes.launching import command, kubernetes, paths, slurm, variables
+from deepspeed_recipes.launching import command, kubernetes, paths, slurm
 from deepspeed_recipes.launching.options import Allocation
 from deepspeed_recipes.launching.ray import cluster
 from deepspeed_recipes.launching.ssh.remote import write_environment
@@ -176,17 +176,17 @@ ENVIRONMENT = TRAVEL | STAY | UNLISTED | {"DS_RECIPES_FORWARD": "MINE, MY_DB_PAS
 
 
 def test_only_listed_variables_travel_and_none_with_a_credential():
-    assert variables.forwarded(ENVIRONMENT) == TRAVEL
-    assert variables.withheld(ENVIRONMENT) == sorted(STAY)
+    assert command.forwarded(ENVIRONMENT) == TRAVEL
+    assert command.withheld(ENVIRONMENT) == sorted(STAY)
 
 
 def test_the_old_name_of_a_variable_is_answered_with_the_new_one(monkeypatch):
     said = "DSR_FORWARD=MINE: this variable is now called DS_RECIPES_FORWARD; set that, and unset DSR_FORWARD."
-    for read in (variables.forwarded, variables.withheld):
+    for read in (command.forwarded, command.withheld):
         with pytest.raises(UserError) as caught:
             read({"DSR_FORWARD": "MINE", "MINE": "1"})
         assert str(caught.value) == said
-    assert variables.forwarded({"DSR_FORWARD": "MINE", "DS_RECIPES_FORWARD": "MINE", "MINE": "1"}) == {"MINE": "1"}
+    assert command.forwarded({"DSR_FORWARD": "MINE", "DS_RECIPES_FORWARD": "MINE", "MINE": "1"}) == {"MINE": "1"}
     monkeypatch.delenv(serving.VARIABLE, raising=False)
     monkeypatch.setenv("DSR_SERVING", "elsewhere")
     with pytest.raises(UserError, match=r"^DSR_SERVING=elsewhere: this variable is now called DS_RECIPES_SERVING"):

@@ -12,12 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..recipe.conversation import REASONING
 from ..recipe.errors import UserError, first_line
 from ..recipe.files import Json, JsonView
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import read_json
-from ..recipe.samples import TINY_MODEL
+from ..recipe.samples import REASONING, TINY_MODEL
 
 Turns = list[Json]
 

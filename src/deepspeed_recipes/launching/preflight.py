@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code, trackers
+from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code, sections
 from ..recipe import files as spec_files
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -203,7 +203,7 @@ def check_trackers(recipe: Recipe) -> None:
         UserError: names the command that installs the tracker.
     """
     stack = importlib.util.find_spec("deepspeed") is not None
-    trackers.check_installed([name for name in recipe.trackers if stack or name != "wandb"])
+    sections.check_trackers_installed([name for name in recipe.trackers if stack or name != "wandb"])
 
 
 def _check_teacher(model: str, teacher: str) -> None:

@@ -21,7 +21,7 @@ from ..training.checkpoint import digests, universal
 from ..training.tracking import afterwards
 from . import preflight
 from .command import deepspeed_command, rank_environment, record, visible_gpus
-from .ssh import host_checks, hostfile, remote
+from .ssh import hostfile, remote
 from .ssh.hostfile import HostPool
 from .supervise import Outcome, supervise
 
@@ -61,12 +61,12 @@ class HostAttempts:
         environment = rank_environment(pool.most_ranks, 0)
         extensions, meeting = environment["TORCH_EXTENSIONS_DIR"], master or pool.hosts[0]
 
-        def ask(folder: Path, file: str) -> list[host_checks.Answer]:
-            return host_checks.ask_by_ssh(pool, folder, file, meeting, extensions)
+        def ask(folder: Path, file: str) -> list[remote.Answer]:
+            return remote.ask_by_ssh(pool, folder, file, meeting, extensions)
 
-        answers = host_checks.check(pool, run.path, ask)
+        answers = remote.check_hosts(pool, run.path, ask)
         environment = rank_environment(pool.most_ranks, len(answers[0]["gpus"]))
-        self.environment = environment | host_checks.network_interfaces(answers, environment)
+        self.environment = environment | remote.network_interfaces(answers, environment)
         self.addresses = {host: answer["address"] for host, answer in zip(pool.hosts, answers, strict=True)}
         self.run = run
         self.pool = self.alive = pool

@@ -13,8 +13,8 @@ from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .files import Json
 from .methods import METHODS, Method
-from .optimizers import OURS, PAGED, impossible
 from .recipe import BUILT_IN, Lora, Recipe
+from .sections import OUR_OPTIMIZERS, PAGED, why_impossible
 
 _THEIRS = {
     "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu micro_batch",
@@ -314,11 +314,11 @@ def parse(key: str, text: str, hint: object) -> Any:
         text = {"wsd": "warmup_stable_decay"}.get(text, text)
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
-        if key == "optimizer" and (why := impossible(text)):
+        if key == "optimizer" and (why := why_impossible(text)):
             raise UserError(f"{key}={shown(text)}: {why}; use one of {', '.join(choices)}.")
-        if key == "optimizer" and text not in choices and text in OURS:
+        if key == "optimizer" and text not in choices and text in OUR_OPTIMIZERS:
             remark = f" ({PAGED})" if text.startswith("paged") else ""
-            raise UserError(f"{key}={shown(text)}: use {key}={OURS[text]}{remark}.")
+            raise UserError(f"{key}={shown(text)}: use {key}={OUR_OPTIMIZERS[text]}{remark}.")
         if text not in choices:
             raise UserError(f"{key}={shown(text)}: must be one of {', '.join(choices)}.")
         return text

@@ -10,14 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from . import bounds, compatibility, own_code, trackers
+from . import bounds, compatibility, own_code, sections
 from .bounds import Bounds, Several
 from .errors import UserError
 from .files import JsonView
-from .lora import Lora as Lora
 from .methods import METHODS, Method, Sft
-from .optimizers import Optimizer
-from .trackers import Wandb
+from .sections import Lora, Optimizer, Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
 BUILT_IN = ("loss", "exact_match", "preference_accuracy", "judgement_accuracy")
@@ -403,7 +401,7 @@ class Recipe:
                 re.compile(getattr(self, key) or "")
             except re.error as error:
                 raise UserError(f"{key}={getattr(self, key)}: not a regular expression: {error}.") from None
-        trackers.check(names(self.tracking), self.wandb)
+        sections.check_trackers(names(self.tracking), self.wandb)
         _check_metrics(self.data)
         own_code.of_recipe(self)
         compatibility.check(compatibility.Case(self), "recipe")

@@ -18,7 +18,7 @@ from . import files
 from .conversions import from_dict, to_dict
 from .errors import FileUnusable, UserError, cannot_write, of_system
 from .files import Json
-from .methods.metrics import higher_is_better
+from .methods.method import higher_is_better
 from .project import runs
 from .recipe import Recipe
 

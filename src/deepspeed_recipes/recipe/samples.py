@@ -1,4 +1,4 @@
-"""The models and data that ship with the project, with which every page's commands work without a download."""
+"""The models and data that ship with the project, and the names of roles and fields in conversations."""
 
 from .project import SAMPLES
 from .recipe import Data
@@ -37,3 +37,15 @@ MATCHING = Data(path=f"{SAMPLES}/matching/train.jsonl", validation=f"{SAMPLES}/m
 """Facts from a notice, and the notice that a search for them should find."""
 TEXT = Data(path=f"{SAMPLES}/text/train.jsonl", validation=f"{SAMPLES}/text/held_out.jsonl")
 """Raw text."""
+
+
+ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "function_response", "tool_response", "ipython"), "tool"),
+    **dict.fromkeys(("function_call", "tool_call"), "call"),
+}
+"""Names of roles in use, and the role that each means; `call`: an assistant's turn that holds a tool call as JSON."""
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought")
+"""The fields of a turn that may hold its reasoning; chat templates read one or two of them."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from ..machine import numa
+from ..machine import readings
 from ..recipe import layout as layouts
 from ..recipe.errors import UserError
 from ..recipe.recipe import Layout
@@ -40,9 +40,9 @@ def keep_near_gpu() -> frozenset[int]:
         return frozenset()
     devices = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     gpus = [f"{one.pci_domain_id:04x}:{one.pci_bus_id:02x}:{one.pci_device_id:02x}.0" for one in devices]
-    cores = numa.cores_near(torch.cuda.current_device(), gpus, torch.get_num_threads())
+    cores = readings.cores_near(torch.cuda.current_device(), gpus, torch.get_num_threads())
     if cores:
-        numa.bind(cores)
+        readings.bind(cores)
     return cores
 
 

@@ -21,7 +21,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..machine import children
-from ..machine.capacity import check_disk
+from ..machine.system import check_disk
 from ..recipe import quantization as stored_quantization
 from ..recipe.errors import UserError, cannot_write, errors_only, first_line
 from ..recipe.files import Json, JsonView

@@ -59,7 +59,7 @@ from .callbacks.metrics import training_flops
 from . import optimizer, own_code
 from .parallel import implementation
 from .parallel import sequence
-from ..machine.capacity import gathered_bytes
+from ..machine.system import gathered_bytes
 from . import console, rendezvous, without_launcher
 from .model_folder import expected
 from .tracking.trackers import Trackers

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from ..recipe.files import Json
-from ..recipe.methods.metrics import title
+from ..recipe.methods.method import title
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, accept_recipe, has_ended, read_jsonl, write_json

@@ -12,7 +12,7 @@ from ...launching.ray import cluster as ray_cluster
 from ...launching.ray.cluster import RayCluster
 from ...launching.ssh import hostfile
 from ...launching.ssh.hostfile import HostPool
-from ...machine import capacity, run_lock
+from ...machine import run_lock, system
 from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile import counts
 from ...planning.search import forecast, model_recipe
@@ -278,7 +278,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     restarts.check(recipe, options.max_restarts)
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
-        capacity.check_cache()
+        system.check_cache()
     examples = preflight.check_data(recipe, listed=options.dry_run)
     chat_template.check(recipe)
     long = options.dry_run and recipe.max_steps  # the ranks print it otherwise

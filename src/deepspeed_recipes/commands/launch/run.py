@@ -10,7 +10,7 @@ from ...launching import preflight, restarts, scheduler
 from ...launching.command import compile_ops, deepspeed_command, other_launchers, record
 from ...launching.options import LaunchOptions
 from ...launching.ray import cluster
-from ...launching.ray.attempts import RayAttempts
+from ...launching.ray.cluster import RayAttempts
 from ...launching.restarts import HostAttempts, LocalAttempts
 from ...launching.supervise import Outcome
 from ...machine import run_lock
@@ -65,7 +65,7 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
     watcher = window.nsys_command(plan.folder) if plan.recipe.profile.nsys else []
     machines = plan.machines
     if machines.cluster:
-        command = cluster.command(machines.cluster, plan.folder, machines.ranks)
+        command = cluster.attempt_command(machines.cluster, plan.folder, machines.ranks)
     else:
         command = deepspeed_command(plan.folder, machines.ranks, machines.pool, plan.options.master_addr)
     print(shlex.join([*watcher, *command]))

@@ -30,7 +30,7 @@ from ...launching import restarts
 from ...launching.command import rank_count
 from ...recipe import overrides, pages, run_folder
 from ...recipe.errors import UserError
-from ...recipe.methods import metrics
+from ...recipe.methods import method
 from ...recipe.project import command, display, runs
 from ...recipe.run_folder import write_json
 from ..launch import borrowed
@@ -147,7 +147,7 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
 
 def line(one: Result, count: int) -> str:
     """Return a trial's result in one line."""
-    end = f"status {one.status}: {one.reason}" if one.status else f"{metrics.title(one.metric)} {trials.score(one)}"
+    end = f"status {one.status}: {one.reason}" if one.status else f"{method.title(one.metric)} {trials.score(one)}"
     return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
 
 

@@ -15,8 +15,8 @@ from rich.table import Table
 from ...machine import children, run_lock
 from ...recipe.errors import UserError, redact
 from ...recipe.files import Json
-from ...recipe.methods import metrics
-from ...recipe.methods.metrics import higher_is_better
+from ...recipe.methods import method
+from ...recipe.methods.method import higher_is_better
 from ...recipe.run_folder import RunFolder, checkpoints, is_finished, is_marked, read_json, read_jsonl, write_json
 
 PLAN = "sweep.json"
@@ -164,7 +164,7 @@ def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
     shown = Table("trial", *keys, highlight=False)
     found = ranked(results)
     metric = found[0].metric
-    for name in (metrics.title(metric), *HEADS):
+    for name in (method.title(metric), *HEADS):
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("")
     for at, one in enumerate(found):
@@ -182,7 +182,7 @@ HEADS = ("held-out loss", "training loss", "tokens/s", "seconds")
 
 def score(one: Result) -> str:
     """Return a result's score, formatted."""
-    return "-" if one.score is None else metrics.shown(one.metric, one.score)
+    return "-" if one.score is None else method.shown(one.metric, one.score)
 
 
 def numbers(one: Result) -> list[str]:
@@ -218,8 +218,8 @@ def draw(results: Sequence[Result], keys: Sequence[str], file: Path) -> bool:
         axis.plot(places[done.index(best)], best.score, "*", markersize=14, label=f"best: trial {best.trial}")
         axis.set_xlabel(key)
         axis.grid(alpha=0.3)
-    direction = "higher" if metrics.higher_is_better(best.metric) else "lower"
-    axes[0, 0].set_ylabel(f"{metrics.title(best.metric)} ({direction} is better)")
+    direction = "higher" if method.higher_is_better(best.metric) else "lower"
+    axes[0, 0].set_ylabel(f"{method.title(best.metric)} ({direction} is better)")
     axes[0, 0].legend()
     figure.savefig(file, dpi=120)
     pyplot.close(figure)

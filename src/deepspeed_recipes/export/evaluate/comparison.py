@@ -8,7 +8,7 @@ from statistics import NormalDist
 import numpy as np
 
 from ...recipe.files import Json
-from ...recipe.methods.metrics import higher_is_better, shown, title
+from ...recipe.methods.method import higher_is_better, shown, title
 from .harness import Found
 from .held_out import HeldOut
 from .score import Scores

@@ -11,7 +11,7 @@ import datasets
 import torch.distributed as dist
 from datasets import Dataset
 
-from ...machine import capacity
+from ...machine import system
 from ...recipe import pages
 from ...recipe.errors import UserError
 from ...recipe.methods.texts import Sft
@@ -86,7 +86,7 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
     data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
     recipe = replace(recipe, data=data)
     datasets.disable_progress_bars()
-    capacity.check_cache()
+    system.check_cache()
     with contextlib.redirect_stdout(io.StringIO()):  # hides the lines that a run prints about its data
         try:
             if data.validation:

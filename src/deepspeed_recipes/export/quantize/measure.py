@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.methods import metrics
+from ...recipe.methods import method
 from ...recipe.run_folder import read_json
 from ...training import export
 from ...training.data import load, tokenize
@@ -44,10 +44,10 @@ class Comparison:
 
     def lines(self) -> list[str]:
         """Return the comparison as lines to print."""
-        before, after = (metrics.shown(self.metric, value) for value in (self.before, self.after))
+        before, after = (method.shown(self.metric, value) for value in (self.before, self.after))
         where = "at {:.1%} of the positions" if self.unit == "token" else "to {:.1%} of them"
         return [
-            f"{metrics.title(self.metric)} on {self.examples} held-out examples: {before} -> {after}",
+            f"{method.title(self.metric)} on {self.examples} held-out examples: {before} -> {after}",
             f"the same {self.unit} {where.format(self.same)}",
         ]
 
@@ -65,7 +65,7 @@ def lost(found: Comparison, allowed: float) -> str | None:
     if 100 * (found.before - found.after) <= allowed:
         return None
     return (
-        f"{metrics.title(found.metric)} falls from {found.before:.1%} to {found.after:.1%} on {found.examples} "
+        f"{method.title(found.metric)} falls from {found.before:.1%} to {found.after:.1%} on {found.examples} "
         f"held-out examples ({allowed:g} points allowed)."
     )
 

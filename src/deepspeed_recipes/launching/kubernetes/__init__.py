@@ -17,7 +17,7 @@ from ...recipe.files import JsonView
 from ...recipe.project import PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder
-from .. import variables
+from .. import command
 from ..options import Allocation
 from ..templates import fill
 
@@ -76,7 +76,7 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Jso
         "image": options["image"],
         "volume": options["volume"],
         "environment": environment(options["environment"]),
-        "secrets": variables.SECRETS,
+        "secrets": command.SECRETS,
         "app": APP,
         "user": USER,
         "mount": MOUNT,
@@ -146,7 +146,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of this environment that also apply in a pod, without secrets."""
     kept = {
         name: value
-        for name, value in variables.forwarded(ours).items()
+        for name, value in command.forwarded(ours).items()
         if name not in HERE_ONLY and not value.startswith(("/", "~"))
     }
     return kept | {"HF_HOME": f"{MOUNT}/huggingface"}  # one download for all nodes

@@ -1,4 +1,4 @@
-"""A Ray cluster for the launcher: selects a run's nodes, checks that they have enough GPUs or CPUs, or submits a job.
+"""A Ray cluster for the launcher: selects a run's nodes, supervises the run's attempts there, or submits a job.
 
 Ray itself is imported only in the processes that are started from here. Without `--address` the run starts its own
 cluster on this machine, which ends with the run. In a job the launcher itself runs on the head of the cluster behind
@@ -6,6 +6,7 @@ the dashboard's address; the nodes have the checkout, the environment and the cu
 over ssh do.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -14,19 +15,24 @@ import shlex
 import socket
 import subprocess
 import sys
+import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from select import select
 
 from ...recipe.errors import UserError, redact
 from ...recipe.files import Json
 from ...recipe.project import python_path
 from ...recipe.run_folder import RunFolder
-from .. import variables
-from ..command import rank_count, visible_gpus
+from .. import command
+from ..command import rank_count, rank_environment, record, visible_gpus
 from ..options import LaunchOptions
+from ..ssh import remote
 from ..ssh.hostfile import HostPool
+from ..supervise import FailedRank, Outcome, supervise
+from . import rank
 
 LOCAL = "local"
 """The address that makes Ray start a cluster on this machine."""
@@ -187,7 +193,7 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
     return defaults | dict(ours) | python_path(ours)
 
 
-def command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:
+def attempt_command(cluster: RayCluster, run: RunFolder, ranks: int) -> list[str]:
     """Return the command of the process that runs an attempt."""
     words = [sys.executable, "-m", "deepspeed_recipes.launching.ray.train", str(run.path), "--address", cluster.address]
     words += ["--ranks", str(ranks), "--each", str(cluster.most_ranks), *(["--gpus"] if cluster.on_gpus else [])]
@@ -209,7 +215,7 @@ def job_command(address: str, words: Sequence[str], environment: Mapping[str, st
     Raises:
         UserError: Ray or the shell would change a word on its way to the launcher.
     """
-    given = variables.forwarded(environment) | python_path({})
+    given = command.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
     job += [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *without_address(words), "--address", "auto"]
     for word in words:
@@ -243,3 +249,85 @@ def submit_job(address: str, words: Sequence[str], submit: bool) -> int:
     if submit:
         check_installed()
     return subprocess.run(ready).returncode if submit else 0
+
+
+class RayAttempts:
+    """The attempts of a run on a Ray cluster."""
+
+    def __init__(self, cluster: RayCluster, run: RunFolder) -> None:
+        """Check the nodes.
+
+        Raises:
+            UserError: a node cannot take part.
+        """
+        self.cluster = self.alive = cluster
+        self.run = run
+        ranks = rank_environment(cluster.most_ranks, cluster.most_ranks if cluster.on_gpus else 0)
+        if "OMP_NUM_THREADS" not in os.environ:
+            del ranks["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
+        self.environment = environment(ranks)
+        if cluster.nodes:
+            answers = remote.check_hosts(cluster.pool, run.path, self.answers)
+            self.environment |= remote.network_interfaces(answers, self.environment)
+
+    def answers(self, folder: Path, file: str) -> list[remote.Answer]:
+        """Return each node's facts; `file` has just been written to `folder`."""
+        found = ask(self.cluster.address, str(folder), file, self.environment["TORCH_EXTENSIONS_DIR"])
+        by_id = {one["id"]: one["answer"] for one in found}
+        return [by_id.get(node.id, {"failed": "no longer there"}) for node in self.cluster.nodes]
+
+    def start(self, ranks: int) -> Outcome:
+        """Run that many ranks to their end."""
+        rank.failures(self.run).unlink(missing_ok=True)
+        attempt = attempt_command(self.alive, self.run, ranks)
+        record(self.run, attempt)
+        return supervise(attempt, self.environment, self.run, ranks, lambda launcher: RayWatcher(launcher, self.run))
+
+    def available(self) -> int:
+        """Return the number of ranks that could be started now; a lost node may be back.
+
+        Raises:
+            UserError: no node answers.
+        """
+        if not self.cluster.nodes:
+            return self.cluster.most_ranks
+        folder = str(self.run.path.parent)
+        found = ask(self.cluster.address, folder, uuid.uuid4().hex, self.environment["TORCH_EXTENSIONS_DIR"])
+        answering = [one for one in found if "failed" not in one["answer"]]
+        asked = len(self.cluster.nodes)
+        self.alive = replace(
+            selected(self.cluster.address, nodes_of(answering), None, self.cluster.most_ranks),
+            on_gpus=self.cluster.on_gpus,
+        )
+        self.alive = replace(self.alive, nodes=self.alive.nodes[:asked])
+        if len(self.alive.nodes) < asked:
+            print(f"continuing on {', '.join(node.name for node in self.alive.nodes)}", flush=True)
+        return self.alive.ranks
+
+
+class RayWatcher:
+    """Watches an attempt on a Ray cluster: Ray detects failures, and the attempt's process writes them to a file."""
+
+    def __init__(self, launcher: int, run: RunFolder) -> None:
+        """`launcher` is the process id of the attempt."""
+        self.launcher = launcher
+        self.run = run
+        self.read = False
+
+    def failed(self, seconds: float) -> list[FailedRank]:
+        """Wait at most that long, and return the ranks that have failed and the nodes that were lost meanwhile."""
+        with contextlib.suppress(ProcessLookupError):
+            ended = os.pidfd_open(self.launcher)
+            select([ended], [], [], seconds)
+            os.close(ended)
+        if self.read or not rank.failures(self.run).exists():
+            return []
+        self.read = True
+        return [FailedRank(**one) for one in json.loads(rank.failures(self.run).read_text(encoding="utf-8"))]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the attempt's process, which forwards it to the ranks."""
+        os.kill(self.launcher, number)
+
+    def close(self) -> None:
+        """Stop watching."""

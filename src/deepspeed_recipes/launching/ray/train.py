@@ -23,9 +23,9 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ...recipe.errors import first_line
 from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, write_json
-from .. import variables
+from .. import command
 from ..supervise import FailedRank
-from . import nodes, output, rank
+from . import nodes, rank
 from .cluster import LOCAL
 
 OBJECTS = 80 * 2**20
@@ -70,7 +70,7 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--gpus", action="store_true", help="each rank has a GPU")
     options = Attempt(**vars(parser.parse_args(words)))
     run = RunFolder(options.folder)
-    with output.followed(run):
+    with rank.followed(run):
         return attempt(run, options)
 
 
@@ -98,7 +98,7 @@ def attempt(run: RunFolder, options: Attempt) -> int:
 def trainer(run: RunFolder, options: Attempt, chosen: list[str]) -> DataParallelTrainer:
     """Return the trainer, which runs one worker for each rank, `--each` of them on each of the nodes."""
     needed = ("PYTHONPATH", "TORCH_EXTENSIONS_DIR")
-    given = variables.forwarded(os.environ) | {name: os.environ[name] for name in needed if name in os.environ}
+    given = command.forwarded(os.environ) | {name: os.environ[name] for name in needed if name in os.environ}
     places = [{"ray.io/node-id": chosen[number // options.each]} for number in range(options.ranks)]
     return DataParallelTrainer(
         rank.train,
@@ -125,7 +125,7 @@ def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Except
     thread = threading.Thread(target=work)  # in the main thread Ray would end the ranks immediately at Ctrl-C
     thread.start()
     while thread.is_alive():
-        thread.join(output.POLL)
+        thread.join(rank.POLL)
         while signals:
             pass_on(signals.pop(), run, chosen)
     return errors[0] if errors else None
@@ -135,7 +135,7 @@ def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
     """Send a signal to the ranks on each machine, once per machine even if Ray has several nodes on it."""
     machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
     ray.wait(
-        [nodes.on(node, rank.signal_ranks, number, str(run.path)) for node in machines.values()], timeout=output.POLL
+        [nodes.on(node, rank.signal_ranks, number, str(run.path)) for node in machines.values()], timeout=rank.POLL
     )
 
 
@@ -158,7 +158,7 @@ def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
         if gone or time.monotonic() >= deadline:
             known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             return [FailedRank(None, None, known.get(node, node)) for node in gone]
-        time.sleep(output.POLL)
+        time.sleep(rank.POLL)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -180,7 +180,7 @@ def host_of(error: BaseException) -> str:
 def write(run: RunFolder, failed: list[FailedRank]) -> None:
     """Write the failures to the run folder, for the launcher."""
     if failed:
-        write_json(output.failures(run), [asdict(one) for one in failed])
+        write_json(rank.failures(run), [asdict(one) for one in failed])
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...recipe.errors import UserError
 from ...recipe.project import IMPORT_ROOT
 from ...recipe.run_folder import REWIND, RunFolder
-from .. import variables
+from .. import command
 from ..options import Allocation, LaunchOptions
 from ..templates import fill
 
@@ -56,7 +56,7 @@ def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str])
         raise UserError(
             f"--output-dir {folder.path}: with --slurm the path may not contain {wrong[0]}; choose another folder."
         )
-    exports = variables.forwarded(environment)
+    exports = command.forwarded(environment)
     exports |= {name: environment[name] for name in ("TORCH_EXTENSIONS_DIR", "PYTHONPATH")}
     return fill(
         TEMPLATE,

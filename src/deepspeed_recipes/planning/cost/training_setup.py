@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ...recipe import loss_tiles
+from ...recipe import limits
 from ...recipe.deepspeed_file import KEPT_WEIGHTS, DeepSpeedFile, Device, prefetch_size
 from ...recipe.files import JsonView
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.methods import Distill, Grpo
-from ...recipe.optimizers import Optimizer
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
+from ...recipe.sections import Optimizer
 from ..model_profile import counts
 
 
@@ -216,7 +216,7 @@ class TrainingSetup:
     def tiles(self, vocabulary: int) -> bool:
         """Return whether the loss is computed in tiles."""
         tokens = self.labelled_share * self.micro_batch_size * self.sequence_length / self.layout.sequence
-        return loss_tiles.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
+        return limits.are_large(tokens, vocabulary) if self.tiled_loss is None else self.tiled_loss
 
     @property
     def labelled_share(self) -> float:
@@ -271,7 +271,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         rollout_gathers=not isinstance(recipe.method, Grpo) or recipe.method.gather,
         answer_length=recipe.method.max_new_tokens if isinstance(recipe.method, Grpo) else None,
         attention=recipe.model.attention,
-        tiled_loss=recipe.method.tiles or loss_tiles.asked_for(recipe),
+        tiled_loss=recipe.method.tiles or limits.asked_for(recipe),
         tiled_mlp=recipe.tiled_mlp,
         liger_kernel=recipe.liger_kernel,
         compile=recipe.compile != "off",

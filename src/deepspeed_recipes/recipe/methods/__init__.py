@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping
 
-from .distill import Distill
 from .grpo import Grpo
 from .method import Examples, Method
 from .preferences import Dpo, Kto, Orpo, Reward, Simpo
-from .texts import Classify, Embed, Pretrain, Sft
+from .texts import Classify, Distill, Embed, Pretrain, Sft
 
 METHODS: Mapping[str, type[Method]] = {
     kind.name: kind for kind in (Sft, Dpo, Pretrain, Reward, Kto, Orpo, Simpo, Classify, Embed, Distill, Grpo)

@@ -1,14 +1,50 @@
-"""GRPO and RLOO: their settings, and the combinations of them that they refuse."""
+"""GRPO and RLOO: their settings, their reward functions, and the combinations that they refuse."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
+from .. import own_code
 from ..bounds import Bounds, Several
 from ..errors import UserError
-from . import rewards
+from ..own_code import Function
 from .method import Method, check_room
+
+EXAMPLE = "reward=src/deepspeed_recipes/samples/rewards.py:exact_match"
+
+
+def reward_functions(reward: str | None) -> list[Function]:
+    """Return the functions that the recipe's `reward` names.
+
+    Raises:
+        UserError: `reward` is empty or not of the form FILE.py:FUNCTION.
+    """
+    found = own_code.functions("reward", reward)
+    if not found:
+        raise UserError(f"reward: GRPO needs a function that scores an answer, FILE.py:FUNCTION; e.g. {EXAMPLE}.")
+    return found
+
+
+def weights_of(reward: str | None, reward_weights: str | None) -> list[float]:
+    """Return the weight of each function.
+
+    Raises:
+        UserError: there is not exactly one finite number per function.
+    """
+    named = reward_functions(reward)
+    if reward_weights is None:
+        return [1.0] * len(named)
+    try:
+        found = [float(weight) for weight in reward_weights.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != len(named) or any(abs(weight) == float("inf") or weight != weight for weight in found):
+        raise UserError(
+            f"grpo.reward_weights={reward_weights}: reward names {len(named)} functions, so {len(named)} numbers are "
+            f"expected, separated by commas ({','.join(['1'] * len(named))})."
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -76,7 +112,7 @@ class Grpo(Method):
 
     def check(self, recipe: Any) -> None:
         """Refuse groups, lengths, bounds and reward functions that contradict each other."""
-        rewards.weights(recipe.reward, self.reward_weights)
+        weights_of(recipe.reward, self.reward_weights)
         answers = recipe.global_batch_size
         if answers % self.group_size:
             unit = math.lcm(self.group_size, recipe.micro_batch_size)

@@ -5,7 +5,7 @@ from math import isfinite
 from typing import TypeGuard
 
 from ...recipe.files import JsonView
-from ...recipe.methods import metrics
+from ...recipe.methods import method
 from ...recipe.recipe import Recipe
 from ..page import Block, Chart, Curve, HeatMap, Note, Section, Table, number
 from ..run_data import Row, RunData
@@ -56,7 +56,7 @@ def _charts(run: RunData) -> Iterator[Chart]:
     held_out = Curve("held out", points(evaluations, "loss"), dotted=True)
     loss = (*with_smoothed(points(run.metrics, "loss")), held_out)
     yield Chart(run.recipe.method.curve, "step", loss, log=run.recipe.method.packs, marks=restarts)
-    for key in (*metrics.SHARES, "reward"):
+    for key in (*method.SHARES, "reward"):
         measured = {key: points(evaluations, key), "of a sample": points(evaluations, f"sampled_{key}")}
         if sum(map(len, measured.values())) > 2:  # the verdict has the first and the last
             drawn = tuple(Curve(name, line, dotted=True) for name, line in measured.items() if line)
@@ -74,7 +74,7 @@ def named(recipe: Recipe, key: str) -> str:
     if key == "kl":
         return "KL divergence from the model before training (nats)"
     title = PAIRS.get(key) if recipe.method.examples == "pairs" and not recipe.method.scores else None
-    title = title or metrics.title(key)
+    title = title or method.title(key)
     return title[:1].upper() + title[1:]
 
 

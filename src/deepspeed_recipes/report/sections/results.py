@@ -6,7 +6,7 @@ from pathlib import PurePath
 from statistics import median
 
 from ...recipe.errors import redact
-from ...recipe.methods import metrics
+from ...recipe.methods import method
 from ...recipe.recipe import names
 from ..page import Block, Cell, Note, Number, Section, Table, number
 from ..run_data import RunData
@@ -66,7 +66,7 @@ def judgement(run: RunData) -> str:
     if before is None or after is None:
         return few or "Nothing was measured on held-out examples, so this does not show that the model is better."
     start, end, losses = before.value, after.value, curves.points(run.evaluations, "loss")
-    if metric in metrics.SHARES:
+    if metric in method.SHARES:
         points, held_out = 100 * (end - start), (run.data.get("held_out") or {}).get("examples")
         said = f"It {'rose' if points > 0 else 'fell'} by {abs(points):.1f} points" if points else "It did not change"
         if not points and len(losses) > 1 and (moved := _moved(losses[0][1], losses[-1][1])):
@@ -114,7 +114,7 @@ def _loss(run: RunData, row: int) -> Number | None:
 def score(run: RunData) -> tuple[str, Number | None, Number | None]:
     """Return the name of the run's main metric, and its values before and after training."""
     metric = str(run.summary.get("metric") or run.recipe.metric)
-    form, unit = metrics.form(metric), UNITS.get(metric, "")
+    form, unit = method.form(metric), UNITS.get(metric, "")
     before, after = (run.number(f"summary.json:{key}", form, unit) for key in ("before", "after"))
     return curves.named(run.recipe, metric), before, after
 
@@ -135,9 +135,9 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
         for key in (key for key in keys if key != run.summary.get("metric")):
             for when, index in (("before", 1), ("after", len(run.evaluations))):
                 value = number(
-                    run.evaluations[index - 1].get(key), metrics.form(key), f"evaluations.jsonl:{index}:{key}"
+                    run.evaluations[index - 1].get(key), method.form(key), f"evaluations.jsonl:{index}:{key}"
                 )
-                found.append((f"{metrics.title(key).capitalize()}, {when}", value, None))
+                found.append((f"{method.title(key).capitalize()}, {when}", value, None))
     shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
 
     def of_summary(key: str, form: str, unit: str = "") -> Number | None:
@@ -192,7 +192,7 @@ def evaluation(run: RunData) -> Iterator[Section]:
         if not models:
             continue
         metric = str(found.get("metric"))
-        form, unit, title = metrics.form(metric), UNITS.get(metric, ""), metrics.title(metric).capitalize()
+        form, unit, title = method.form(metric), UNITS.get(metric, ""), method.title(metric).capitalize()
         blocks.append(Note(f"{title} on {found.get('examples')} examples of {found.get('data')}:"))
         scores = tuple(
             (str(one.get("name")), *(run.number(source + key, form, unit) for key in ("score", "low", "high")))

@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ...recipe.errors import first_line
 from ...recipe.files import Json
-from ...recipe.methods.metrics import shown, title
+from ...recipe.methods.method import shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (

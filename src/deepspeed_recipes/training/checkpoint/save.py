@@ -8,7 +8,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...machine import run_lock
-from ...machine.capacity import check_disk, check_memory
+from ...machine.system import check_disk, check_memory
 from ...recipe.errors import FileUnusable, first_line, of_system
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from ...machine import children
-from ...machine.capacity import check_disk
+from ...machine.system import check_disk
 from ...recipe import deepspeed_file
 from ...recipe.bounds import shown
 from ...recipe.compatibility import EXPERT_COUNTS, refusal

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
 from ...recipe.files import Json
+from ...recipe.samples import REASONING
 
 if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase

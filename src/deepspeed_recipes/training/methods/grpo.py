@@ -18,7 +18,8 @@ from trl.models.utils import unwrap_model_for_generation
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.methods import Grpo, rewards
+from ...recipe.methods import Grpo
+from ...recipe.methods.grpo import weights_of
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
@@ -121,7 +122,7 @@ def arguments(common: Json, recipe: Recipe) -> GRPOConfig | RLOOConfig:
         "epsilon_high": grpo.epsilon_high,
         "beta": 0.0,
         "mask_truncated_completions": grpo.mask_truncated,
-        "reward_weights": rewards.weights(recipe.reward, grpo.reward_weights),
+        "reward_weights": weights_of(recipe.reward, grpo.reward_weights),
         "ds3_gather_for_generation": grpo.gather,
         "router_aux_loss_coef": 0.0,
     }

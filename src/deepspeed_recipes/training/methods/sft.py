@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from trl.models.utils import unwrap_model_for_generation
 
 from ...recipe.files import Json
-from ...recipe.loss_tiles import tiles_loss
+from ...recipe.limits import tiles_loss
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from trl.trainer.utils import add_fused_lm_head
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.loss_tiles import tiles_loss
+from ...recipe.limits import tiles_loss
 from ...recipe.methods import Distill
 from ...recipe.recipe import Lora, Recipe, names
 from .load import load_config

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from ...recipe.conversation import REASONING
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
+from ...recipe.samples import REASONING
 
 if TYPE_CHECKING:  # the launcher uses this module, and importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase

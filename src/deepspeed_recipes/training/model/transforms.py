@@ -39,7 +39,7 @@ from ...recipe.compatibility import refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
 from ...recipe.layout import per_layer
-from ...recipe.loss_tiles import tiles_loss
+from ...recipe.limits import tiles_loss
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, distributed, upstream
 from ..console import say

@@ -9,7 +9,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from ...recipe import deepspeed_file, overrides, pages
 from ...recipe.errors import UserError, printable, redact
-from ...recipe.methods import metrics
+from ...recipe.methods import method
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import read_json
 from . import head, record
@@ -139,7 +139,7 @@ def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
             dataset_type=redact(names(source)[0]),
             dataset_name="held-out examples",
             metric_type=metric,
-            metric_name=metrics.title(metric),
+            metric_name=method.title(metric),
             metric_value=after,
         )
     ]
@@ -188,7 +188,7 @@ def score(metric: str | None, value: object) -> str:
     """Return a score in readable form, or a dash if there is none."""
     if not isinstance(value, int | float):
         return "-"
-    return metrics.shown(str(metric), value)
+    return method.shown(str(metric), value)
 
 
 _HUB_NAMES = {

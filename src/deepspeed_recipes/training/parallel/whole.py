@@ -11,7 +11,7 @@ from torch import distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
-from ...recipe.loss_tiles import tiles_loss
+from ...recipe.limits import tiles_loss
 from ...recipe.methods import Embed
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json

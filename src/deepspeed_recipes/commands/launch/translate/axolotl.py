@@ -6,8 +6,8 @@ Names and defaults: its src/axolotl/utils/schemas, in the version of July 2026.
 import re
 from pathlib import Path
 
-from ....recipe.conversation import ROLES
 from ....recipe.files import Json, JsonView
+from ....recipe.samples import ROLES
 from . import trainer
 from .translation import Translation, as_text, choose
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
 from ....recipe.files import JsonView
 from ....recipe.run_folder import read_json
+from ....recipe.samples import ROLES
 from . import trainer
 from .translation import Translation, choose
 

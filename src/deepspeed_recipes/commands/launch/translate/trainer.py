@@ -9,9 +9,9 @@ from typing import Any, get_args, get_type_hints
 
 from ....recipe.errors import UserError
 from ....recipe.files import Json
-from ....recipe.optimizers import OURS, PAGED, impossible
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import Schedule
+from ....recipe.sections import OUR_OPTIMIZERS, PAGED, why_impossible
 from .translation import Translation, as_text
 
 DEFAULTS: Json = {
@@ -129,8 +129,8 @@ def _schedule(found: Translation) -> None:
 def _optimizer(found: Translation) -> None:
     name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
-    if kind in OURS:
-        found.set("optimizer", OURS[kind], name)
+    if kind in OUR_OPTIMIZERS:
+        found.set("optimizer", OUR_OPTIMIZERS[kind], name)
         if kind == "adamw_torch_8bit":
             found.remarks.append(f"{name}: {kind}: the moments are in bitsandbytes' 8 bits, not torchao's")
     elif kind == "muon":  # its updates have fixed norms, so clipping is off
@@ -138,7 +138,7 @@ def _optimizer(found: Translation) -> None:
         found.overrides["max_grad_norm"] = "0"
         found.by_default.discard("max_grad_norm")
     else:
-        found.lack(name, f"{kind}: {impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
+        found.lack(name, f"{kind}: {why_impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
     if kind.startswith("paged"):
         found.remarks.append(f"{name}: {kind}: {PAGED}")
 

@@ -23,11 +23,11 @@ from functools import partial
 from itertools import islice
 
 from ....recipe import own_code
-from ....recipe.conversation import ROLES
 from ....recipe.errors import UserError
 from ....recipe.files import Json, JsonView
 from ....recipe.methods import METHODS, Examples, reading
 from ....recipe.recipe import Data
+from ....recipe.samples import ROLES
 from ..text_files import Bad, refuse
 from . import keys
 from .turns import (

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from ....recipe.conversation import REASONING, ROLES
 from ....recipe.errors import UserError
 from ....recipe.files import Json
+from ....recipe.samples import REASONING, ROLES
 from . import keys
 from .keys import parsed, without_nulls
 

@@ -20,7 +20,8 @@ from typing import Any
 from ....machine import children
 from ....recipe.errors import UserError
 from ....recipe.files import Json
-from ....recipe.methods import Grpo, rewards
+from ....recipe.methods import Grpo
+from ....recipe.methods.grpo import reward_functions, weights_of
 from ....recipe.recipe import Recipe
 from ...console import say
 
@@ -36,9 +37,9 @@ class Scorer:
     """Scores one answer after another."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.functions = rewards.functions(recipe.reward)
+        self.functions = reward_functions(recipe.reward)
         grpo = Grpo.of(recipe)
-        self.weights = rewards.weights(recipe.reward, grpo.reward_weights)
+        self.weights = weights_of(recipe.reward, grpo.reward_weights)
         self.seconds = grpo.reward_seconds
         self.key = f"reward={recipe.reward}"
         self.process: subprocess.Popen[bytes] | None = None
