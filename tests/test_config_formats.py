@@ -41,7 +41,7 @@ def test_annotations_name_file_line_and_column(checkout: Path):
 
 
 def test_annotations_stay_on_one_line():
-    from deepspeed_recipes.config.formats import Report, annotations
+    from deepspeed_recipes.config.lint import Report, annotations
     from deepspeed_recipes.config.rule import Finding
 
     finding = Finding("rule", "error", "a\n::error::b", 1, 1, "100%\r\n", "what", "fix")

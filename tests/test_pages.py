@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from deepspeed_recipes.commands import family as family_list
-from deepspeed_recipes.commands import launch, plan
+from deepspeed_recipes.commands import launch, page, plan
+from deepspeed_recipes.commands import list as family_list
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.commands.page import docstring
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.hardware import gpus
 from deepspeed_recipes.planning.hardware.cluster import Cluster
@@ -186,14 +185,14 @@ def test_the_shipped_model_has_the_dimensions_of_the_page():
 
 @pytest.mark.parametrize("family", pages.families())
 def test_pages_have_no_problems(family):
-    assert docstring.problems(pages.page(family)) == []
+    assert page.problems(pages.page(family)) == []
 
 
 def test_the_template_is_short_and_only_its_placeholders_are_reported():
     source = ROOT / "recipes" / "_template.py"
     assert len(source.read_text(encoding="utf-8").splitlines()) < 60
     assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", *INHERITED]
-    found = docstring.problems(pages.page(pages.TEMPLATE))
+    found = page.problems(pages.page(pages.TEMPLATE))
     assert len(found) >= 4 and all("replace the TODO" in problem for problem in found)
 
 
@@ -213,8 +212,8 @@ def written(folder, **changes):
 
 
 def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
-    assert docstring.problems(pages.known_page(str(written(tmp_path)))) == []
-    assert docstring.check_all([str(tmp_path / "mine.py")]) is False
+    assert page.problems(pages.known_page(str(written(tmp_path)))) == []
+    assert page.check_pages([str(tmp_path / "mine.py")]) is False
 
 
 @pytest.mark.parametrize(
@@ -237,8 +236,8 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
 )
 def test_a_wrong_statement_on_a_page_is_noticed(tmp_path, capsys, before, after, what):
     path = written(tmp_path, one=(before, after))
-    assert [problem for problem in docstring.problems(pages.known_page(str(path))) if what in problem]
-    assert docstring.check_all([str(path)]) is True and what in capsys.readouterr().out
+    assert [problem for problem in page.problems(pages.known_page(str(path))) if what in problem]
+    assert page.check_pages([str(path)]) is True and what in capsys.readouterr().out
 
 
 # A page outside the project
@@ -412,7 +411,7 @@ def test_a_page_overrides_a_variant_and_leaves_one_out(tmp_path):
 
 
 def test_one_family_is_listed_with_its_tables():
-    text = family_list.text(pages.page("llama3"))
+    text = family_list.tables(pages.page("llama3"))
     lines = [line.split() for line in text.splitlines()]
     assert ["8b", "32", "4096", "32", "8.03B", "131,072", "Llama-3.1", "meta-llama/Llama-3.1-8B-Instruct"] in lines
     assert ["qlora", "SFT", "adapters", "zero2.json"] in lines

@@ -10,7 +10,7 @@ from deepspeed_recipes.recipe.layout import bubble
 from deepspeed_recipes.recipe.recipe import Layout, Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.report import run_data, write
-from deepspeed_recipes.report.profiler import conclude, shares, trace, verdict
+from deepspeed_recipes.report.profiler import shares, trace, verdict
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.metrics import Metrics
 from tests.small import small, with_zero
@@ -63,7 +63,7 @@ def check_sums(run, world_size):
 
 def check_traffic(run):
     """Compare the bytes with the planner's, of every kind and process group that it counts; return these."""
-    rows = conclude.conclude(run.profile, communication.traffic_of_run)["traffic"]
+    rows = verdict.conclude(run.profile, communication.traffic_of_run)["traffic"]
     counted = {(row["kind"], tuple(row["ranks"])): row for row in rows if row["predicted_bytes"]}
     planned = communication.traffic_of_run(traces(run)[0].about)
     assert planned and {key: row["predicted_bytes"] for key, row in counted.items()} == planned
@@ -155,19 +155,19 @@ def test_operators_are_named_with_their_modules_forward_and_backward(sharded):
 
 
 def test_the_verdict_is_printed_and_kept(sharded, capsys):
-    conclude.at_end(sharded, communication.traffic_of_run)
+    verdict.at_end(sharded, communication.traffic_of_run)
     screen = capsys.readouterr().out
-    found = conclude.conclude(sharded.profile, communication.traffic_of_run)
+    found = verdict.conclude(sharded.profile, communication.traffic_of_run)
     assert (sharded.profile / "verdict.json").exists()
     assert found["steps"] == [3, 4] and found["other_step_seconds"] is None, "steps 1 and 2 are the warm-up"
     for rank in found["ranks"]:
-        assert f"  rank {rank['rank']:<3} {conclude.bar(rank['shares'])}" in screen
-        assert len(conclude.bar(rank["shares"])) == conclude.WIDTH
+        assert f"  rank {rank['rank']:<3} {verdict.bar(rank['shares'])}" in screen
+        assert len(verdict.bar(rank["shares"])) == verdict.WIDTH
     assert "planner" in screen and f"change       {found['change']}" in screen
 
 
 def test_the_report_shows_the_numbers_of_the_verdict(sharded):
-    conclude.at_end(sharded, communication.traffic_of_run)
+    verdict.at_end(sharded, communication.traffic_of_run)
     found = read_json(sharded.profile / "verdict.json")
     page = write.render(write.document(run_data.read(sharded.path)))
     shown = re.findall(r'<data value="([^"]+)" data-from="(profile/verdict.json:[^"]+)"', page)
@@ -212,7 +212,7 @@ def test_the_time_that_a_profile_takes_is_not_in_the_logged_speed(sharded):
 def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
     run = profiled(deepspeed, world_size, layout, micro_batch_size=1 if deepspeed == "zero3_hpz.json" else 2)
     check_sums(run, world_size)
-    found = conclude.conclude(run.profile, communication.traffic_of_run)
+    found = verdict.conclude(run.profile, communication.traffic_of_run)
     replicas = [
         rank for rank in range(world_size) if (rank % layout.tensor, rank // (world_size // layout.pipeline)) == (0, 0)
     ]
@@ -231,25 +231,25 @@ def test_shares_and_bytes(profiled, deepspeed, world_size, layout):
 
 @pytest.mark.every
 def test_a_slow_data_loader_is_named(profiled):
-    found = conclude.conclude(profiled("zero2.json", mistake="slow_loader").profile)
+    found = verdict.conclude(profiled("zero2.json", mistake="slow_loader").profile)
     assert found["bound_by"] == "data" and "data.workers" in found["change"]
 
 
 @pytest.mark.every
 def test_a_slow_rank_is_named(profiled):
-    found = conclude.conclude(profiled("zero2.json", mistake="slow_rank").profile)
+    found = verdict.conclude(profiled("zero2.json", mistake="slow_rank").profile)
     assert found["bound_by"] == "slow rank" and found["words"].startswith("rank 1 on ")
 
 
 @pytest.mark.every
 def test_a_slow_optimizer_on_the_host_is_named(profiled):
-    found = conclude.conclude(profiled("zero2_offload.json", mistake="slow_optimizer").profile)
+    found = verdict.conclude(profiled("zero2_offload.json", mistake="slow_optimizer").profile)
     assert found["bound_by"] == "optimizer" and "zero2.json" in found["change"]
 
 
 @pytest.mark.every
 @pytest.mark.parametrize(("mistake", "stage"), [("slow_first_rank", 0), ("slow_rank", 1)])
 def test_a_slow_stage_of_a_pipeline_is_named(profiled, mistake, stage):
-    found = conclude.conclude(profiled("pipeline.json", layout=Layout(pipeline=2), mistake=mistake).profile)
+    found = verdict.conclude(profiled("pipeline.json", layout=Layout(pipeline=2), mistake=mistake).profile)
     assert found["bound_by"] == "slow stage"
     assert found["words"].startswith(f"stage {stage} (rank {stage} on ") and "(compute)" in found["words"]

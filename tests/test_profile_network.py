@@ -9,7 +9,7 @@ from deepspeed_recipes.planning.cost import communication
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
-from deepspeed_recipes.report.profiler import conclude
+from deepspeed_recipes.report.profiler import verdict
 from tests.network_hosts import Hosts, without_hosts
 from tests.workers import on_hosts
 
@@ -45,7 +45,7 @@ def train(hosts, ranks, tmp_path):
         finally:
             if rate:
                 hosts.unthrottle()
-        found = conclude.conclude(folder.profile, communication.traffic_of_run)
+        found = verdict.conclude(folder.profile, communication.traffic_of_run)
         assert len(found["ranks"]) == 2 * slots
         speed = median(row["tokens_per_second"] for row in read_jsonl(folder.metrics)[2:])
         print(f"{name}: {found['step_seconds']:.2f} s, {speed:,.0f} tokens/s, {found['words']}")

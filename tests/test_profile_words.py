@@ -12,7 +12,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Profile
 from deepspeed_recipes.recipe.run_folder import RunFolder
-from deepspeed_recipes.report.profiler import collectives, conclude, shares, trace, verdict, window
+from deepspeed_recipes.report.profiler import collectives, shares, trace, verdict, window
 from deepspeed_recipes.report.profiler.collectives import Collective
 from deepspeed_recipes.report.profiler.shares import Shares
 from deepspeed_recipes.report.profiler.trace import both, length, union, without
@@ -261,7 +261,7 @@ def test_stages_that_all_wait_are_not_slow():
 
 def test_bars_are_as_long_as_the_step():
     shares = {"compute": 0.5, "communication_waited": 0.3, "data": 0.0, "host": 0.1, "idle": 0.1}
-    assert conclude.bar(shares) == "#" * 25 + "~" * 15 + "h" * 5 + "." * 5
+    assert verdict.bar(shares) == "#" * 25 + "~" * 15 + "h" * 5 + "." * 5
 
 
 def test_a_trace_of_somebody_else_is_refused(tmp_path):

@@ -13,7 +13,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import printable
 from deepspeed_recipes.recipe.overrides import apply
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, read_jsonl, write_json, write_recipe
-from deepspeed_recipes.report import charts, compare, run_data, text, write
+from deepspeed_recipes.report import charts, run_data, text, write
 from deepspeed_recipes.report.page import Chart, Curve, Document, duration
 from deepspeed_recipes.report.sections import curves, examples, hardware, results, settings
 
@@ -267,7 +267,7 @@ def test_several_runs_are_compared(run, tmp_path, capsys):
     differing = re.findall(r"^(\w[\w.]*)\s+0\.002\s+0\.0005", shown, re.MULTILINE)
     assert differing == ["learning_rate"] and "CURVES OVER TOKENS" in shown
     assert {"run", "other"} <= set(re.findall(r"\w+", shown.partition("RESULTS")[0]))
-    document = compare.document([run_data.read(one.path) for one in (run, other)])
+    document = write.comparison([run_data.read(one.path) for one in (run, other)])
     over_tokens = next(section for section in document.sections if section.title == "Curves over tokens")
     speed = next(chart for chart in over_tokens.blocks if chart.title.startswith("Tokens per second"))
     assert speed.curves[1].points[-1] == (512 * 12, 1012.0)
@@ -455,7 +455,7 @@ def test_a_comparison_says_where_the_held_out_examples_differ(run, tmp_path):
     def note(*changes, **counts):
         other = a_run(tmp_path / "".join(changes) / str(counts), changes=changes)
         write_json(other.data, read_json(run.data) | counts)
-        results_section = compare.document([run_data.read(run.path), run_data.read(other.path)]).sections[0]
+        results_section = write.comparison([run_data.read(run.path), run_data.read(other.path)]).sections[0]
         return [block.text for block in results_section.blocks if hasattr(block, "text")]
 
     assert not note("learning_rate=5e-4")

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_recipes.commands import main
+from deepspeed_recipes.commands import main, sweep
 from deepspeed_recipes.commands.launch import options
-from deepspeed_recipes.commands.sweep import space, trials
+from deepspeed_recipes.commands.sweep import trials
 from deepspeed_recipes.commands.sweep.trials import Result
 from deepspeed_recipes.recipe import overrides
 from deepspeed_recipes.recipe.errors import UserError
@@ -23,27 +23,27 @@ from tests import ROOT
 
 
 def test_a_grid_has_every_combination_once():
-    found = space.read(["learning_rate=1e-4,3e-4", "max_steps=7", "lora.rank=8,16,32", "packing=no"])
+    found = sweep.read_space(["learning_rate=1e-4,3e-4", "max_steps=7", "lora.rank=8,16,32", "packing=no"])
     assert found.fixed == ("max_steps=7", "packing=no") and found.keys == ["learning_rate", "lora.rank"]
     expected = [[f"learning_rate={rate}", f"lora.rank={rank}"] for rate in ("1e-4", "3e-4") for rank in (8, 16, 32)]
-    assert space.grid(found, 6) == expected
-    listed = space.read(["data.path=a.jsonl,b.jsonl;c.jsonl", "lora.target_modules=q_proj,v_proj"])
+    assert sweep.grid(found, 6) == expected
+    listed = sweep.read_space(["data.path=a.jsonl,b.jsonl;c.jsonl", "lora.target_modules=q_proj,v_proj"])
     assert listed.lists == {"data.path": ("a.jsonl,b.jsonl", "c.jsonl")}
     assert listed.fixed == ("lora.target_modules=q_proj,v_proj",)
 
 
 def test_random_trials_differ_and_repeat_with_their_seed():
-    found = space.read(["learning_rate=1e-5..1e-3", "lora.rank=4..64", "seed=1,2", "weight_decay=0..0.1"])
-    drawn = space.at_random(found, 40, 3, 64)
-    assert drawn == space.at_random(found, 40, 3, 64) != space.at_random(found, 40, 4, 64)
+    found = sweep.read_space(["learning_rate=1e-5..1e-3", "lora.rank=4..64", "seed=1,2", "weight_decay=0..0.1"])
+    drawn = sweep.at_random(found, 40, 3, 64)
+    assert drawn == sweep.at_random(found, 40, 3, 64) != sweep.at_random(found, 40, 4, 64)
     assert len({tuple(trial) for trial in drawn}) == 40
     values = [dict(word.split("=") for word in trial) for trial in drawn]
     rates = [float(one["learning_rate"]) for one in values]
     assert min(rates) >= 1e-5 and max(rates) <= 1e-3 and 10 < sum(rate < 1e-4 for rate in rates) < 30
     assert all(4 <= int(one["lora.rank"]) <= 64 and 0 <= float(one["weight_decay"]) <= 0.1 for one in values)
     assert {one["seed"] for one in values} == {"1", "2"}
-    few = space.read(["lora.rank=8,16", "seed=1,2"])
-    assert sorted(space.at_random(few, 4, 0, 64)) == sorted(space.grid(few, 64))
+    few = sweep.read_space(["lora.rank=8,16", "seed=1,2"])
+    assert sorted(sweep.at_random(few, 4, 0, 64)) == sorted(sweep.grid(few, 64))
 
 
 def test_keys_whose_values_have_commas_are_known():

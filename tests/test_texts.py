@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoToke
 
 from deepspeed_recipes.commands import export as export_script
 from deepspeed_recipes.commands import main
-from deepspeed_recipes.export import contents
+from deepspeed_recipes.export import push
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.training_setup import training_setup
@@ -221,7 +221,7 @@ def test_it_learns_resumes_and_is_loaded_by_transformers(
     assert main.run("evaluate", [str(run.path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["metric"] == summary["metric"] and found["models"][0]["score"] == pytest.approx(summary["after"])
-    assert {file.name for file in contents.files(folder)} >= {"README.md", "training/recipe.json"}
+    assert {file.name for file in push.files(folder)} >= {"README.md", "training/recipe.json"}
 
     gate.resume(ranks, run, tmp_path, 2)
     for row, before in zip(read_jsonl(run.metrics), records, strict=True):

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export import contents
+from deepspeed_recipes.export import push
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
@@ -228,7 +228,7 @@ def test_all_weights_are_exported_with_what_was_not_trained(base, runs, tmp_path
     assert "neither loaded nor trained: model.visual, mtp; the export has them unchanged" in said
     agree(run.export, logits(export.load(run.export)))
     assert "| `model.visual`, `mtp` |" in (run.export / "README.md").read_text()
-    assert any(file.name == "provenance.json" for file in contents.files(run.export)), "it can be published"
+    assert any(file.name == "provenance.json" for file in push.files(run.export)), "it can be published"
     checkpoint = tmp_path / "checkpoint"
     assert run_command("export", [str(run.checkpoints / "checkpoint-2"), "--output", str(checkpoint)]) == 0
     is_whole(base, checkpoint)

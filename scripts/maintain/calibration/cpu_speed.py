@@ -195,7 +195,7 @@ def predicted(case: Case, machine: Machine, folder: Path) -> Plan:
     """Return the plan of a case on the machine's CPU ranks."""
     recipe = recipe_of(case, folder)
     if recipe.draft.enabled:
-        from deepspeed_recipes.benchmarks.synthetic import config_of  # imports torch
+        from deepspeed_recipes.benchmarks.measure import config_of  # imports torch
 
         model = replace(recipe.model, config=config_of(recipe, recipe.draft).to_dict())
         recipe = replace(recipe, model=model, draft=Draft())

@@ -17,38 +17,125 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import pack_dataset
 
 from ..recipe import deepspeed_file
 from ..recipe.conversions import to_dict
 from ..recipe.files import Json
 from ..recipe.gpus import GIB
 from ..recipe.project import CONFIGS
-from ..recipe.recipe import Recipe
+from ..recipe.recipe import Draft, Recipe
 from ..recipe.run_folder import RunFolder, read_json, write_recipe
-from ..training import (
-    distributed,
-    peft_without_bitsandbytes,  # noqa: F401  # first: before anything imports PEFT
-    run,
-    upstream,
-)
+from ..training import distributed, run, upstream
 from ..training.arguments import common_arguments, gather_layers
 from ..training.callbacks.metrics import training_flops
 from ..training.data.collate import Collator
 from ..training.data.load import Datasets
 from ..training.environment import describe
 from ..training.methods import sft
-from ..training.model import load, transforms
+from ..training.model import attention, load, transforms
 from ..training.model import lora as adapters
+from ..training.model.draft import TINY_MODEL, shrink
+from ..training.model.load import DTYPES
 from ..training.tracking.trackers import Trackers
 from ..training.trainer import Parts
-from . import probe, synthetic
+from . import probe
 from .cases import Case, recipe_of
+
+MEAN, SPREAD = 900, 0.7
+"""Median in tokens and standard deviation of the logarithm of the documents' lengths: log-normal, as in chat data."""
+
+
+def config_of(recipe: Recipe, draft: bool | Draft) -> PreTrainedConfig:
+    """Return the page's dimensions, or a draft's, by default the smallest."""
+    config = AutoConfig.for_model(**recipe.model.config)
+    if draft:
+        config = shrink(
+            config, draft if isinstance(draft, Draft) else Draft(), AutoTokenizer.from_pretrained(TINY_MODEL)
+        )
+    config.use_cache = False
+    return config
+
+
+def random_model(recipe: Recipe, draft: bool, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return the model with random weights, on the device where it will train, in 4 bits if the recipe sets that."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(recipe.seed)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            config_of(recipe, draft),
+            dtype=dtype or DTYPES[recipe.precision],
+            attn_implementation=attention.loadable(recipe.model.attention),
+        )
+    return quantized(model) if recipe.model.quantization == "nf4" else model
+
+
+def quantized(model: PreTrainedModel) -> PreTrainedModel:
+    """Quantise every linear layer but the head to 4 bits, as loading with `adapters.nf4` does."""
+    import bitsandbytes as bnb
+
+    settings = adapters.nf4(model.dtype)
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and name != "lm_head":
+            packed = bnb.nn.Linear4bit(
+                layer.in_features, layer.out_features, bias=layer.bias is not None, compute_dtype=model.dtype,
+                compress_statistics=settings.bnb_4bit_use_double_quant, quant_type=settings.bnb_4bit_quant_type,
+                quant_storage=model.dtype, device="meta",
+            )  # fmt: skip
+            packed.weight = bnb.nn.Params4bit(
+                layer.weight.data, requires_grad=False, quant_type=settings.bnb_4bit_quant_type,
+                compress_statistics=True, quant_storage=model.dtype, module=packed,
+            )  # fmt: skip
+            packed.bias = layer.bias
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, packed.to(layer.weight.device))
+    model.is_loaded_in_4bit = True
+    return model
+
+
+def documents(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
+    """Return `count` documents, `input_ids` and `labels`, with lengths like those of chat data."""
+    random = np.random.default_rng(0)
+    median = min(MEAN, recipe.sequence_length / 4)
+    lengths = np.exp(random.normal(np.log(median), SPREAD, count)).clip(8, recipe.sequence_length).astype(int)
+    tokens = [random.integers(5, vocabulary, length).tolist() for length in lengths]
+    return Dataset.from_dict({"input_ids": tokens, "labels": [[-100, *document[1:]] for document in tokens]})
+
+
+def sequences_of(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
+    """Return at least `count` sequences in the form that training reads: packed, or one document each."""
+    if not recipe.packing:
+        alone = documents(recipe, vocabulary, count)
+        return alone.add_column("seq_lengths", [[len(tokens)] for tokens in alone["input_ids"]])
+    made = documents(recipe, vocabulary, 8 * count)
+    packed = pack_dataset(made, recipe.sequence_length, "bfd")
+    return packed.shuffle(seed=0)
+
+
+def mean_lengths(sequences: Dataset) -> tuple[float, float]:
+    """Return two means over the sequences: of tokens, and of the sum of the documents' squared lengths."""
+    lengths = sequences["seq_lengths"]
+    return (
+        float(np.mean([sum(documents) for documents in lengths])),
+        float(np.mean([sum(length**2 for length in documents) for documents in lengths])),
+    )
+
 
 OF_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2")
 """Operations whose result or output shape depends on the values: `item()`, `bool()`, `x[mask]`."""
@@ -189,7 +276,7 @@ def limits() -> dict[str, float]:
 
 def facts(recipe: Recipe, trained: torch.nn.Module, sequences: Dataset, attention: str) -> Json:
     """Return the model, the recipe and the size of a step: tokens without padding, and their operations."""
-    tokens, squares = synthetic.mean_lengths(sequences)
+    tokens, squares = mean_lengths(sequences)
     total, trainable = load.parameter_counts(trained)
     return {
         "model": recipe.name,
@@ -218,12 +305,12 @@ def clock(result: Path, asked: Json, described: Json) -> Clock:
 
 def vocabulary_of(recipe: Recipe, asked: Json) -> int:
     """Return the size of the vocabulary that documents are drawn from."""
-    return synthetic.config_of(recipe, asked["draft"]).get_text_config().vocab_size
+    return config_of(recipe, asked["draft"]).get_text_config().vocab_size
 
 
 def sequences_for(recipe: Recipe, asked: Json) -> object:
     """Return the sequences of eight steps; training repeats them."""
-    return synthetic.sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
+    return sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
 
 
 class Ticks(TrainerCallback):
@@ -239,9 +326,9 @@ class Ticks(TrainerCallback):
 
 def of_recipe(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train the recipe through the steps of `run.execute`, on synthetic weights and sequences."""
-    sequences, tokenizer = sequences_for(recipe, asked), synthetic.tokenizer()
+    sequences, tokenizer = sequences_for(recipe, asked), AutoTokenizer.from_pretrained(TINY_MODEL)
     folder = RunFolder(result.with_suffix(".run"))
-    synthetic.config_of(recipe, asked["draft"]).save_pretrained(folder.draft_model)
+    config_of(recipe, asked["draft"]).save_pretrained(folder.draft_model)
     trained = replace(
         recipe,
         deepspeed=str(config_file(recipe)),
@@ -253,7 +340,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     distributed.start()
     trained = run.checked(trained, file, tokenizer)
     arguments = sft.arguments(common_arguments(trained, folder, file, 1, distributed.on_gpu()), trained)
-    model = load.adapted(transforms.apply(synthetic.random_model(trained, asked["draft"]), trained), trained)
+    model = load.adapted(transforms.apply(random_model(trained, asked["draft"]), trained), trained)
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, trained.packing)
     data = Datasets(sequences, None, None, [])
@@ -270,7 +357,7 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: Json) -> None
     Packed documents attend to each other here, since the loop has no mask between them.
     """
     sequences = sequences_for(recipe, asked)
-    trained = synthetic.random_model(recipe, asked["draft"]).train()
+    trained = random_model(recipe, asked["draft"]).train()
     if recipe.lora:
         trained = adapters.add(trained, recipe.lora)
     upstream.tell_whether_packed(trained, packed=False)  # a compiled model would build a dense mask regardless
@@ -303,7 +390,7 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: Json) -> None
 def of_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train with `transformers.Trainer`'s defaults: fp32 weights under autocast, a dense mask for packed sequences."""
     sequences = sequences_for(recipe, asked)
-    trained = synthetic.random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
+    trained = random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
     if recipe.lora:
         trained = get_peft_model(
             trained, LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -335,11 +422,11 @@ def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> Non
     """Train with TRL's `SFTTrainer`'s defaults, which do not pack: about as many tokens per step, padded."""
     from trl import SFTConfig, SFTTrainer
 
-    alone = synthetic.documents(recipe, vocabulary_of(recipe, asked), 64 * recipe.global_batch_size)
+    alone = documents(recipe, vocabulary_of(recipe, asked), 64 * recipe.global_batch_size)
     lengths = alone.add_column("seq_lengths", [[len(tokens)] for tokens in alone["input_ids"]])
-    tokens, _ = synthetic.mean_lengths(lengths)
+    tokens, _ = mean_lengths(lengths)
     batch = max(1, round(recipe.global_batch_size * recipe.sequence_length / tokens))
-    trained = synthetic.random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
+    trained = random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
     described = facts(recipe, trained, lengths, "sdpa")
     adapter = (
         LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM") if recipe.lora else None
@@ -361,19 +448,20 @@ def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> Non
         model=trained,
         args=arguments,
         train_dataset=alone,
-        processing_class=synthetic.tokenizer(),
+        processing_class=AutoTokenizer.from_pretrained(TINY_MODEL),
         peft_config=adapter,
         callbacks=[Ticks(clock(result, asked, described))],
     )
     if adapter:
         work = training_flops(trainer.model.get_base_model())
         ticks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, Ticks))
-        tokens, squares = synthetic.mean_lengths(lengths)
+        tokens, squares = mean_lengths(lengths)
         ticks.clock.facts["flops_per_step"] = work.of(tokens, squares) * batch
     trainer.train()
 
 
 PEERS = {"recipe": of_recipe, "plain": of_plain_loop, "trainer": of_trainer, "sft_trainer": of_sft_trainer}
+
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

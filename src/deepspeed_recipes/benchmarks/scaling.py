@@ -156,7 +156,7 @@ def predicted_on_cpu(result: JsonView) -> dict[str, dict[str, float]]:
 
 def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return the efficiency of each number of ranks by the planner's step times."""
-    from .synthetic import config_of  # imports torch
+    from .measure import config_of  # imports torch
 
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:

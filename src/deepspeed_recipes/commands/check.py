@@ -14,10 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import edits, formats
+from ..config import edits, lint
 from ..config.accelerate import lint as accelerate
-from ..config.formats import Report
-from ..config.lint import ask_deepspeed, describe, judge
+from ..config.lint import Report, ask_deepspeed, describe, judge
 from ..config.read import Document, Unreadable, located, parse, read
 from ..config.resolve import Numbers, Unresolvable, resolve
 from ..config.rule import Facts, Finding, hidden_size, model_config
@@ -42,9 +41,9 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
     elif arguments.format == "sarif":
-        print(json.dumps(formats.sarif(reports), indent=2))
+        print(json.dumps(lint.sarif(reports), indent=2))
     elif arguments.format == "github" and any(report.findings or report.stopped for report in reports):
-        print("\n".join(formats.annotations(reports)))
+        print("\n".join(lint.annotations(reports)))
     return max(report.status for report in reports)
 
 

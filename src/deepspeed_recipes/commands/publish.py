@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="only you, or your organisation, can access it")
     parser.add_argument("--dry-run", action="store_true", help="print the files, and upload nothing")
     options = parser.parse_args(arguments)
-    from ..export import contents, push
+    from ..export import push
 
     folder = RunFolder(options.folder).export if RunFolder(options.folder).recipe.exists() else options.folder
     push.check_name(options.name)
-    files = contents.files(folder)
+    files = push.files(folder)
     print(push.show(folder, options.name, files, options.private), flush=True)
-    if not any(file.name == contents.CARD for file in files):
+    if not any(file.name == push.CARD for file in files):
         print("there is no model card: ds-recipes export writes a README.md for a run's model")
     if options.dry_run:
         print("nothing was uploaded (--dry-run)")

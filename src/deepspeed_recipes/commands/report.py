@@ -17,7 +17,7 @@ from ..recipe import files
 from ..recipe.errors import UserError
 from ..recipe.project import display, runs
 from ..recipe.run_folder import RunFolder
-from ..report import compare, run_data, text, write
+from ..report import run_data, text, write
 from .main import Parser
 
 
@@ -61,7 +61,7 @@ def for_runs(paths: Sequence[Path], output: Path | None) -> None:
                 print(f"left out: {path}, which has not logged a step", file=sys.stderr)
         paths = logged
     found = [run_data.read(path) for path in paths]
-    document = write.document(found[0]) if len(found) == 1 else compare.document(found)
+    document = write.document(found[0]) if len(found) == 1 else write.comparison(found)
     text.show(document)
     if output:
         try:

@@ -19,7 +19,7 @@ from ..recipe import files, run_folder
 from ..recipe.errors import UserError, lasting
 from ..recipe.run_folder import RunFolder
 from ..report import write
-from ..report.profiler import conclude
+from ..report.profiler import verdict
 from ..training import without_launcher
 from ..training.tracking import afterwards
 from .command import threads
@@ -80,7 +80,7 @@ def start(run: RunFolder, node: Node) -> int:
     if node.node_rank == 0:
         if outcome.status:
             afterwards.failed(run, outcome.cause, outcome.status)
-        conclude.at_end(run)
+        verdict.at_end(run)
         write.at_end(run)
         afterwards.upload(run)
     return UNFINISHED if outcome.status == 0 and not run_folder.is_finished(run) else outcome.status

@@ -15,7 +15,7 @@ from ..recipe import run_folder
 from ..recipe.errors import UserError
 from ..recipe.run_folder import RunFolder
 from ..report import write
-from ..report.profiler import conclude
+from ..report.profiler import verdict
 from . import rendezvous
 from .checkpoint import digests, universal
 
@@ -50,7 +50,7 @@ def kept(run: RunFolder) -> Iterator[None]:
             yield
         finally:
             run_folder.discard_requested(run, recipe=False)
-            conclude.at_end(run)
+            verdict.at_end(run)
             write.at_end(run)
 
 

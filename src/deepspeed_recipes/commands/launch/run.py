@@ -21,7 +21,7 @@ from ...recipe.conversions import to_dict
 from ...recipe.project import SAMPLES, require
 from ...recipe.recipe import Recipe
 from ...report import write
-from ...report.profiler import conclude, window
+from ...report.profiler import verdict, window
 from ...report.sections import settings
 from ...training.tracking import afterwards
 from .plan import LaunchPlan, plan_launch, requested
@@ -114,7 +114,7 @@ def start(plan: LaunchPlan) -> int:
             forecast.compare(folder, plan.forecast)
         finally:
             run_folder.discard_requested(folder)
-            conclude.at_end(folder, communication.traffic_of_run)
+            verdict.at_end(folder, communication.traffic_of_run)
             write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
         if not status:
             afterwards.upload(folder)

@@ -1,7 +1,8 @@
 """The type from which every training method derives, and the metrics that runs report.
 
 A method's fields are its settings, its class variables its traits. The traits are what other modules depend on: data,
-memory, metrics, compatibility. `training/methods/` has a module of the method's name, which trains."""
+memory, metrics, compatibility. `training/methods/` has a module of the method's name, which trains.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import fmean
 
 from ..page import Bars, Block, Cell, Chart, Curve, Note, Number, Parts, Section, Table, number
-from ..profiler.conclude import NAMES, SUMMED, pipeline, slower, span
+from ..profiler.verdict import NAMES, SUMMED, pipeline, slower, span
 from ..run_data import PROFILE, Row, RunData
 from .curves import finite
 

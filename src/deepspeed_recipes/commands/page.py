@@ -1,0 +1,233 @@
+"""Add a model family: a page is one Python file with the family's sizes and its variants.
+
+    ds-recipes page new myfamily            write ./myfamily.py, a working page to fill in
+    ds-recipes page check ./myfamily.py     list the TODOs that are left and the errors on the page
+    ds-recipes page compare llama3-8b       compare the dimensions on a page with the model's config.json on the Hub
+    ds-recipes page template llama3-8b      print how the assistant's tokens are found in the model's chat template
+
+The page that `new` writes can be trained immediately, shrunken and without a download: `ds-recipes launch ./myfamily.py
+full --draft`. The other actions need the training stack, and `compare` and `template` also need a network. `check` and
+`compare` without a name process every page.
+"""
+
+import inspect
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from ..recipe import files, overrides, pages
+from ..recipe.errors import UserError, first_line
+from ..recipe.files import JsonView
+from ..recipe.project import PAGES, command, require
+from ..recipe.recipe import Model
+from .main import Parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LAUNCH = re.compile(r"^ *(?:python scripts/launch\.py|[\w-]+ launch) (.+)$", re.MULTILINE)
+"""A command in a docstring, as typed in a checkout or with an installed package."""
+PLACEHOLDER = "TODO"
+"""Marks the places of the template that the author has to fill in."""
+TOLERANCE = 0.01
+"""Relative tolerance between the published number of parameters and the number from the dimensions."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Return 0, or 1 if something is wrong with a page.
+
+    Raises:
+        UserError: there is no such page, or it cannot be written, read or compared.
+    """
+    parser = Parser("page", __doc__)
+    parser.add_argument("action", choices=["new", "check", "compare", "template"], help="one of the actions above")
+    parser.add_argument("names", nargs="*", metavar="FAMILY[-SIZE]", help="the family, or one of its sizes")
+    options = parser.parse_args(words)
+    if options.action in ("new", "template") and len(options.names) != 1:
+        parser.error(f"{options.action}: name one FAMILY{'-SIZE' if options.action == 'template' else ''}.")
+    names = options.names or pages.families()
+    if options.action == "new":
+        written = new(names[0], Path())
+        print(f"written: {written}; to try it: {command('launch')} ./{written} full --draft")
+        return 0
+    require("transformers")
+    if options.action == "check":
+        return int(check_pages(names))
+    if options.action == "compare":
+        return int(compare_pages(names))
+    print(f"{names[0]}: {verdict(names[0])}")
+    return 0
+
+
+def new(family: str, folder: Path) -> Path:
+    """Write the page of a new family from the template, and return it.
+
+    Raises:
+        UserError: an invalid name, the name of one of the project's pages, or a file that exists.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", family):
+        raise UserError(f"invalid family name {family!r}: write lower-case letters, digits and underscores, no dash.")
+    if family in pages.families():
+        raise UserError(f"{family}: this family already has a page; choose another name.")
+    file = folder / f"{family}.py"
+    if file.exists():
+        raise UserError(f"{file}: already exists; choose another name.")
+    text = (PAGES / f"{pages.TEMPLATE}.py").read_text(encoding="utf-8")
+    text = re.sub(rf"python scripts/launch\.py {pages.TEMPLATE}(-\w+)?", f"{command('launch')} ./{family}.py", text)
+    text = re.sub(r"copy (me to [^;]*; |this file [^.]*, and )", "", text).replace(pages.TEMPLATE, family)
+    files.write_text(file, text)
+    return file
+
+
+def verdict(name: str) -> str:
+    """Return a sentence on how the chat template of a recipe `FAMILY-SIZE` marks the assistant's tokens.
+
+    Raises:
+        UserError: there is no such recipe, or its tokenizer cannot be loaded or trained on.
+    """
+    from ..training.data import chat_templates
+
+    recipe = pages.find(name, "full")
+    tokenizer = chat_templates.load_tokenizer(recipe)
+    chat_templates.marker(recipe, tokenizer)
+    known = {
+        tokenizer.chat_template: "marks the assistant's tokens itself",
+        chat_templates.CHATML: "is missing; this project's ChatML is used instead",
+        None: "does not mark the assistant's tokens, and TRL has no version that does; they are found by rendering it",
+    }
+    how = known.get(
+        chat_templates.training_template(tokenizer), "does not mark the assistant's tokens; TRL has a version that does"
+    )
+    return f"the chat template of {recipe.model.path} {how}"
+
+
+def check_pages(names: Sequence[str]) -> bool:
+    """Print the problems of the pages `FAMILY` or `PATH/TO/page.py`, and return whether there are any.
+
+    Raises:
+        UserError: there is no such page.
+    """
+    found = [f"{name}: {problem}" for name in names for problem in problems(pages.known_page(name))]
+    print(*found or [f"{', '.join(names)}: no problems"], sep="\n")
+    return bool(found)
+
+
+def problems(module: ModuleType) -> list[str]:
+    """Return the problems of a page, one sentence each."""
+    checks = (_placeholders, _first_lines, _parameters, _commands)
+    return [problem for check in checks for problem in check(module)]
+
+
+def _placeholders(module: ModuleType) -> Iterator[str]:
+    lines = inspect.getsource(module).splitlines()
+    for number, line in enumerate(lines, start=1):
+        if PLACEHOLDER in line:
+            yield f"line {number}: replace the {PLACEHOLDER}: {line.strip()}"
+
+
+def _first_lines(module: ModuleType) -> Iterator[str]:
+    name = Path(str(module.__file__)).stem
+    if not (module.__doc__ or "").startswith(f"{name}: "):
+        yield f"the docstring has to begin with the page's name, `{name}: `, and describe the family"
+    things = {pages.family_of(module): module} | {one: pages.variant(module, one) for one in pages.variants(module)}
+    for one, thing in things.items():
+        line = pages.about(thing)
+        if len(line) <= 20 or not line.endswith((".", ".)")):
+            yield f"{one}: the first line of the docstring, which --list prints, is not a sentence: {line!r}"
+
+
+def _parameters(module: ModuleType) -> Iterator[str]:
+    from ..planning.model_profile.lookup import profile_of  # takes seconds, and `new` does not need it
+
+    for size, model in module.SIZES.items():
+        counted = profile_of(model.config).parameters
+        if abs(counted - model.parameters) > TOLERANCE * model.parameters:
+            yield f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}"
+
+
+def _commands(module: ModuleType) -> Iterator[str]:
+    """Check the run line and the change line: each names this page, and the launcher accepts it."""
+    doc = module.__doc__ or ""
+    commands = [shlex.split(line, comments=True) for line in LAUNCH.findall(doc)]
+    if len(commands) < 2 or not any("=" in word for word in commands[1]):
+        yield "the docstring needs a command that runs the page, and a command that sets a key with key=value"
+    for recipe, variant, *changes in commands:
+        page, size = pages.split(recipe)
+        size = size or next(iter(module.SIZES))
+        if Path(page).stem != Path(str(module.__file__)).stem:
+            yield f"the command for {recipe} names another page"
+            continue
+        if size not in module.SIZES or variant not in pages.variants(module):
+            yield f"the command for {recipe} {variant}: there is no such size or variant"
+            continue
+        try:
+            overrides.apply(pages.build(module, size, variant), [change for change in changes if "=" in change])
+        except UserError as error:
+            yield f"the command for {recipe} {variant}: {error}"
+
+
+def compare_pages(names: Sequence[str]) -> bool:
+    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return True if a page differs from the Hub.
+
+    Raises:
+        UserError: there is no such page, or a model cannot be reached.
+    """
+    differing = False
+    for name, model in _models(names):
+        found = compare(model)
+        differing |= bool(found)
+        print(f"{name}: {'differs from the Hub' if found else 'matches the Hub'}", *found, sep="\n  ", flush=True)
+    return differing
+
+
+def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
+    found = []
+    for name in names:
+        family, _, size = name.partition("-")
+        sizes = {size: pages.find(name, "full").model} if size else pages.known_page(family).SIZES
+        found += [(f"{family}-{key}", model) for key, model in sizes.items()]
+    return found
+
+
+def compare(model: Model) -> list[str]:
+    """Return the differences between a page's model and the model on the Hub (or in a folder).
+
+    Raises:
+        UserError: the model cannot be reached.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{model.path}: cannot be read: {first_line(error)} (no network, or a licence to accept?)"
+        ) from error
+    found = differences(model.config, config)
+    count = parameters(model.path)
+    if count is not None and abs(count / model.parameters - 1) > 0.01:
+        found.append(f"parameters: the page has {model.parameters:,}, the Hub {count:,}")
+    return found
+
+
+def differences(stated: JsonView, config: "PreTrainedConfig") -> list[str]:
+    """Return the dimensions on a page that differ from a configuration."""
+    from transformers import AutoConfig
+
+    ours = AutoConfig.for_model(**stated)
+    names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
+    return [f"{name}: the page has {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
+
+
+def parameters(path: str) -> int | None:
+    """Return the Hub's parameter count of the safetensors files, or None if it is unavailable."""
+    from huggingface_hub import get_safetensors_metadata
+    from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError
+
+    try:
+        return int(sum(get_safetensors_metadata(path).parameter_count.values()))
+    except (HfHubHTTPError, NotASafetensorsRepoError, OSError, ValueError):
+        return None
