@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.commands.main import run as run_command
+from deepspeed_recipes.export import quantize
 from deepspeed_recipes.export.evaluate import server
-from deepspeed_recipes.export.quantize import write
 from deepspeed_recipes.export.serve import engines, environment
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json
 from deepspeed_recipes.training.model_folder import card, record
@@ -108,7 +108,7 @@ def test_six_commands_lead_from_data_to_an_endpoint(kind, engine, folder):
 
 
 @pytest.mark.skipif(not environment.has_llama_cpp(), reason="needs `make gguf`")
-@pytest.mark.parametrize("kind", write.names("--gguf"))
+@pytest.mark.parametrize("kind", quantize.names("--gguf"))
 def test_llama_cpp_answers_as_trained(kind, folder, tmp_path):
     words = [str(folder / RUN), "--gguf", kind, "--limit", str(PROMPTS), "--output", str(tmp_path / "file")]
     assert run_command("export", words) == 0

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.commands.main import run as run_command
-from deepspeed_recipes.export.quantize import measure, write
+from deepspeed_recipes.export.quantize import KINDS, measure, write
 from deepspeed_recipes.export.quantize.measure import Comparison
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import pages
@@ -109,7 +109,7 @@ def test_without_examples_what_is_calibrated_says_so(model):
 
 
 def test_the_kinds_that_are_calibrated_are_llm_compressors():
-    assert all(kind.quantizer == "llm-compressor" for kind in write.KINDS.values() if kind.calibrated)
+    assert all(kind.quantizer == "llm-compressor" for kind in KINDS.values() if kind.calibrated)
 
 
 def wide(folder, width=256):

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..export.quantize.write import DROP, names
+from ..export.quantize import DROP, names
 from ..machine import children
 from ..recipe.errors import UserError
 from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
@@ -110,13 +110,14 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
     if options.allow_drop < 0:
         raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
+    from ..export import quantize
     from ..export.quantize import write
     from ..training.model_folder import record
 
-    kind = write.find("--gguf", options.gguf) if options.gguf else write.find("--quantize", options.quantize)
+    kind = quantize.find("--gguf", options.gguf) if options.gguf else quantize.find("--quantize", options.quantize)
     held = record.read(source)
     if kind.name == "fp8" and held and held.results.get("dequantized") == "fp8":
-        kind = write.find("--quantize", "fp8-block")
+        kind = quantize.find("--quantize", "fp8-block")
         print(f"as the base model was published: {kind.title}")
     output = options.output.resolve()
     write.check(source, output, kind)
