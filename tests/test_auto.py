@@ -92,10 +92,11 @@ def test_another_architecture_has_its_own_attention_and_template(tmp_path):
     assert recipe.model.path == str(folder) and recipe.model.config["model_type"] == "olmo2"
     page = pages.find(pages.typed(recipe), "full")
     assert (recipe.learning_rate, recipe.global_batch_size) == (page.learning_rate, page.global_batch_size)
-    text = borrowed.said(recipe)
+    text = borrowed.said(recipe, [])
     assert f"{folder}, olmo2 with " in text and f"trained as {pages.typed(page)} full" in text
     assert f"learning_rate={page.learning_rate}" in text and f"deepspeed={page.deepspeed}" in text
     assert "other variants: lora" in text and "its own" not in text, "nothing but the model differs"
+    assert "learning_rate" not in borrowed.said(recipe, ["learning_rate"]), "the user's is not taken over"
 
 
 def test_documents_are_packed_only_where_they_stay_apart(tmp_path):

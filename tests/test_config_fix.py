@@ -197,3 +197,11 @@ def test_a_file_that_loads_still_loads():
     finally:
         logging.disable(logging.NOTSET)
     assert seen["loading"] > 100 and seen["changed"] > 50, seen
+
+
+def test_a_misspelt_key_and_value_keep_what_the_user_wrote():
+    """The rule for a missing key would fill in "auto" for the key that the other rule has just renamed."""
+    zero = '"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "CPU"}}'
+    text, _ = fixed(f'{{"train_batch_size": "auto", "gradient_clippin": 0.3, {zero}}}', "hf")
+    after = parse(text).value
+    assert after["gradient_clipping"] == 0.3 and after["zero_optimization"]["offload_optimizer"]["device"] == "cpu"

@@ -175,7 +175,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
     (tmp_path / "rows.jsonl").write_text(line(text="a"))
     (source,) = sources.read(str(tmp_path), recipe)
     assert source.examples[:] == {"text": ["a"]}, "a text file beside others is a note"
-    with pytest.raises(UserError, match="form text, for the method pretrain"):
+    with pytest.raises(UserError, match="form text, for the variant pretrain"):
         preflight.check_file(path, "sft")
     path.write_text(" \n")
     with pytest.raises(UserError, match=r"book\.txt is empty; add examples"):
@@ -471,13 +471,13 @@ MISTAKES = {
     ),
     "nothing shared": (line(chosen=SHORT, rejected=[user("c"), assistant("d")]), "dpo", "must continue the prompt"),
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
-    "other method": (line(text="a"), "sft", "form text, for the method pretrain; the method sft reads messages"),
+    "other method": (line(text="a"), "sft", "form text, for the variant pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
-    "no pairs": (line(messages=SHORT), "reward", "for the method sft or distill; the method reward reads preference"),
+    "no pairs": (line(messages=SHORT), "reward", "for the variant full, lora or distill; the method reward reads preference"),
     "pairs for a chat": (
         line(chosen="a", rejected="b"),
         "sft",
-        "preference, for the method dpo, reward, orpo or simpo",
+        "preference, for the variant dpo_lora, orpo_lora, simpo_lora, dpo_full or reward",
     ),
     "label": (
         line(prompt="a", completion="b", label=5),
@@ -493,7 +493,7 @@ MISTAKES = {
     "no label": (
         line(prompt="a", completion="b"),
         "kto",
-        "prompt_completion, for the method sft or distill; the method kto reads",
+        "prompt_completion, for the variant full, lora or distill; the method kto reads",
     ),
     "text": (line(text=3), "pretrain", "'text' must be a string"),
 }
@@ -579,7 +579,7 @@ OPTIONS = {
     ),
     "stream of pairs": (Data("a.jsonl", streaming=True), {"method": "dpo"}, "DPO reads all pairs"),
     "stream for rewards": (Data("a.jsonl", streaming=True), {"method": "reward"}, "reward modelling reads all pairs"),
-    "form": (Data("a.jsonl", form="text"), {}, "data.form=text: is for the method pretrain"),
+    "form": (Data("a.jsonl", form="text"), {}, "data.form=text: is for the variant pretrain"),
 }
 
 

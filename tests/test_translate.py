@@ -122,6 +122,16 @@ def test_a_file_of_axolotl_becomes_its_recipe(place):
     assert recipe.packing and recipe.data.columns == "chat:messages" and recipe.data.validation_share == 0.1
 
 
+def test_what_the_user_gives_beside_the_file_wins_and_is_not_asked_for(place, capsys):
+    """A data set that is not here and a model that the file lacks are no longer needed once the command has them."""
+    mine = ["data.path=mine.jsonl", "learning_rate=5e-5", "model.path=Qwen/Qwen3-8B"]
+    assert translate.main(written(place, FACTORY | {"dataset": "absent"}), 1, 1, mine) == 0
+    shown = capsys.readouterr().out
+    assert "launch qwen3-8b lora data.path=mine.jsonl" in shown.replace("scripts/launch.py", "launch")
+    assert "STILL NEEDED" not in shown and "-> model.path=Qwen/Qwen3-8B (yours)" in shown
+    assert "learning_rate: 1.0e-4 -> learning_rate=5e-5 (yours)" in shown
+
+
 TRL = {"model_name_or_path": TINY_MODEL, "dataset_name": "ours.jsonl"}
 
 

@@ -3,7 +3,7 @@
     ds-recipes generate MODEL_DIR "Tilda Marman paid 51.00 GBP on 3 May 2026 in Lorton."
     ds-recipes generate BASE_MODEL --adapter runs/tiny-3m-lora/20261121-103000/export "..."
     ds-recipes generate runs/tiny-3m-full/20261121-101500 --system "Answer in JSON."       # a chat
-    ds-recipes generate runs/tiny_vision-1m-full/20261126-120000 --image photo.jpg "What is in the image?"
+    ds-recipes generate runs/tiny_vision-500k-full/20261126-120000 --image photo.jpg "What is in the image?"
     ds-recipes generate --server http://localhost:8000 --temperature 0.7
 
 MODEL_DIR has a whole model, or an adapter, which names its base model. Of a run it is the export or, without one, the

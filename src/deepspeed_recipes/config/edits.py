@@ -53,8 +53,10 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set[tuple[st
     if not findings:
         return text, []
     edited = text
-    for finding in findings:
-        for edit in finding.edits:
+    edits = [edit for finding in findings for edit in finding.edits]
+    renamed = {(*edit.path[:-1], edit.value) for edit in edits if edit.action == "rename"}
+    for edit in edits:
+        if edit.action != "set" or edit.path not in renamed:  # a misspelt key is not missing: its value stays
             edited = edit_text(edited, edit)
     if _errors(judge(parse(edited))) <= known:
         return edited, []

@@ -133,7 +133,10 @@ def read_json(path: Path) -> Any:
     except OSError as error:
         raise FileUnusable(of_system(error, path)) from error
     except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON ({error.msg}).") from None
+        line = error.doc.splitlines()[error.lineno - 1 : error.lineno]
+        comment = line and line[0].lstrip().startswith(("//", "#", "/*"))
+        why = "a comment, which JSON does not have: remove it" if comment else error.msg
+        raise UserError(f"{path}:{error.lineno}: not JSON ({why}).") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text.") from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits; very deeply nested lists

@@ -160,17 +160,24 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
     return found
 
 
-def said(recipe: Recipe) -> str:
-    """Return a text with the borrowed page, the settings that it provides, and its other variants."""
+def said(recipe: Recipe, given: Collection[str]) -> str:
+    """Return a text with the borrowed page, the settings that it provides, and its other variants.
+
+    Args:
+        recipe: the recipe before the user changed it.
+        given: the keys that the user sets, which are not taken over.
+    """
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))
-    taken = overrides.as_typed(page, [*TAKEN, *(ADAPTERS if page.lora else ())])
     own = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
+    replaced = {*given, *overrides.keys_of(own)}
+    names = [key for key in (*TAKEN, *(ADAPTERS if page.lora else ())) if key not in replaced]
+    taken = overrides.as_typed(page, names)
     module = pages.page_of(page)
     lines = [
         f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
         f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
-        f"taken over: {' '.join(taken)}",
+        *([f"taken over: {' '.join(taken)}"] if taken else []),
         *([f"its own: {' '.join(own)}"] if own else []),
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]

@@ -132,7 +132,7 @@ def requested(options: LaunchOptions) -> Request:
         page = pages.find(options.recipe, options.variant)
     else:
         page = borrowed.borrow(options.model, options.variant)
-        print(borrowed.said(page), flush=True)
+        print(borrowed.said(page, overrides.keys_of(options.overrides)), flush=True)
     folder = None
     if options.resume:
         folder = run_folder.to_resume(page, options.output_dir)

@@ -16,7 +16,7 @@ from ...launching.supervise import Outcome
 from ...machine import run_lock
 from ...planning.cost import communication
 from ...planning.search import forecast
-from ...recipe import run_folder
+from ...recipe import overrides, run_folder
 from ...recipe.conversions import to_dict
 from ...recipe.project import SAMPLES, require
 from ...recipe.recipe import Recipe
@@ -35,7 +35,8 @@ def run(options: LaunchOptions) -> int:
         return cluster.submit_job(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)
     data, model, here = plan.recipe.data.path, plan.recipe.model.path, str(SAMPLES)
-    if data.startswith(here) and not model.startswith(here) and not plan.recipe.draft.enabled:
+    named = "data.path" in overrides.keys_of(options.overrides)
+    if data.startswith(here) and not (named or model.startswith(here) or plan.recipe.draft.enabled):
         print(
             f"data.path is not set: {Path(data).relative_to(SAMPLES)}, a sample of the project, is trained; name your "
             "own with data.path=FILE",

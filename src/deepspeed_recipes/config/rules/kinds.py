@@ -41,7 +41,9 @@ def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
             words = [word for word in entry["type"].get("values", ()) if isinstance(word, str)]
             close = difflib.get_close_matches(str(value).lower(), words, n=1, cutoff=0.6)
             fix = f"did you mean {shown(close[0])}?" if close else f"write {describe(entry['type'])}"
-            yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix)
+            plain = close and str(value).strip().lower() == close[0]  # "CPU": only its letters' case differs
+            edits = (Edit("set", path, close[0]),) if plain else ()
+            yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix, edits)
         elif not schema.accepts(entry, value):
             yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
 

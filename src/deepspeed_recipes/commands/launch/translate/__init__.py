@@ -52,7 +52,7 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], pa
     for key in overrides.keys_of(changes):
         if key not in keys:
             raise UserError(overrides.unknown(key, list(keys)))
-    found.overrides |= dict(change.partition("=")[::2] for change in changes)
+    found.give(dict(change.partition("=")[::2] for change in changes))
     for option, given in (("--gpus", gpus), ("--nodes", nodes)):
         found.options += [option, str(given)] if given else []
     try:

@@ -125,6 +125,20 @@ class Translation:
         self.translated.pop(name, None)
         self.missing[name] = why
 
+    def give(self, changes: dict[str, str]) -> None:
+        """Let the user's overrides win over what the file says, and supply what it lacks."""
+        self.overrides |= changes
+        self.by_default -= changes.keys()
+        needed = {"model": "model.path", "dataset": "data.path"}
+        missing = self.missing.items()  # "dataset: NAME" for each that is not there
+        self.missing = {name: why for name, why in missing if needed.get(name.partition(":")[0]) not in changes}
+        for name, became in self.translated.items():
+            words = ["model.path="] if became == "the model" else became.split()
+            won = {key: f"{key}={changes[key]} (yours)" for word in words if (key := word.partition("=")[0]) in changes}
+            if won:
+                self.translated[name] = " ".join(won.get(word.partition("=")[0], word) for word in words)
+        self.model = self.overrides.pop("model.path", self.model)
+
     def finish(self, tool: str) -> None:
         """Sort the keys that are in no list by the tables of keys.toml, the tool's and `trainer`'s."""
         self._settle_evaluation()

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 
-from ....recipe import own_code
+from ....recipe import own_code, variants
 from ....recipe.errors import UserError
 from ....recipe.files import Json, JsonView
 from ....recipe.methods import METHODS, Examples, reading
@@ -289,8 +289,9 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
 
 
 def _serves(form: str) -> str:
-    *others, last = reading(FORMS[form][0])
-    return f"for the method {', '.join(others)}{' or ' if others else ''}{last}"
+    named = [name for name in variants.INHERITED for method in reading(FORMS[form][0]) if name.startswith(method)]
+    *others, last = named or ["full", "lora", "distill"]
+    return f"for the variant {', '.join(others)}{' or ' if others else ''}{last}"
 
 
 def _needs(method: str) -> str:
