@@ -473,7 +473,7 @@ MISTAKES = {
     "unknown fields": (line(question="a", answer="b"), "sft", "('question', 'answer') belong to no known form"),
     "other method": (line(text="a"), "sft", "form text, for the variant pretrain; the method sft reads messages"),
     "chat for pretraining": (line(messages=SHORT), "pretrain", "the method pretrain reads text (text)"),
-    "no pairs": (line(messages=SHORT), "reward", "for the variant full, lora or distill; the method reward reads preference"),
+    "no pairs": (line(messages=SHORT), "reward", "variant full, lora or distill; the method reward reads preference"),
     "pairs for a chat": (
         line(chosen="a", rejected="b"),
         "sft",

@@ -16,8 +16,8 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 """Width of a curve and of a bar, in characters."""
 STYLES = {"loss": "green", "removed": "red strike", "added": "green", "": ""}
-BRACKETS = {"loss": "«»", "removed": "-", "added": "+"}
-"""Brackets around marked text on terminals without colour."""
+BRACKETS = {"loss": "«»"}
+"""Brackets around marked text on terminals without colour, which show an answer as it is, not its differences."""
 
 
 def show(document: Document) -> None:
@@ -54,6 +54,8 @@ def _lines(block: Block, coloured: bool) -> Iterator[RenderableType]:
         case Marked(label, pieces):
             marked = Text(f"  {printable(label)}: ")
             for text, mark in pieces:
+                if mark == "removed" and not coloured:
+                    continue
                 around = "" if coloured else BRACKETS.get(mark, "")
                 marked.append(f"{around[:1]}{printable(text)}{around[-1:]}", STYLES[mark] if coloured else "")
             yield marked
