@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.training.data import chat_templates, tokenize
-from deepspeed_recipes.training.methods.preferences import pairs
+from deepspeed_recipes.training.methods import preferences
 from deepspeed_recipes.training.model.control_tokens import control_tokens, conversation_tokens
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from deepspeed_recipes.training.model.generate import generate
@@ -216,7 +216,7 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
     }
     plain = pair | {"prompt": TURNS[:1]}
     control = set(tokenizer.added_tokens_decoder)
-    hostile, harmless = (pairs.with_tokens(one, tokenizer) for one in (pair, plain))
+    hostile, harmless = (preferences.with_tokens(one, tokenizer) for one in (pair, plain))
     for name, ids in hostile.items():
         assert [one for one in ids if one in control] == [one for one in harmless[name] if one in control], name
     seen = []
@@ -244,7 +244,7 @@ def test_a_prompt_ends_where_the_answered_conversation_leaves_it():
         "{% if add_generation_prompt %}<|assistant|>Let me think.{% endif %}"
     )
     pair = {"prompt": TURNS[:1], "chosen": TURNS[1:2], "rejected": [TURNS[1] | {"content": "No."}], "tools": None}
-    ids = pairs.with_tokens(pair, tokenizer)
+    ids = preferences.with_tokens(pair, tokenizer)
     texts = {name: tokenizer.decode(tokens) for name, tokens in ids.items()}
     assert texts["prompt_ids"] == f"<|user|>{TURNS[0]['content']}<|end|><|assistant|>"
     assert texts["chosen_ids"] == f"{TURNS[1]['content']}<|end|>" and texts["rejected_ids"] == "No.<|end|>"

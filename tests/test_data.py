@@ -15,7 +15,7 @@ from deepspeed_recipes.training.console import highlighted
 from deepspeed_recipes.training.data import load, tokenize
 from deepspeed_recipes.training.data.collate import IGNORED, Collator
 from deepspeed_recipes.training.data.report import pieces
-from deepspeed_recipes.training.methods.preferences import pairs
+from deepspeed_recipes.training.methods import preferences
 from deepspeed_recipes.training.model.load import load_model
 from tests.conftest import conversation
 from tests.small import small
@@ -116,11 +116,11 @@ def test_pairs_whose_answers_are_rendered_alike_are_dropped_or_refused(tmp_path,
     pair = {"prompt": "Hi?", "chosen": "Yes.", "rejected": "Yes. "}
     path = write(tmp_path / "some.jsonl", [pair, pair | {"rejected": "No."}])
     recipe = small(model_folder, path, method="dpo", packing=False)
-    assert len(pairs.datasets(recipe, tokenizer).training) == 1
+    assert len(preferences.datasets(recipe, tokenizer).training) == 1
     assert "warning: training: 1 of 2 pairs have two answers of the same tokens" in capsys.readouterr().out
     path = write(tmp_path / "all.jsonl", [pair] * 2)
     with pytest.raises(UserError, match="2 of 2 pairs have two answers of the same tokens"):
-        pairs.datasets(small(model_folder, path, method="dpo", packing=False), tokenizer)
+        preferences.datasets(small(model_folder, path, method="dpo", packing=False), tokenizer)
 
 
 def test_the_placeholders_of_an_image_are_shown_as_their_number(model_folder):

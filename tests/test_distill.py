@@ -30,9 +30,10 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import updates
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.data.load import Datasets
+from deepspeed_recipes.training.methods import distill
 from deepspeed_recipes.training.methods.distill import RunDistillTrainer
-from deepspeed_recipes.training.methods.distillation import divergence, likeliest, on_policy
-from deepspeed_recipes.training.methods.distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
+from deepspeed_recipes.training.methods.distillation import divergence, likeliest
+from deepspeed_recipes.training.methods.distillation.likeliest import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from deepspeed_recipes.training.model import output_head
 from tests.parity import gate
 from tests.small import small
@@ -202,7 +203,7 @@ def test_it_resumes_exactly_with_its_own_answers(ranks, tmp_path, model_folder, 
         model_folder, conversations, "zero3.json", method=settings, save_steps=3,
         max_steps=6, global_batch_size=4, micro_batch_size=1, learning_rate=3e-3,
     )  # fmt: skip
-    assert {on_policy.writes(recipe, step) for step in (3, 4, 5)} == {True, False}
+    assert {distill.writes(recipe, step) for step in (3, 4, 5)} == {True, False}
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     records = read_jsonl(run.metrics)
@@ -223,16 +224,16 @@ def test_prompts_that_leave_no_room_for_an_answer_are_left_out(alone, capsys):
     recipe = replace(writing(0.5, 10), sequence_length=16, global_batch_size=2, micro_batch_size=2)
     labels = [[-100] * prompt + [7] for prompt in (5, 6, 7)]
     found = Datasets(Dataset.from_dict({"labels": labels}), None, None, [], updates.Size(3, 3, 3, 21))
-    kept = on_policy.with_room(found, recipe)
+    kept = distill.with_room(found, recipe)
     assert [len(one) for one in kept.training["labels"]] == [6, 7] and kept.size.sequences == 2
     assert "1 examples left out" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"distill\.max_new_tokens=10: 2 of 3 prompts leave room in sequence_length=16"):
-        on_policy.with_room(found, replace(recipe, global_batch_size=4))
+        distill.with_room(found, replace(recipe, global_batch_size=4))
 
 
 def test_a_share_of_the_steps_is_on_policy():
     for share in (0, 0.25, 1):
-        steps = [on_policy.writes(writing(share, 10), step) for step in range(1000)]
+        steps = [distill.writes(writing(share, 10), step) for step in range(1000)]
         assert sum(steps) / 1000 == pytest.approx(share, abs=0.05)
 
 

@@ -18,8 +18,7 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.methods.distillation import divergence, likeliest
-from deepspeed_recipes.training.methods.distillation.places import PLACES, PlacesCollator
-from deepspeed_recipes.training.methods.distillation.served import Served
+from deepspeed_recipes.training.methods.distillation.likeliest import PLACES, PlacesCollator, Served
 from tests.conftest import random_qwen3
 from tests.ranks import free_port
 from tests.small import small

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from deepspeed_recipes.training import distributed, environment
+from deepspeed_recipes.training import distributed
 from deepspeed_recipes.training.callbacks import metrics
 
 
 def test_versions_of_what_is_not_installed_are_left_out():
-    found = environment.versions(["torch", "no-such-package"])
+    found = distributed.versions(["torch", "no-such-package"])
     assert list(found) == ["torch"] and found["torch"].startswith("2.")
 
 

@@ -24,7 +24,7 @@ from trl.trainer.utils import add_fused_lm_head
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.training import upstream
-from deepspeed_recipes.training.model import attention, draft, fused_lora, transforms
+from deepspeed_recipes.training.model import attention, draft, lora, transforms
 from tests.versions import has
 
 if not torch.backends.cuda.is_built() or not has("torch>=2.11"):
@@ -95,7 +95,7 @@ def test_a_pass_through_fused_adapters_and_back(fake, monkeypatch, dropout):
     config = LoraConfig(r=4, lora_dropout=dropout)
     with torch.device("cuda"):
         base = torch.nn.Linear(64, 96, bias=True, dtype=torch.bfloat16)
-        layer = fused_lora.FusedLinear(base, "default", config, r=4, lora_alpha=8)
+        layer = lora.FusedLinear(base, "default", config, r=4, lora_alpha=8)
         hidden = torch.zeros((1, 7, 64), dtype=torch.bfloat16, requires_grad=True)
         for weight in layer.parameters():
             weight.data = weight.data.to(torch.bfloat16)
@@ -105,9 +105,9 @@ def test_a_pass_through_fused_adapters_and_back(fake, monkeypatch, dropout):
     down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     reduced = hidden.detach() @ down.t()
     kept = SimpleNamespace(saved_tensors=(reduced, up), scaling=2.0)
-    of_output, of_reduced, of_up, _ = fused_lora.UpProjection.backward(kept, torch.zeros_like(output))
+    of_output, of_reduced, of_up, _ = lora.UpProjection.backward(kept, torch.zeros_like(output))
     kept = SimpleNamespace(saved_tensors=(hidden, down))
-    of_hidden, of_down = fused_lora.DownProjection.backward(kept, torch.zeros_like(hidden), of_reduced)
+    of_hidden, of_down = lora.DownProjection.backward(kept, torch.zeros_like(hidden), of_reduced)
     computed = ((of_output, output), (of_reduced, reduced), (of_up, up), (of_hidden, hidden), (of_down, down))
     for gradient, one in computed:
         assert (gradient.shape, gradient.dtype, gradient.device) == (one.shape, one.dtype, one.device)

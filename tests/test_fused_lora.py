@@ -18,7 +18,7 @@ from deepspeed_recipes.commands import export as export_script
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.model import fused_lora
+from deepspeed_recipes.training.model import lora
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain
 from tests.small import with_zero
@@ -53,7 +53,7 @@ def pair(dtype=torch.float32, bias=False, quantised=False, **options) -> tuple[P
         torch.manual_seed(0)
         config = LoraConfig(**given)
         if is_fused:
-            config._register_custom_module(fused_lora.layers(quantised))
+            config._register_custom_module(lora.layers(quantised))
         model = Layer(bias, quantised)
         made.append(get_peft_model(model.to("cpu") if quantised else model.to(dtype), config).to(dtype))
     return tuple(made)
@@ -95,7 +95,7 @@ CASES = {
 @pytest.mark.parametrize("shape", [(IN,), (7, IN), (2, 7, IN)], ids=str)
 def test_output_and_gradients_are_pefts(case, shape):
     theirs, ours = pair(**CASES[case])
-    assert isinstance(ours.base_model.model.linear, fused_lora.Fused)
+    assert isinstance(ours.base_model.model.linear, lora.Fused)
     assert far(computed(ours, shape), computed(theirs, shape)) < ROUNDINGS
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.training.model import generation_settings
+from deepspeed_recipes.training.model import generate
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 
 WHOLE = ("top_k", "no_repeat_ngram_size", "num_beams", "num_return_sequences", "max_length")
@@ -17,19 +17,17 @@ class Model:
     """Holds generation settings, as a model of transformers does."""
 
     def __init__(self, folder):
-        generation_settings.check(str(folder))
+        generate.check_settings(str(folder))
         self.generation_config = GenerationConfig.from_pretrained(folder)
         self.config = AutoConfig.from_pretrained(TINY_MODEL)
 
 
 def corrected(folder, **settings):
-    (folder / generation_settings.FILE).write_text(json.dumps(settings))
+    (folder / generate.FILE).write_text(json.dumps(settings))
     model = Model(folder)
-    line = generation_settings.correct(model, str(folder))
+    line = generate.correct_settings(model, str(folder))
     model.generation_config.save_pretrained(folder / "saved")
-    return line, {
-        key: value for key, value in json.loads((folder / "saved" / generation_settings.FILE).read_text()).items()
-    }
+    return line, {key: value for key, value in json.loads((folder / "saved" / generate.FILE).read_text()).items()}
 
 
 @pytest.mark.parametrize(
@@ -82,26 +80,26 @@ def test_valid_settings_stay_as_they_are(tmp_path):
     ],
 )
 def test_what_nothing_corrects_is_refused_with_the_file(text, word, tmp_path):
-    (tmp_path / generation_settings.FILE).write_text(text)
-    with pytest.raises(UserError, match=generation_settings.FILE) as caught:
-        generation_settings.correct(Model(tmp_path), str(tmp_path))
+    (tmp_path / generate.FILE).write_text(text)
+    with pytest.raises(UserError, match=generate.FILE) as caught:
+        generate.correct_settings(Model(tmp_path), str(tmp_path))
     assert word in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 def test_transformers_generates_with_whatever_is_not_refused():
     model = AutoModelForCausalLM.from_pretrained(TINY_MODEL)
     refused = 0
-    for name, bounds in generation_settings.LIMITS.items():
+    for name, bounds in generate.LIMITS.items():
         for value in (-1, 0, 1) if name in WHOLE else (-0.5, 0.0, 0.5, 1.0, 1.5):
             settings = GenerationConfig(**{name: value, "do_sample": "num" not in name, "max_new_tokens": 2})
             if bounds.broken_by(value):
                 refused += 1
             else:
                 model.generate(torch.tensor([[5, 6]]), generation_config=settings)
-    assert refused > len(generation_settings.LIMITS)
+    assert refused > len(generate.LIMITS)
 
 
 def test_transformers_still_refuses_to_save_what_it_loads(tmp_path):
-    (tmp_path / generation_settings.FILE).write_text('{"temperature": 0.9}')
+    (tmp_path / generate.FILE).write_text('{"temperature": 0.9}')
     with pytest.raises(ValueError, match="invalid"):
         GenerationConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)

@@ -27,7 +27,7 @@ from deepspeed_recipes.recipe.run_folder import (
 )
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks import loss_guard
-from deepspeed_recipes.training.data import example_numbers
+from deepspeed_recipes.training.data import collate
 from deepspeed_recipes.training.data.collate import IGNORED
 from tests.nan_data import leave_out, write_nan_data, write_nan_model
 from tests.ranks import read_logs
@@ -163,7 +163,7 @@ def test_rewind_resumes_without_the_sequence(ranks, tmp_path, nan_setup, convers
     recipe = recipe_of(nan_setup, "zero2.json", on_nan="rewind")
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
     assert statuses == [REWIND, REWIND] and "resuming from the newest checkpoint" in said, said
-    assert example_numbers.left_out(run) == [BAD] and not run.summary.exists()
+    assert collate.left_out(run) == [BAD] and not run.summary.exists()
     if not left:
         run.left_out.unlink()
         assert train(ranks, run, recipe, tmp_path / "again")[0] == [REWIND, REWIND]
@@ -179,17 +179,17 @@ def test_rewind_resumes_without_the_sequence(ranks, tmp_path, nan_setup, convers
 
 def test_every_sequence_left_out_is_refused(tmp_path):
     run = RunFolder(tmp_path)
-    example_numbers.leave_out(run, [1, 0])
-    example_numbers.leave_out(run, [1])
-    assert example_numbers.left_out(run) == [0, 1]
+    collate.leave_out(run, [1, 0])
+    collate.leave_out(run, [1])
+    assert collate.left_out(run) == [0, 1]
     with pytest.raises(UserError, match="every training sequence"):
-        example_numbers.numbered([{}, {}], run)
+        collate.numbered([{}, {}], run)
 
 
 def test_the_next_sequence_replaces_one_that_is_left_out():
-    sequences = example_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1, 2, 3}))
-    assert [sequences[number]["at"] for number in range(4)] == [0, 0, 0, 0] and sequences[1][example_numbers.KEY] == 0
-    sequences = example_numbers.Numbered([{"at": at} for at in range(4)], frozenset({1}))
+    sequences = collate.Numbered([{"at": at} for at in range(4)], frozenset({1, 2, 3}))
+    assert [sequences[number]["at"] for number in range(4)] == [0, 0, 0, 0] and sequences[1][collate.KEY] == 0
+    sequences = collate.Numbered([{"at": at} for at in range(4)], frozenset({1}))
     assert [sequences[number]["at"] for number in range(4)] == [0, 2, 2, 3]
 
 
@@ -260,18 +260,18 @@ def test_memory_is_checked_before_a_save(monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("count", [1, 2, 5, 7, 8])
 def test_ranks_share_an_epoch_without_repeating_a_sequence(count, size, ranks):
-    batches = example_numbers.EvenBatches(SequentialSampler(range(count)), size, ranks)
+    batches = collate.EvenBatches(SequentialSampler(range(count)), size, ranks)
     shares = [[*BatchSamplerShard(batches, ranks, rank, even_batches=False)] for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1, "ranks that make fewer passes would leave the others waiting"
     numbers = [number for share in shares for batch in share for number in batch]
     assert sorted(number for number in numbers if number >= 0) == [*range(count)]
-    sequences = example_numbers.Numbered([{"at": at} for at in range(count)], frozenset({0} if count > 1 else ()))
+    sequences = collate.Numbered([{"at": at} for at in range(count)], frozenset({0} if count > 1 else ()))
     for filler in (number for number in numbers if number < 0):
-        assert sequences[filler][example_numbers.FILLER] and sequences[filler]["at"] not in sequences.bad
+        assert sequences[filler][collate.FILLER] and sequences[filler]["at"] not in sequences.bad
 
 
 def test_a_filler_counts_nothing():
-    collate = example_numbers.WithNumbers(lambda _: {"labels": torch.tensor([[1, 2]]), "tokens": 2})
-    counted, filler = (collate([{example_numbers.KEY: 0, **more}]) for more in ({}, {example_numbers.FILLER: True}))
-    assert counted["tokens"] == 2 and example_numbers.FILLER not in counted
-    assert filler["tokens"] == 0 and (filler["labels"] == IGNORED).all() and filler[example_numbers.FILLER]
+    with_numbers = collate.WithNumbers(lambda _: {"labels": torch.tensor([[1, 2]]), "tokens": 2})
+    counted, filler = (with_numbers([{collate.KEY: 0, **more}]) for more in ({}, {collate.FILLER: True}))
+    assert counted["tokens"] == 2 and collate.FILLER not in counted
+    assert filler["tokens"] == 0 and (filler["labels"] == IGNORED).all() and filler[collate.FILLER]

@@ -22,9 +22,9 @@ from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.training.data import chat_templates, sources, text_files, tokenize
-from deepspeed_recipes.training.model import load, packing_check, shown
+from deepspeed_recipes.training.model import load, probe, shown
 from deepspeed_recipes.training.model.draft import TINY_MODEL
-from deepspeed_recipes.training.model_folder import intact
+from deepspeed_recipes.training.model_folder import weights
 from tests.launching import LAUNCH
 from tests.small import small
 
@@ -316,7 +316,7 @@ def test_several_files_that_cannot_be_used_are_named_at_once(model):
     for name in names[:2]:
         (model / name).write_text("{")
     with pytest.raises(UserError) as caught:
-        intact.check(model)
+        weights.check_intact(model)
     where = "line 1: not JSON (Expecting property name enclosed in double quotes)"
     assert str(caught.value) == (
         f"{model}: 2 files cannot be used: config.json ({where}), generation_config.json ({where}); copy or download "
@@ -325,8 +325,8 @@ def test_several_files_that_cannot_be_used_are_named_at_once(model):
     for name in names:
         (model / name).write_text("{")
     with pytest.raises(UserError, match=r"5 files .*config.json .*, generation_.*, model.safetensors .* and 2 more;"):
-        intact.check(model)
-    intact.check(Path("OWNER/NAME"))
+        weights.check_intact(model)
+    weights.check_intact(Path("OWNER/NAME"))
 
 
 def test_a_layer_without_weights_is_refused_and_tied_weights_are_not_missed(model):
@@ -410,6 +410,6 @@ def test_sizes_that_are_no_numbers_are_refused(model):
 def test_the_check_of_packing_names_a_model_that_cannot_be_built(keys, hint, model):
     recipe = replace(changed(model, **keys), packing=True)
     with pytest.raises(UserError) as caught:
-        packing_check.check(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
+        probe.check_packing(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
     one_line(caught, str(model), hint)
     assert "packing=" not in str(caught.value)

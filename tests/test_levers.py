@@ -27,7 +27,7 @@ from deepspeed_recipes.training import activation_checkpointing
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.arguments import loader_processes
 from deepspeed_recipes.training.data.collate import Collator
-from deepspeed_recipes.training.model import attention, draft, packing_check, probe, transforms
+from deepspeed_recipes.training.model import attention, draft, probe, transforms
 from deepspeed_recipes.training.model import lora as adapters
 from tests.small import language_families, small
 from tests.tiers import tiered
@@ -296,7 +296,7 @@ def test_wrong_document_boundaries_are_noticed(tokenizer, monkeypatch):
 @needs("transformers>=5.17")
 def test_what_the_kernel_does_not_support_is_refused(tokenizer, family):
     try:
-        assert not packing_check.keeps_documents_apart(family_of(family), tokenizer, "varlen")
+        assert not probe.keeps_documents_apart(family_of(family), tokenizer, "varlen")
     except (ValueError, NotImplementedError) as error:
         assert REFUSED[family] in str(error)
 

@@ -21,8 +21,8 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training.data.chat_templates import CHATML
-from deepspeed_recipes.training.model_folder import base_model, card, record, response_template
-from deepspeed_recipes.training.model_folder.portable import portable, portable_recipe
+from deepspeed_recipes.training.model_folder import base_model, card, complete, record
+from deepspeed_recipes.training.model_folder.record import portable, portable_recipe
 from tests import ROOT
 from tests.test_install import tracked
 from tests.versions import needs
@@ -233,7 +233,7 @@ def test_response_templates_of_other_families():
 
     def fields(template, stop="<|endoftext|>"):
         tokenizer.chat_template, tokenizer.eos_token = template, stop
-        found = response_template.of_tokenizer(tokenizer)
+        found = complete.of_tokenizer(tokenizer)
         return found["start_anchor"], sorted(found["fields"])
 
     for name, start, kinds in (
@@ -246,4 +246,4 @@ def test_response_templates_of_other_families():
         assert fields((folder / f"{name}.jinja").read_text()) == (start, kinds), name
     assert fields(CHATML)[0] == "<|im_start|>assistant\n"
     tokenizer.chat_template = "{{ raise_exception('no') }}"
-    assert response_template.of_tokenizer(tokenizer) is None
+    assert complete.of_tokenizer(tokenizer) is None

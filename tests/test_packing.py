@@ -10,7 +10,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import per_layer
 from deepspeed_recipes.recipe.recipe import Draft, Model
-from deepspeed_recipes.training.model import draft, load, packing_check, probe
+from deepspeed_recipes.training.model import draft, load, probe
 from tests.small import language_families, small
 
 SIZES = [(family, size) for family in language_families() for size in pages.page(family).SIZES]
@@ -32,7 +32,7 @@ def test_packed_documents_have_the_logits_of_each_alone_or_the_page_does_not_pac
     recipe = pages.page(family).full(size)
     config = AutoConfig.for_model(**recipe.model.config)
     model = probe.draft_of(config, tokenizer, recipe.model.attention, torch.float32)
-    crossing = packing_check.leak(model)
+    crossing = probe.leak(model)
     assert crossing < 1e-5 or crossing > 0.1, "no doubt is left either way"
     assert (crossing > 0.1) == (family in CROSSING)
     for variant in pages.variants(pages.page(family)):
@@ -44,7 +44,7 @@ def test_a_cache_lets_documents_attend_to_each_other_and_the_check_notices(token
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
     model = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
     model.config.use_cache = True
-    assert packing_check.leak(model) > 0.1
+    assert probe.leak(model) > 0.1
 
 
 def lowered(tokenizer, kind):
@@ -73,7 +73,7 @@ def test_packing_is_refused_where_chunks_begin_elsewhere_than_documents(tmp_path
     config.save_pretrained(tmp_path)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path)))
     with pytest.raises(UserError, match=r"packing=true: in llama4_text.*attend to each other; add packing=false"):
-        packing_check.check(asked, tokenizer)
+        probe.check_packing(asked, tokenizer)
 
 
 def test_packing_is_refused_where_documents_attend_to_each_other(tmp_path, tokenizer, conversations):
@@ -81,9 +81,9 @@ def test_packing_is_refused_where_documents_attend_to_each_other(tmp_path, token
     draft.write(recipe, tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="eager"))
     with pytest.raises(UserError, match=r"packing=true: in bloom.*attend to each other; add packing=false"):
-        packing_check.check(asked, tokenizer)
-    packing_check.check(replace(asked, packing=False), tokenizer)
-    packing_check.check(replace(asked, method="dpo"), tokenizer)
+        probe.check_packing(asked, tokenizer)
+    probe.check_packing(replace(asked, packing=False), tokenizer)
+    probe.check_packing(replace(asked, method="dpo"), tokenizer)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -92,27 +92,27 @@ def test_a_model_whose_tokens_see_later_ones_is_not_trained_to_write(tmp_path, t
     asked = replace(small(tmp_path, conversations, packing=packing), model=Model(str(tmp_path)))
     AutoConfig.for_model("bert").save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"tokens of bert attend to later ones.*\nuse classify or embed, or set is_dec"):
-        packing_check.check(asked, tokenizer)
+        probe.check_packing(asked, tokenizer)
     AutoConfig.for_model("bert", is_decoder=True).save_pretrained(tmp_path)
-    packing_check.check(replace(asked, packing=False), tokenizer)
+    probe.check_packing(replace(asked, packing=False), tokenizer)
     AutoConfig.for_model("gpt_neox").save_pretrained(tmp_path)  # its is_decoder is false, and it always writes
-    packing_check.check(replace(asked, packing=False), tokenizer)
+    probe.check_packing(replace(asked, packing=False), tokenizer)
 
 
 def test_a_model_class_that_cannot_be_checked_is_refused_too(tmp_path, tokenizer, conversations):
     draft.write(pages.page("llama3").full("1b"), tmp_path, torch.float32)
     asked = replace(small(tmp_path, conversations, packing=True), model=Model(str(tmp_path), attention="nonsense"))
     with pytest.raises(UserError, match=r"cannot be checked on a shrunken llama.*\nAdd packing=false"):
-        packing_check.check(asked, tokenizer)
+        probe.check_packing(asked, tokenizer)
 
 
 def test_a_kernel_without_a_backward_pass_is_noticed(tokenizer, monkeypatch):
     config = AutoConfig.for_model(**pages.page("llama3").SIZES["1b"].config)
     model = probe.draft_of(config, tokenizer, "sdpa", torch.float32)
-    packing_check.check_gradients(model)
+    probe.check_gradients(model)
     model.model.norm.register_full_backward_hook(lambda module, into, out: (into[0] * float("nan"),))
     with pytest.raises(ArithmeticError, match="not finite"):
-        packing_check.check_gradients(model)
+        probe.check_gradients(model)
 
 
 @pytest.mark.parametrize("packs", [True, False], ids=["packed", "single"])
@@ -123,7 +123,7 @@ def test_an_attention_that_is_not_installed_is_named(tokenizer, model_folder, co
     recipe = small(model_folder, conversations, packing=packs)
     recipe = replace(recipe, model=replace(recipe.model, attention=name))
     with pytest.raises(UserError, match=rf"^model\.attention={name}: .*nstall.*\nInstall it, or use model"):
-        packing_check.check(recipe, tokenizer) if packs else load.load_model(recipe)
+        probe.check_packing(recipe, tokenizer) if packs else load.load_model(recipe)
 
 
 def test_lists_of_numbers_that_belong_to_no_layer_stay_whole(tokenizer):

@@ -11,7 +11,8 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Model
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json, write_recipe
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training.model import load, remote_code
+from deepspeed_recipes.training.model import load
+from deepspeed_recipes.training.model_folder import base_model
 
 CONFIGURATION = """
 from transformers import Qwen3Config
@@ -43,7 +44,7 @@ def own(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def unpermitted(monkeypatch):
     """Start without the permission, whatever another test has been given, and fail where a question is asked."""
-    monkeypatch.setitem(remote_code._PERMITTED, "here", False)
+    monkeypatch.setitem(base_model._PERMITTED, "here", False)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
 
 
@@ -55,7 +56,7 @@ def test_the_permission_of_a_run_holds_for_its_export(own, tmp_path, monkeypatch
     run = RunFolder(tmp_path / "run")
     trained.save_pretrained(run.export)
     assert export.load(run.export), "in the process of the run"
-    monkeypatch.setitem(remote_code._PERMITTED, "here", False)
+    monkeypatch.setitem(base_model._PERMITTED, "here", False)
     with pytest.raises(UserError, match="--trust-remote-code"):
         export.load(run.export)
     write_recipe(run, small(own, "unread", model=Model(str(own), trust_remote_code=True)))
@@ -66,6 +67,6 @@ def test_the_permission_of_a_run_holds_for_its_export(own, tmp_path, monkeypatch
 def test_the_record_that_travels_with_an_export_permits_nothing(own, tmp_path):
     (tmp_path / "training").mkdir()
     (tmp_path / "training" / "recipe.json").write_text(json.dumps({"model": {"trust_remote_code": True}}))
-    assert not remote_code.permitted(tmp_path)
-    remote_code.permit()
-    assert remote_code.permitted(tmp_path) and export.load(own)
+    assert not base_model.may_run_code(tmp_path)
+    base_model.permit_remote_code()
+    assert base_model.may_run_code(tmp_path) and export.load(own)

@@ -19,7 +19,7 @@ from deepspeed_recipes.report.sections import examples
 from deepspeed_recipes.samples import rewards as sample_rewards
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods import grpo
-from deepspeed_recipes.training.methods.rollouts import sampling, scoring
+from deepspeed_recipes.training.methods.rollouts import hooks, scoring
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered
@@ -177,19 +177,19 @@ def test_the_noise_samples_the_distribution():
     """The frequencies of 20,000 draws at temperature 2 are the softmax's, and at temperature 1 they would not be."""
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0])
     draws = 20_000
-    noise = sampling.Noise(sampling.seeds(0, 0, range(draws)), 2.0, torch.device("cpu"))
+    noise = hooks.Noise(hooks.seeds_of(0, 0, range(draws)), 2.0, torch.device("cpu"))
     found = noise(None, logits.expand(draws, -1)).argmax(-1).bincount(minlength=4) / draws
     assert (found - (logits / 2).softmax(-1)).abs().max() < 0.015 < 0.1 < (found - logits.softmax(-1)).abs().max()
 
 
 def test_the_noise_of_an_answer_does_not_depend_on_the_others():
     logits = torch.zeros(2, 50)
-    both = sampling.Noise(sampling.seeds(1, 5, range(6, 8)), 1.0, torch.device("cpu"))
-    second = sampling.Noise(sampling.seeds(1, 5, range(7, 8)), 1.0, torch.device("cpu"))
+    both = hooks.Noise(hooks.seeds_of(1, 5, range(6, 8)), 1.0, torch.device("cpu"))
+    second = hooks.Noise(hooks.seeds_of(1, 5, range(7, 8)), 1.0, torch.device("cpu"))
     for _ in range(3):  # each token has noise of its own
         assert torch.equal(both(None, logits)[1], second(None, logits[1:])[0])
     assert not torch.equal(both(None, logits)[0], both(None, logits)[1])
-    assert len({*sampling.seeds(1, 5, range(100)), *sampling.seeds(1, 6, range(100))}) == 200
+    assert len({*hooks.seeds_of(1, 5, range(100)), *hooks.seeds_of(1, 6, range(100))}) == 200
 
 
 def test_the_losses_are_those_of_the_papers():

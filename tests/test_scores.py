@@ -17,8 +17,8 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import classes, tokenize
 from deepspeed_recipes.training.data.answers import generation_prompt, question
-from deepspeed_recipes.training.methods.preferences import fused_head
-from deepspeed_recipes.training.methods.preferences.pairs import of_pairs
+from deepspeed_recipes.training.methods import preferences
+from deepspeed_recipes.training.methods.preferences import of_pairs
 from deepspeed_recipes.training.model.generate import generate
 from deepspeed_recipes.training.parallel import pipeline, scores
 from tests.conftest import conversation
@@ -313,7 +313,7 @@ def test_ranks_share_the_passes_and_fill_up_the_last(second_of_two):
 def test_mean_log_probabilities_count_what_is_named_of_each_sequence():
     log_probs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
     counted = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])  # a first token has no log-probability
-    assert fused_head.mean(log_probs, counted).tolist() == [-2.5, -4.0]
+    assert preferences.mean_of(log_probs, counted).tolist() == [-2.5, -4.0]
 
 
 def test_preferences_are_means_over_all_pairs(alone):

@@ -263,7 +263,7 @@ TRAINING_LAYERS = (
     ("run",),
     ("methods", "arguments", "export", "summary", "without_launcher"),
     ("trainer",),
-    ("callbacks", "environment", "optimizer", "tracking"),
+    ("callbacks", "optimizer", "tracking"),
     ("checkpoint",),
     ("parallel",),
     ("own_code",),
@@ -329,7 +329,6 @@ OTHERS = {
     },
     "trainer.py": {"self.control.should_training_stop"},
     "methods/distillation/divergence.py": {"ctx.dtypes"},
-    "model/fused_lora.py": {"ctx.scaling"},
     "parallel/sequence.py": {
         "context.group",
         "config._attn_implementation",  # switched in every pass
@@ -346,7 +345,7 @@ OTHERS = {
     "methods/classify.py": {"model.config.get_text_config().pad_token_id"},
     "methods/rollouts/hooks.py": {"function.__name__"},
     "model/load.py": {"text.tie_word_embeddings", "one.quantization_config"},
-    "model/lora.py": {"parameter.data"},
+    "model/lora.py": {"ctx.scaling", "parameter.data"},
     "model/probe.py": {"setattr(small)", "small.use_cache"},
     # After training: the merged model.
     "export.py": {"model.all_tied_weights_keys", "one.tie_word_embeddings", "output.weight"},

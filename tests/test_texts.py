@@ -23,7 +23,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import classes, load
 from deepspeed_recipes.training.data.forms import formats
 from deepspeed_recipes.training.methods import classify, embed
-from deepspeed_recipes.training.model_folder import card, head, sentence_transformers
+from deepspeed_recipes.training.model_folder import base_model, card, complete
 from tests.parity import gate
 from tests.small import small
 
@@ -234,7 +234,7 @@ def check_classifier(run, folder, data, summary, evaluations):
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     logits, answers = classified(folder, [row["text"] for row in rows])
     names = ["few", "many", "some"]
-    assert summary["metric"] == "accuracy" and head.labels_of(run.export) == head.labels_of(folder) == names
+    assert summary["metric"] == "accuracy" and base_model.labels_of(run.export) == base_model.labels_of(folder) == names
     assert summary["after"] == sum(row["label"] == one for row, one in zip(rows, answers, strict=True)) / len(rows)
     labels = torch.tensor([names.index(row["label"]) for row in rows])
     expected = torch.nn.functional.cross_entropy(logits, labels).item()
@@ -257,10 +257,10 @@ def check_embeddings(folder, data, summary, recipe):
         vectors = torch.stack([vector(text) for text in texts])
         found = [texts[(vectors @ vector(row["anchor"])).argmax()] == row["positive"] for row in rows]
     assert summary["metric"] == "recall_at_1" and summary["after"] == sum(found) / len(rows)
-    assert all((folder / name).exists() for name in sentence_transformers.FILES)
+    assert all((folder / name).exists() for name in complete.FILES)
     kinds = [module["type"].rpartition(".")[2] for module in read_json(folder / "modules.json")]
     assert kinds == ["Transformer", "Pooling", "Normalize"]
-    pooling = read_json(folder / sentence_transformers.POOLING)
+    pooling = read_json(folder / complete.POOLING)
     assert pooling["word_embedding_dimension"] == model.config.hidden_size and pooling["pooling_mode_mean_tokens"]
     assert [name for name, on in pooling.items() if on is True] == ["pooling_mode_mean_tokens", "include_prompt"]
     assert read_json(folder / "sentence_bert_config.json")["max_seq_length"] == recipe.sequence_length
@@ -268,6 +268,6 @@ def check_embeddings(folder, data, summary, recipe):
 
 
 def test_pooling_of_the_last_token_is_written_too(tmp_path):
-    sentence_transformers.write(tmp_path, Embed(pooling="last"), 64, 128)
-    pooling = read_json(tmp_path / sentence_transformers.POOLING)
+    complete.write_pooling(tmp_path, Embed(pooling="last"), 64, 128)
+    pooling = read_json(tmp_path / complete.POOLING)
     assert pooling["pooling_mode_lasttoken"] and not pooling["pooling_mode_mean_tokens"]

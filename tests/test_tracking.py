@@ -29,7 +29,7 @@ from deepspeed_recipes.recipe.run_folder import (
 )
 from deepspeed_recipes.report.write import page as report_page
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.tracking import afterwards, offline_records, trackers
+from deepspeed_recipes.training.tracking import trackers, weights_and_biases, writer
 from deepspeed_recipes.training.tracking.trackers import Trackers
 from deepspeed_recipes.training.tracking.writer import opened
 from tests.nan_data import write_nan_data, write_nan_model
@@ -46,7 +46,7 @@ BAD = 5
 def recorded(run, kind):
     """Return the W&B records of one kind in all parts of a run, in the order of the parts."""
     files = sorted((run.path / "wandb").glob("offline-run-*/*.wandb"))
-    found = [record for file in files for record in offline_records.records(file)]
+    found = [record for file in files for record in weights_and_biases.records(file)]
     return [getattr(record, kind) for record in found if record.HasField(kind)]
 
 
@@ -305,18 +305,18 @@ def test_offline_records_survive_blocks_and_a_cut(tmp_path):
     for step in range(1, 40):
         run.log({"text": "x" * 3000, "loss": 1 / step}, step=step)
     folder = tmp_path / "wandb"
-    assert offline_records.is_written(folder) and not offline_records.is_written(tmp_path / "other")
+    assert weights_and_biases.is_written(folder) and not weights_and_biases.is_written(tmp_path / "other")
     run.finish(exit_code=3)
     wandb.teardown()
-    assert not offline_records.is_written(folder)
+    assert not weights_and_biases.is_written(folder)
     (file,) = folder.glob("offline-run-*/*.wandb")
-    assert file.stat().st_size > 2 * offline_records.BLOCK
-    found = list(offline_records.records(file))
+    assert file.stat().st_size > 2 * weights_and_biases.BLOCK
+    found = list(weights_and_biases.records(file))
     assert [one.history.step.num for one in found if one.HasField("history")] == list(range(1, 40))
-    assert found[-1].exit.exit_code == 3 and offline_records.last_step(folder, "blocks") == 39
+    assert found[-1].exit.exit_code == 3 and weights_and_biases.last_step(folder, "blocks") == 39
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    assert 10 < offline_records.last_step(folder, "blocks") < 39
-    assert offline_records.last_step(folder, "other") == -1
+    assert 10 < weights_and_biases.last_step(folder, "blocks") < 39
+    assert weights_and_biases.last_step(folder, "other") == -1
 
 
 @pytest.mark.parametrize(
@@ -378,7 +378,7 @@ def test_wandb_has_what_killed_and_failed_processes_have_logged_once(alone, tmp_
     write_recipe(run, recipe)
     write_json(run.checkpoints / "checkpoint-6" / "complete.json", {})
     lost(lambda: follow(run, recipe, 1, 7))
-    last = offline_records.last_step(run.path / "wandb", run.wandb_id.read_text().strip())
+    last = weights_and_biases.last_step(run.path / "wandb", run.wandb_id.read_text().strip())
     written = [row.step.num for row in recorded(run, "history")]
     assert written == list(range(1, last + 1)) and last < 7, "W&B writes a step when the next begins"
     forget_after(run, run.checkpoints / "checkpoint-6")
@@ -413,12 +413,12 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
     write_json(run.deepspeed, {})
     lost(lambda: follow(run, recipe, 1, 3))
     time.sleep(1.1)
-    afterwards.failed(run, KILLED, 137)
-    afterwards.failed(run, KILLED, 137)  # told already
+    writer.failed(run, KILLED, 137)
+    writer.failed(run, KILLED, 137)  # told already
     ((title, text),) = [(alert.title, alert.text) for alert in recorded(run, "alert")]
     assert title == "the run ended with status 137" and text == KILLED
     assert [end.exit_code for end in recorded(run, "exit")] == [137]
-    afterwards.upload(run)
+    writer.upload(run)
     assert not recorded(run, "artifact"), "it has not finished"
     both = {"predicted": {"tokens_per_second": 1200.0}, "measured": {"tokens_per_second": 1000.0}}
     write_json(run.summary, {"stopped": False} | both)
@@ -429,7 +429,7 @@ def test_the_launcher_tells_wandb_why_a_run_ended_and_adds_the_artifacts(alone, 
     report_page(run)
     assert "2 + 2?" in run.report_page.read_text()
     time.sleep(1.1)
-    afterwards.upload(run)
+    writer.upload(run)
     assert sorted(one.type for one in recorded(run, "artifact")) == ["model", "report"]
     entries = [entry for one in recorded(run, "artifact") for entry in one.manifest.contents]
     assert {entry.path for entry in entries} == {"config.json", "report.html"}

@@ -79,7 +79,7 @@ def test_experts_are_counted_under_any_name(tmp_path, tokenizer):
     recipe = recipe_for(tmp_path, "ernie4_5_moe", layout=Layout(expert=3))
     recipe = replace(recipe, model=replace(recipe.model, config=AutoConfig.for_model("ernie4_5_moe").to_dict()))
     assert "has no experts" not in limits.limit(recipe, 3, file)
-    assert draft.shrink(AutoConfig.for_model("ernie4_5_moe"), Draft(), tokenizer).num_experts == draft.EXPERTS
+    assert draft.shrink(AutoConfig.for_model("ernie4_5_moe"), Draft(), tokenizer).num_experts == draft.DRAFT_EXPERTS
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv"])

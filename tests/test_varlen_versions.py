@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoTokenizer
 
-from deepspeed_recipes.training.model import attention, packing_check
+from deepspeed_recipes.training.model import attention, probe
 from tests.small import small
 from tests.versions import needs
 
@@ -99,6 +99,6 @@ def test_a_refused_kernel_is_named_with_the_reason(monkeypatch, recipe):
     monkeypatch.setattr(attention, "candidates", lambda *_: ["varlen", "sdpa"])  # flex attention is slow on a CPU
     said = []
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.path)
-    assert packing_check.check(recipe, tokenizer, on_gpu=True, say=said.append) == "sdpa"
+    assert probe.check_packing(recipe, tokenizer, on_gpu=True, say=said.append) == "sdpa"
     reason = "TypeError: varlen_attn() got an unexpected keyword argument 'enable_gqa'"
     assert said[0] == f"model.attention: not varlen in qwen3 ({reason})"

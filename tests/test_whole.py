@@ -27,7 +27,7 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load, stored, untrained
-from deepspeed_recipes.training.model_folder import head, weights
+from deepspeed_recipes.training.model_folder import base_model, weights
 from tests.ranks import read_logs
 from tests.small import small
 from tests.tiers import tiered
@@ -196,11 +196,11 @@ def test_a_model_that_is_loaded_whole_for_text_keeps_its_processor(tmp_path, tok
         tokenizer.save_pretrained(place)
     write_json(base / "preprocessor_config.json", {"image_processor_type": "Gemma3ImageProcessor"})
     assert untrained.add(folder, str(base), "vocabulary", False) == []
-    assert (folder / "preprocessor_config.json").exists() and head.of_folder(folder) == "vocabulary"
+    assert (folder / "preprocessor_config.json").exists() and base_model.head_of(folder) == "vocabulary"
     assert torch.equal(logits(export.load(folder)), logits(model))
     untrained.check(folder)
     untrained.add(base, str(folder), "vision", False)
-    assert head.of_folder(base) == "vision", "a model that was trained to see is left as it is"
+    assert base_model.head_of(base) == "vision", "a model that was trained to see is left as it is"
 
 
 @pytest.fixture(scope="module")

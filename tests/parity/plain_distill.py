@@ -10,7 +10,7 @@ from torch.nn.functional import kl_div
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.recipe.methods import Distill
-from deepspeed_recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.training.methods.rollouts import hooks
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import plain
 
@@ -70,7 +70,7 @@ def train(
     for step in range(settings.steps):
         writes = random.Random(f"{SEED} {step}").random() < distill.on_policy and not mistakes.never_writes
         if writes and not (own and mistakes.stale):
-            numbers = sampling.seeds(SEED, step, range(len(conversations)))
+            numbers = hooks.seeds_of(SEED, step, range(len(conversations)))
             own = [_written(model, *one, seed, distill) for one, seed in zip(conversations, numbers, strict=True)]
         examples = own if writes else conversations
         found = [_of_tokens(model, frozen, *example, distill, mistakes) for example in examples]

@@ -19,9 +19,8 @@ from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.data import example_numbers
-from deepspeed_recipes.training.methods import dpo
-from deepspeed_recipes.training.methods.preferences import reference
+from deepspeed_recipes.training.data import collate
+from deepspeed_recipes.training.methods import dpo, preferences
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import own_code, trl_alone
@@ -145,7 +144,7 @@ def test_ranks_pass_equally_many_pairs_of_dpo_at_a_time(monkeypatch, count, micr
         global_batch_size=8, micro_batch_size=micro_batch_size, layout=Layout(), router_aux_loss_coef=0
     )
     context = SimpleNamespace(recipe=recipe, phases=SimpleNamespace(phase=lambda _: nullcontext()))
-    batches = example_numbers.EvenBatches(SequentialSampler(range(count)), micro_batch_size, 2)
+    batches = collate.EvenBatches(SequentialSampler(range(count)), micro_batch_size, 2)
     shares = [[*BatchSamplerShard(batches, 2, rank, even_batches=False)] for rank in range(2)]
     each = 8 // micro_batch_size // 2
     for step in range(-(-count // 8)):
@@ -192,7 +191,7 @@ def test_a_reference_of_other_pairs_is_refused(tmp_path):
     run = RunFolder(tmp_path)
     write_json(run.reference, [[-1.0, -2.0]] * 7)
     with pytest.raises(UserError, match=r"log-probabilities of 7 pairs, and the data has 8; resume with the data"):
-        reference.stored(run, 8)
+        preferences.stored_reference(run, 8)
 
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")

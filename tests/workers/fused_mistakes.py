@@ -3,34 +3,34 @@
 import torch
 
 from deepspeed_recipes.training import run
-from deepspeed_recipes.training.model import fused_lora
+from deepspeed_recipes.training.model import lora
 
 
 def unscaled_gradients(folder: str) -> None:
     """Train with gradients of the adapters that are not scaled."""
-    fused_lora._scaled_product = lambda left, right, scale: left @ right
+    lora._scaled_product = lambda left, right, scale: left @ right
     run.main(folder)
 
 
 def unscaled_outputs(folder: str) -> None:
     """Train with outputs that are not scaled."""
-    forward = fused_lora.UpProjection.forward
+    forward = lora.UpProjection.forward
 
     def unscaled(ctx, output, reduced, up, scaling):
         summed = forward(ctx, output, reduced, up, 1.0)
         ctx.scaling = scaling
         return summed
 
-    fused_lora.UpProjection.forward = staticmethod(unscaled)
+    lora.UpProjection.forward = staticmethod(unscaled)
     run.main(folder)
 
 
 def overwritten_gradients(folder: str) -> None:
     """Train with the adapter's share of the input's gradient in the place of the base layer's."""
-    backward = fused_lora.DownProjection.backward
+    backward = lora.DownProjection.backward
 
     def without_the_base(ctx, of_inputs, of_reduced):
         return backward(ctx, torch.zeros_like(of_inputs), of_reduced)
 
-    fused_lora.DownProjection.backward = staticmethod(without_the_base)
+    lora.DownProjection.backward = staticmethod(without_the_base)
     run.main(folder)

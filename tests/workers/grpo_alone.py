@@ -13,7 +13,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from deepspeed_recipes.prove.plain import Settings
 from deepspeed_recipes.recipe.methods import Grpo
-from deepspeed_recipes.training.methods.rollouts import sampling
+from deepspeed_recipes.training.methods.rollouts import hooks
 from deepspeed_recipes.training.model.generate import continued
 from tests.workers.trl_alone import ADAPTERS, DISTRIBUTED, SEED, Recorded, language_model
 
@@ -33,8 +33,8 @@ class Sampled(Recorded):
     mistake = ""
 
     def _generate_single_turn(self, prompt_ids, *others):
-        seeds = sampling.seeds(SEED, self.state.global_step, range(len(prompt_ids)))
-        noise = sampling.Noise(seeds, self.temperature, self.model.device)
+        seeds = hooks.seeds_of(SEED, self.state.global_step, range(len(prompt_ids)))
+        noise = hooks.Noise(seeds, self.temperature, self.model.device)
         longest, end = self.max_completion_length, self.eos_token_ids
         found = continued(self.model, self.processing_class, prompt_ids, longest, end=end, noise=noise)
         return (found, None) if isinstance(self, GRPOTrainer) else found

@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig,
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import first_line
 from deepspeed_recipes.training import distributed
-from deepspeed_recipes.training.model import draft, packing_check, probe
+from deepspeed_recipes.training.model import draft, probe
 from deepspeed_recipes.training.parallel import sequence
 from tests.small import language_families
 
@@ -48,7 +48,7 @@ def main(answers: str) -> None:
 
 def long_and_short() -> PreTrainedConfig:
     """Return Phi-4-mini's configuration with LongRoPE's other factors from a position in the second part on."""
-    second = sum(packing_check.LENGTHS) // 2 + 8
+    second = sum(probe.LENGTHS) // 2 + 8
     values = dict(pages.page("phi4").SIZES["mini"].config)
     rope = {**values["rope_parameters"], "original_max_position_embeddings": second}
     return AutoConfig.for_model(**(values | {"rope_parameters": rope, "original_max_position_embeddings": second}))

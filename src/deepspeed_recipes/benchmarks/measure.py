@@ -47,7 +47,7 @@ from ..training.arguments import common_arguments, gather_layers
 from ..training.callbacks.metrics import training_flops
 from ..training.data.collate import Collator
 from ..training.data.load import Datasets
-from ..training.environment import describe
+from ..training.distributed import describe_environment
 from ..training.methods import sft
 from ..training.model import attention, load, transforms
 from ..training.model import lora as adapters
@@ -254,7 +254,7 @@ def main(order: str, result: str) -> None:
     """Measure the machine's `limits` or the case that the order names, and write the result."""
     asked = json.loads(Path(order).read_text())
     if asked["case"] == "limits":
-        Path(result).write_text(json.dumps({"limits": limits(), "environment": describe()}))
+        Path(result).write_text(json.dumps({"limits": limits(), "environment": describe_environment()}))
         return
     case = Case(**asked["case"] | {"changes": tuple(asked["case"]["changes"])})
     steps = asked["warm_up"] + asked["steps"] + 1

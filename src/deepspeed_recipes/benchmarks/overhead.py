@@ -208,14 +208,14 @@ def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> Json:
                 flush=True,
             )
             runs[name].append(measured)
-    from ..training.environment import describe
+    from ..training.distributed import describe_environment
 
     settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus")}
     return {
         "benchmark": "overhead",
         "date": date.today().isoformat(),
         "settings": settings,
-        "environment": describe() | {"world_size": bench.ranks},
+        "environment": describe_environment() | {"world_size": bench.ranks},
         "runs": runs,
     }
 

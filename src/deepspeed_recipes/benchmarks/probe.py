@@ -31,7 +31,7 @@ from ..recipe.files import Json
 from ..recipe.run_folder import write_json
 from ..training import distributed, upstream
 from ..training.console import leave_out_noise
-from ..training.environment import describe
+from ..training.distributed import describe_environment
 from ..training.model import attention
 
 SIZES: dict[str, tuple[Any, Any]] = {
@@ -84,7 +84,9 @@ def main(file: str, only: str = "") -> None:
             found[name] = over_ranks(seconds)
         took[probe.__name__] = time.monotonic() - begun
     if distributed.is_first():
-        write_json(Path(file), {"environment": describe(), "sizes": sizes(), "seconds": found, "took": took})
+        write_json(
+            Path(file), {"environment": describe_environment(), "sizes": sizes(), "seconds": found, "took": took}
+        )
     distributed.stop()
 
 

@@ -65,14 +65,14 @@ def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> Json:
                     measured = run(bench, ranks, kind, count, turn)
                     print(f"{kind:<6} {count:>2} ranks {measured['tokens_per_second']:>9,.0f} tokens/s", flush=True)
                 runs[kind][str(count)].append(measured)
-    from ..training.environment import describe
+    from ..training.distributed import describe_environment
 
     settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus", "ranks")}
     result = {
         "benchmark": "scaling",
         "date": date.today().isoformat(),
         "settings": settings,
-        "environment": describe(),
+        "environment": describe_environment(),
         "cores": len(os.sched_getaffinity(0)),
         "seconds_per_byte": link,
         "runs": runs,

@@ -26,8 +26,7 @@ from ..recipe.errors import UserError, printable, redact
 from ..recipe.files import Json
 from ..recipe.recipe import Data
 from ..recipe.run_folder import RunFolder
-from ..training.model import remote_code
-from ..training.model_folder import base_model, head
+from ..training.model_folder import base_model
 from .main import Parser
 
 Answer = Callable[[list[Json]], Iterator[str]]
@@ -251,7 +250,7 @@ def of_images(options: argparse.Namespace) -> Answer:
     recipe = candidates.find(str(options.adapter or options.model), None).recipe
     max_pixels = recipe.data.max_pixels if recipe else Data.max_pixels
     model, tokenizer = loaded(options.model, options.adapter)
-    seen = processor.load(place, remote_code.permitted(Path(place)))
+    seen = processor.load(place, base_model.may_run_code(Path(place)))
     tokenizer.chat_template = tokenizer.chat_template or seen.chat_template
     if tokenizer.chat_template is None:
         raise UserError(f"{place}: has no chat template, which a question about an image needs.")
@@ -303,9 +302,9 @@ def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int,
 
 def _instead(folder: Path) -> str:
     """Return a description of a model that writes no text."""
-    if head.of_folder(folder) == "none":
+    if base_model.head_of(folder) == "none":
         return "an embedding model, which outputs vectors and no text; its README.md shows how to use it."
-    if head.labels_of(folder):
+    if base_model.labels_of(folder):
         return "a classifier, which outputs a class and no text; its README.md shows how to use it."
     return "a reward model, which outputs a number and no text."
 

@@ -209,9 +209,9 @@ class Parser(argparse.ArgumentParser):
         )
         options = self.parse_intermixed_args(arguments)  # words on both sides of an option
         if options.trust_remote_code:
-            from ..training.model import remote_code  # most commands have no such option
+            from ..training.model_folder import base_model  # most commands have no such option
 
-            remote_code.permit()
+            base_model.permit_remote_code()
         return options
 
     def refuse(self, options: argparse.Namespace, names: Sequence[str], why: str) -> None:

@@ -15,10 +15,10 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..recipe.errors import UserError, first_line, redact
 from ..recipe.run_folder import CHECK_FAILED, read_json
-from ..training.model_folder import head, intact, record, sentence_transformers, weights
+from ..training.model_folder import base_model, complete, record, weights
 from ..training.model_folder.base_model import ADAPTER, EXPECTED, KEY, QUANTIZATION, is_hub_id
 from ..training.model_folder.card import UNPUBLISHED
-from ..training.model_folder.portable import portable
+from ..training.model_folder.record import portable
 
 CARD = "README.md"
 _WEIGHTS = re.compile(r"(?:model|adapter_model)(?:-\d+-of-\d+)?\.safetensors|model-\w+\.gguf")
@@ -28,8 +28,8 @@ _CONFIGURATION = {
     "model.safetensors.index.json",
     ADAPTER,
     QUANTIZATION,
-    head.LABELS,
-    head.PROVENANCE,
+    base_model.LABELS,
+    base_model.PROVENANCE,
     EXPECTED,
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -42,7 +42,7 @@ _VOCABULARY = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "token
 """Files with so many words that one may look like a credential."""
 _TEXT = {CARD, "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "chat_template.jinja", "Modelfile"}
 _RECORD = {f"{record.FOLDER}/{name}" for name in (record.RECIPE, record.DEEPSPEED, record.RESULTS)}
-_KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *sentence_transformers.FILES}
+_KNOWN = {*_CONFIGURATION, *_VOCABULARY, *_TEXT, *_RECORD, *complete.FILES}
 _NAMED = 4
 
 
@@ -93,7 +93,7 @@ def files(folder: Path) -> list[File]:
     for name, path in found.items():
         _check(name, path, commit.partition("+")[0])
     _check_base(folder)
-    intact.check(folder)
+    weights.check_intact(folder)
     if "config.json" in found and any(name.endswith(".safetensors") for name in found):
         weights.tensors(folder, "model")
     return [File(path, name, path.stat().st_size) for name, path in found.items()]

@@ -24,7 +24,7 @@ from ..recipe.files import Json, JsonView
 from ..recipe.layout import per_layer
 from ..recipe.run_folder import read_json
 from ..training.export import move
-from ..training.model_folder import complete, intact
+from ..training.model_folder import complete, weights
 from ..training.model_folder.base_model import text_of
 
 INDEX = "model.safetensors.index.json"
@@ -75,7 +75,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
         UserError: no such model, sizes larger than the model's, or an architecture that cannot be cut this way.
     """
     folder = _local(source)
-    intact.check(folder)
+    weights.check_intact(folder)
     config = read_json(folder / "config.json")
     sizes = text_of(config)
     complete.check(folder, output)

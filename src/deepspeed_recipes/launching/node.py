@@ -21,7 +21,7 @@ from ..recipe.run_folder import RunFolder
 from ..report import write
 from ..report.profiler import verdict
 from ..training import without_launcher
-from ..training.tracking import afterwards
+from ..training.tracking import writer
 from .command import threads
 from .supervise import RANK_MODULE, supervise
 
@@ -79,10 +79,10 @@ def start(run: RunFolder, node: Node) -> int:
         print(outcome.cause, file=sys.stderr, flush=True)
     if node.node_rank == 0:
         if outcome.status:
-            afterwards.failed(run, outcome.cause, outcome.status)
+            writer.failed(run, outcome.cause, outcome.status)
         verdict.at_end(run)
         write.at_end(run)
-        afterwards.upload(run)
+        writer.upload(run)
     return UNFINISHED if outcome.status == 0 and not run_folder.is_finished(run) else outcome.status
 
 

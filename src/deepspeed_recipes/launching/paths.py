@@ -9,7 +9,7 @@ from ..recipe.errors import UserError
 from ..recipe.methods import Distill
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe, names
-from ..training.model_folder.portable import own_path
+from ..training.model_folder.record import own_path
 
 
 def locate(recipe: Recipe, mount: str | None = None) -> Recipe:

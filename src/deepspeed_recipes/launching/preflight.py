@@ -23,15 +23,14 @@ from ..recipe import files as spec_files
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
-from ..recipe.layout import bubble, gradient_accumulation_steps
+from ..recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, bubble, draft_key_value_heads, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo
 from ..recipe.project import python_path
 from ..recipe.recipe import Data, Recipe, names
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
-from ..training.model.draft_shape import EXPERTS, HEADS, key_value_heads
-from ..training.model_folder import intact, weights
+from ..training.model_folder import weights
 from ..training.model_folder.base_model import config_of
 from . import chat_template
 
@@ -151,7 +150,7 @@ def check_model(recipe: Recipe) -> None:
         UserError: names the folder or the file, and the fix.
     """
     if not recipe.draft.enabled:
-        intact.check(Path(recipe.model.path))
+        weights.check_intact(Path(recipe.model.path))
         weights.check(Path(recipe.model.path))
         new_tokens.check(
             new_tokens.read(recipe.model.new_tokens), vocabulary.tokens(Path(recipe.model.path)), recipe.model.path
@@ -226,8 +225,8 @@ def with_dimensions(recipe: Recipe) -> Recipe:
     config = dict(recipe.model.config)
     if recipe.draft.enabled:
         heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
-        sizes = {"num_attention_heads": HEADS, "num_key_value_heads": key_value_heads(heads, shared)}
-        sizes |= dict.fromkeys(compatibility.EXPERT_COUNTS, EXPERTS)
+        sizes = {"num_attention_heads": DRAFT_HEADS, "num_key_value_heads": draft_key_value_heads(heads, shared)}
+        sizes |= dict.fromkeys(compatibility.EXPERT_COUNTS, DRAFT_EXPERTS)
         sizes["num_hidden_layers"] = recipe.draft.layers
         config |= {name: size for name, size in sizes.items() if name in config}
     else:

@@ -18,7 +18,7 @@ from ..recipe.recipe import Recipe
 from ..recipe.run_folder import REWIND, RunFolder, append_jsonl, starting_recipe
 from ..report.profiler import window
 from ..training.checkpoint import digests, universal
-from ..training.tracking import afterwards
+from ..training.tracking import writer
 from . import preflight
 from .command import deepspeed_command, rank_environment, record, visible_gpus
 from .ssh import hostfile, remote
@@ -151,7 +151,7 @@ def run_with_restarts(
             ranks = largest_world_size(recipe, run, min(asked, available()))  # it can grow again if a host is back
             prepare(recipe, run, ranks, checkpoint)
         except UserError as error:
-            afterwards.failed(run, "\n".join(filter(None, (outcome.cause, str(error)))), outcome.status)
+            writer.failed(run, "\n".join(filter(None, (outcome.cause, str(error)))), outcome.status)
             raise
         what = "rewinding" if outcome.status == REWIND else f"restart {restarts} of {most}"
         print(f"{what}: resuming from {checkpoint} with {ranks} ranks", flush=True)
@@ -166,7 +166,7 @@ def told(run: RunFolder, outcome: Outcome) -> int:
     must not go on.
     """
     if outcome.status:
-        afterwards.failed(run, outcome.cause, outcome.status)
+        writer.failed(run, outcome.cause, outcome.status)
     elif outcome.interrupted and not run_folder.is_finished(run):
         return 128 + signal.SIGINT
     return outcome.status

@@ -170,10 +170,10 @@ def why(logs: list[str], statuses: list[int]) -> str:
 
 
 def _prepare(folder: str, kinds: list[Kind]) -> None:
-    from ..training.environment import describe
+    from ..training.distributed import describe_environment
     from .compare import make
 
-    write_json(Path(folder) / "environment.json", describe())
+    write_json(Path(folder) / "environment.json", describe_environment())
     make(folder, kinds)
 
 

@@ -122,3 +122,17 @@ def per_layer(config: Mapping[str, object], layers: int) -> list[str]:
         and name != "architectures"
         and ("layer" in name or "pattern" in name or not isinstance(value[0], float))
     ]
+
+
+DRAFT_HEADS = 4
+"""Attention heads of a draft; as many query heads share a key/value head as in the original."""
+DRAFT_EXPERTS = 4
+"""Experts per layer of a draft's MoE model."""
+
+
+def draft_key_value_heads(heads: int, shared: int) -> int:
+    """Return a draft's number of key/value heads: the original's ratio to its `heads`, but two if it has two or more.
+
+    With a single one, a draft could not be trained with tensor parallelism.
+    """
+    return min(shared, max(2, DRAFT_HEADS * shared // heads))

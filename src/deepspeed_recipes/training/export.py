@@ -29,10 +29,10 @@ from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, re
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
-from .model import generation_settings, heads, new_tokens, remote_code, stored, untrained
+from .model import generate, heads, new_tokens, stored, untrained
 from .model import load as load_model
 from .model import processor as vision
-from .model_folder import base_model, complete, expected, head, intact, record, sentence_transformers, weights
+from .model_folder import base_model, complete, expected, record, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
 WEIGHTS_SHARE = 0.8
@@ -160,7 +160,7 @@ def verify(
     Raises:
         RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
     """
-    inputs = torch.tensor(_sequences(tokens, head.of_folder(folder) == "scores"), device=distributed.device())
+    inputs = torch.tensor(_sequences(tokens, base_model.head_of(folder) == "scores"), device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
@@ -205,7 +205,7 @@ def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
 
 def is_reward_model(folder: Path) -> bool:
     """Return whether a folder holds a reward model, which gives a sequence one number, or an adapter of one."""
-    return head.of_folder(folder) == "scores" and not head.labels_of(folder)
+    return base_model.head_of(folder) == "scores" and not base_model.labels_of(folder)
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -228,13 +228,13 @@ def load(
         UserError: not a model folder, or the adapter's base model cannot be found.
     """
     if adapter is None and (folder / ADAPTER).exists():
-        intact.check(folder)
+        weights.check_intact(folder)
         folder, adapter = base_of(folder), folder
     split = device_map(folder) if placed else {}
     if adapter is None:
         model = load_whole(folder, dtype, split=split)
     else:
-        intact.check(adapter)
+        weights.check_intact(adapter)
         base = load_base(folder, adapter, dtype, split)
         if split and "disk" in base.hf_device_map.values():  # PEFT 0.21 would leave those layers' adapters out
             raise UserError(f"{adapter}: its base model is larger than the GPUs' and the host's memory; use more GPUs.")
@@ -300,18 +300,18 @@ def load_whole(
     if folder.is_absolute() and not (folder / "config.json").exists():
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
     if folder.is_dir():  # and not a Hub id
-        intact.check(folder)
+        weights.check_intact(folder)
         weights.tensors(folder, "model")
-        generation_settings.check(str(folder))
-    trusted = remote_code.permitted(of_adapter or folder)
+        generate.check_settings(str(folder))
+    trusted = base_model.may_run_code(of_adapter or folder)
     options: Json = {"dtype": dtype, "use_safetensors": True, "trust_remote_code": trusted, **split}
     if quantization:
         options["quantization_config"] = quantization
-    found = head.of_folder(of_adapter or folder)
-    classes = heads.options(head.labels_of(of_adapter)) if of_adapter and found == "scores" else {}
+    found = base_model.head_of(of_adapter or folder)
+    classes = heads.options(base_model.labels_of(of_adapter)) if of_adapter and found == "scores" else {}
     try:
         # transformers would list what the trained part of a whole checkpoint lacks, tensor by tensor.
-        partial = (of_adapter and found != "vocabulary") or (folder / head.PROVENANCE).exists()
+        partial = (of_adapter and found != "vocabulary") or (folder / base_model.PROVENANCE).exists()
         quiet = errors_only("transformers") if partial else nullcontext()
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
         state = load_model.dequantized_state(str(folder), config, dtype) if of_adapter else None
@@ -322,7 +322,7 @@ def load_whole(
             model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}: cannot load the model: {_reason(error)}") from error
-    generation_settings.correct(model, str(folder))
+    generate.correct_settings(model, str(folder))
     upstream.keep_4bit_layout(model)
     if of_adapter:
         new_tokens.fit(model, of_adapter)
@@ -410,8 +410,8 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
     Raises:
         UserError: the folder has none.
     """
-    if head.of_folder(folder) == "vision":
-        return vision.load(str(folder), remote_code.permitted(folder))
+    if base_model.head_of(folder) == "vision":
+        return vision.load(str(folder), base_model.may_run_code(folder))
     return load_tokenizer(folder)
 
 
@@ -421,9 +421,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder has none, or one of its files cannot be used.
     """
-    intact.check(folder)
+    weights.check_intact(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=remote_code.permitted(folder))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=base_model.may_run_code(folder))
     except Exception as error:  # each kind of tokenizer fails in its own way
         raise UserError(f"{folder}: cannot load the tokenizer: {_reason(error)}") from error
 
@@ -440,7 +440,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
         UserError: `source` holds no model, or `output` is not empty.
     """
     complete.check(source, output)
-    intact.check(source)
+    weights.check_intact(source)
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
         if list(source.glob("checkpoint-*")):
@@ -458,7 +458,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             merged.save_pretrained(part)
             del merged  # before it is loaded again
             load_processor(source).save_pretrained(part)
-            untrained.add(part, str(base_of(source)), head.of_folder(source), remote_code.permitted(source))
+            untrained.add(part, str(base_of(source)), base_model.head_of(source), base_model.may_run_code(source))
             _check_merged(part, expected)
             kind = "a whole model with the adapter merged into it"
         else:
@@ -469,7 +469,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
             _check_copies(source, part)
             if is_adapter:
                 name = str(base_of(source))
-                untrained.name_adapter(part, name, head.of_folder(source), remote_code.permitted(source))
+                untrained.name_adapter(part, name, base_model.head_of(source), base_model.may_run_code(source))
             elif (run := RunFolder(source.parents[1])).recipe.exists():
                 recipe = read_recipe(run)
                 base = str(run.draft_model if recipe.draft.enabled else base_model.located(recipe.model.path))
@@ -482,7 +482,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 untrained.add(part, base, trained, recipe.model.trust_remote_code)
             untrained.check(part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
-        sentence_transformers.copy(source, part)
+        complete.copy_pooling(source, part)
         complete.of_copy(part, source, output)
         move(part, output)
     return kind

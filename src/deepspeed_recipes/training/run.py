@@ -47,14 +47,16 @@ from .callbacks.profiler import Phases, Profiler
 from .callbacks.stopping import StopOnSignal
 from .callbacks.system_log import SystemLog
 from .callbacks.stopping import Watchdog
-from .checkpoint import fingerprint, pickles
+from .checkpoint import fingerprint
+from .checkpoint import save
 from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data import load as load_data
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, heads, load, output_head, packing_check, transforms
+from .model import draft, heads, load, output_head, transforms
+from .model import probe
 from .callbacks.metrics import training_flops
 from . import optimizer, own_code
 from .parallel import implementation
@@ -80,7 +82,7 @@ def main(folder: str) -> None:
             leave_out_noise()
             upstream.compile_ops_once(run.ranks / f"rank-{os.environ['RANK']}.stack")
             distributed.start()
-            pickles.load_only_data()
+            save.load_only_data()
             upstream.leave_out_step_of_zeros()
             execute(starting_recipe(run), run, trackers)
             distributed.stop()
@@ -128,7 +130,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     trainer = methods.trainer(context, Parts(model, arguments, datasets.training, tokenizer))
     distributed.check_on_first(lambda: export.rehearse(trainer, outline))
     gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
-    with pickles.refusing_code(checkpoint):
+    with save.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     conclude(trainer, datasets, too_few)
 
@@ -190,7 +192,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     upstream.check_version(recipe.layout)
     transforms.check(recipe, file, distributed.on_gpu())
     optimizer.check(recipe)
-    attention = packing_check.check(recipe, tokenizer, distributed.on_gpu(), say)
+    attention = probe.check_packing(recipe, tokenizer, distributed.on_gpu(), say)
     if recipe.model.attention == "auto" and attention == "eager":
         say(f"model.attention=eager: transformers has no SDPA for {config['model_type']}")
     recipe = replace(recipe, model=replace(recipe.model, attention=attention))

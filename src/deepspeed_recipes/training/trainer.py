@@ -45,11 +45,11 @@ from .callbacks.profiler import Phases, Profiler
 from .callbacks.routing import Routing
 from .callbacks.stopping import Agreement, StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
-from .checkpoint import digests, pickles, universal
+from .checkpoint import digests, save, universal
 from .checkpoint.save import Checkpoints
-from .data import example_numbers
+from .data import collate
 from .data.collate import Batch
-from .environment import describe
+from .distributed import describe_environment
 from .model import transforms
 from .model.noise import Noise
 from .optimizer import rate_schedule
@@ -187,15 +187,15 @@ class RunHooks(Hooked):
         """
         arguments, accelerator, layout = self.args, self.accelerator, self.context.recipe.layout
         ranks = data_parallel_size(layout, dist.get_world_size())
-        dataset = example_numbers.numbered(self.train_dataset, self.context.run)
+        dataset = collate.numbered(self.train_dataset, self.context.run)
         options: Json = {"batch_size": self.sequences_per_load()}
         if not isinstance(dataset, IterableDataset):
             sampler = self._get_train_sampler(dataset)
             assert sampler, "every dataset with a length has one"
-            options = {"batch_sampler": example_numbers.EvenBatches(sampler, self.sequences_per_load(), ranks)}
+            options = {"batch_sampler": collate.EvenBatches(sampler, self.sequences_per_load(), ranks)}
         loader = DataLoader(
             dataset,
-            collate_fn=example_numbers.WithNumbers(self.data_collator),
+            collate_fn=collate.WithNumbers(self.data_collator),
             num_workers=arguments.dataloader_num_workers,
             pin_memory=arguments.dataloader_pin_memory,
             worker_init_fn=partial(
@@ -265,7 +265,7 @@ class RunHooks(Hooked):
         config = finite(engine._config._param_dict)
         if distributed.is_first():
             write_requested(context.run.deepspeed, config)
-            write_requested(context.run.environment, describe())
+            write_requested(context.run.environment, describe_environment())
         context.trackers.begin(context.recipe, config)
 
     def _run_epoch(self, **options: object) -> None:
@@ -302,7 +302,7 @@ class RunHooks(Hooked):
 
     def training_step(self, model: torch.nn.Module, inputs: Batch, num_items_in_batch: object = None) -> torch.Tensor:
         """Return the loss of a micro-batch, computed by `context.parallel` and checked by the guard."""
-        numbers, self.filler = inputs.pop(example_numbers.KEY), inputs.pop(example_numbers.FILLER, False)
+        numbers, self.filler = inputs.pop(collate.KEY), inputs.pop(collate.FILLER, False)
         ordinary = partial(super().training_step, model)
         loss = self.context.parallel.step(self, ordinary, inputs, num_items_in_batch)
         return self.context.guard.keep(self.state.global_step + 1, numbers, loss)
@@ -367,7 +367,7 @@ class RunHooks(Hooked):
             )
         converted = universal.is_needed(context.recipe.layout, context.run, dist.get_world_size(), checkpoint)
         upstream.load_universal(self.deepspeed, converted)
-        with pickles.refusing_code(checkpoint):
+        with save.refusing_code(checkpoint):
             deepspeed_load_checkpoint(
                 self.model_wrapped, str(checkpoint), load_module_strict=not isinstance(self.model, PeftModel)
             )

@@ -241,14 +241,12 @@ def _keeps_documents_apart(recipe: Recipe) -> bool:
     """Return True if packed documents stay apart in a shrunken model of this architecture."""
     from transformers import AutoConfig, AutoTokenizer  # takes seconds, and only `auto` needs it
 
-    from ...training.model import attention, draft, packing_check
+    from ...training.model import attention, draft, probe
 
     config = AutoConfig.for_model(**recipe.model.config)
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     try:
         # The last candidate is the implementation that a run uses if no faster one is correct.
-        return packing_check.keeps_documents_apart(
-            config, tokenizer, attention.candidates(recipe, config, on_gpu=False)[-1]
-        )
+        return probe.keeps_documents_apart(config, tokenizer, attention.candidates(recipe, config, on_gpu=False)[-1])
     except Exception:  # a model's own code may raise any error; without packing the model may still train
         return False

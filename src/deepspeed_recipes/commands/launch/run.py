@@ -23,7 +23,7 @@ from ...recipe.recipe import Recipe
 from ...report import write
 from ...report.profiler import verdict, window
 from ...report.sections import settings
-from ...training.tracking import afterwards
+from ...training.tracking import writer
 from .plan import LaunchPlan, plan_launch, requested
 
 
@@ -118,7 +118,7 @@ def start(plan: LaunchPlan) -> int:
             verdict.at_end(folder, communication.traffic_of_run)
             write.at_end(folder)  # also for a failed run; in this process, so that it costs the ranks nothing
         if not status:
-            afterwards.upload(folder)
+            writer.upload(folder)
         if status == 2 and not (options.resume or folder.metrics.exists() or run_folder.checkpoints(folder)):
             # Remove the folder after a mistake that only the ranks could detect.
             shutil.rmtree(folder.path, ignore_errors=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from ...recipe.errors import UserError, redact
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint, read_recipe
-from ...training.model_folder import base_model, intact, record
+from ...training.model_folder import base_model, record, weights
 from . import server
 from .server import Server
 
@@ -47,7 +47,7 @@ def find(name: str, model: str | None) -> Candidate:
     folder = _of_run(run) if run and run.path == place else place
     if not any((folder / file).exists() for file in ("config.json", base_model.ADAPTER)):
         raise UserError(f"{name}: has neither a model nor an adapter; a run's model is in its export/.")
-    intact.check(folder)
+    weights.check_intact(folder)
     held = record.read(folder)
     recipe = read_recipe(run) if run else held.recipe if held else None
     return Candidate(name, folder, run, recipe)

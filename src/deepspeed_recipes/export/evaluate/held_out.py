@@ -18,7 +18,7 @@ from ...recipe.methods.texts import Sft
 from ...recipe.own_code import is_own
 from ...recipe.recipe import Recipe, names
 from ...training.data import load, sources
-from ...training.model_folder.portable import own_path
+from ...training.model_folder.record import own_path
 
 METRICS = ("exact_match", "loss", "preference_accuracy", "accuracy", "recall_at_1")
 """The metrics: the first two for models that write text, then one each for models that prefer or score answers, for

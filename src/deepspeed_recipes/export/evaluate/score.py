@@ -20,7 +20,7 @@ from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
 from ...training.data.thinking import stripped
 from ...training.methods import classify, embed
-from ...training.model_folder import head
+from ...training.model_folder import base_model
 from ...training.parallel import scores
 from . import server
 from .held_out import HeldOut
@@ -117,13 +117,13 @@ KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "prefe
 
 def _check_kind(folder: Path, held_out: HeldOut) -> None:
     """Refuse a metric that the model in a folder does not have."""
-    found, own = head.of_folder(folder), None
+    found, own = base_model.head_of(folder), None
     if found == "vision" and "images" in held_out.examples.column_names:
         raise UserError(
             f"{folder}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
         )
     if found == "scores":
-        own = "accuracy" if head.labels_of(folder) else "preference_accuracy"
+        own = "accuracy" if base_model.labels_of(folder) else "preference_accuracy"
     elif found == "none":
         own = "recall_at_1"
     if own and held_out.metric != own:

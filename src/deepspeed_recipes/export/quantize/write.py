@@ -11,7 +11,7 @@ from ...machine import children
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.run_folder import read_json
-from ...training.model_folder import base_model, complete, expected, head, record
+from ...training.model_folder import base_model, complete, expected, record
 from ..serve import environment
 from . import UNROUNDED, Kind
 
@@ -68,8 +68,8 @@ def write(
         if (source / base_model.ADAPTER).exists():
             whole = place / "merged"
             export.write(source, whole, merge=True)
-        if (whole / head.PROVENANCE).exists():
-            say(f"of the text part alone, without {', '.join(read_json(whole / head.PROVENANCE)['parts'])}")
+        if (whole / base_model.PROVENANCE).exists():
+            say(f"of the text part alone, without {', '.join(read_json(whole / base_model.PROVENANCE)['parts'])}")
             whole = export.write_trained_part(whole, place / "trained")
         part.mkdir()
         if (whole / record.FOLDER).is_dir():
@@ -141,9 +141,10 @@ def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     from ...training import distributed
-    from ...training.model import generation_settings, remote_code
+    from ...training.model import generate
+    from ...training.model_folder import base_model
 
-    options: Json = {"trust_remote_code": remote_code.permitted(whole)}
+    options: Json = {"trust_remote_code": base_model.may_run_code(whole)}
     dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
     compute = torch.bfloat16 if dtype == torch.float32 else dtype
     if scheme == "nf4":
@@ -152,7 +153,7 @@ def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
         config = BitsAndBytesConfig(load_in_8bit=True)
     options |= {"quantization_config": config, "device_map": str(distributed.device())}
     model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
-    generation_settings.correct(model, str(whole))
+    generate.correct_settings(model, str(whole))
     model.save_pretrained(folder)
 
 

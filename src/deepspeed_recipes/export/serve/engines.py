@@ -13,7 +13,7 @@ from ...recipe.compatibility import EXPERT_COUNTS
 from ...recipe.errors import UserError
 from ...recipe.project import python_path
 from ...recipe.run_folder import read_json
-from ...training.model import remote_code
+from ...training.model_folder import base_model
 from ...training.model_folder.base_model import ADAPTER, config_of, text_of
 from . import environment
 from .served import Served
@@ -137,7 +137,9 @@ def build(engine: str, served: Served, host: str, port: int, place: Path, split:
         else:
             (beside / served.asked).symlink_to(served.model)
         server = transformers(served.asked, beside, host, port)
-    trusted = remote_code.permitted(served.model) or any(remote_code.permitted(one.folder) for one in served.adapters)
+    trusted = base_model.may_run_code(served.model) or any(
+        base_model.may_run_code(one.folder) for one in served.adapters
+    )
     return replace(server, command=(*server.command, "--trust-remote-code")) if trusted else server
 
 

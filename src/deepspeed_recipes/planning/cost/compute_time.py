@@ -251,7 +251,7 @@ DORA_SCALE = 14
 read twice and written (6)."""
 FUSED_ADAPTER_BYTES = 4 / 3
 """Bytes moved per pass and output of a fused adapter, and per input without dropout: each is read and written once over
-the forward and the two backward passes (training/model/fused_lora.py)."""
+the forward and the two backward passes (training/model/lora.py)."""
 LOSS = 30
 """Bytes moved per logit: 2 written, 12 + 12 for the fp32 copy and its softmax in both passes, and 4 read back."""
 TILED_LOSS = 14

@@ -23,7 +23,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_jsonl
 from .. import distributed, upstream
 from ..console import say
-from ..data import example_numbers
+from ..data import collate
 
 WINDOW, DEVIATIONS = 128, 6
 """Settings of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
@@ -170,7 +170,7 @@ class LossGuard(TrainerCallback):
     def _act(self, key: str, where: str, numbers: Sequence[int]) -> None:
         if getattr(self.recipe, key) == "rewind":
             if distributed.is_first():
-                example_numbers.leave_out(self.run, numbers)
+                collate.leave_out(self.run, numbers)
             dist.barrier()
             raise Rewind(f"{where}: resuming from the newest checkpoint without them")
         own = f"correct loss={self.recipe.loss}, " if self.recipe.loss else ""

@@ -1,15 +1,29 @@
-"""Reliable checkpoints: disk and memory are checked before each, and each is marked once it is complete."""
+"""Reliable checkpoints: disk and memory are checked before each, and each is marked once it is complete.
 
+Checkpoints are pickles and could run code; only tensors and plain values are loaded from them. DeepSpeed 0.19.8 reads
+every file with `torch.load(weights_only=False)`; a variable of torch overrules that.
+"""
+
+import contextlib
+import os
+import pickle
+import re
+from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...machine import run_lock
 from ...machine.system import check_disk, check_memory
-from ...recipe.errors import FileUnusable, first_line, of_system
+from ...recipe.errors import FileUnusable, UserError, first_line, of_system
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (
@@ -25,6 +39,33 @@ from ...recipe.run_folder import (
 from .. import distributed
 from ..console import say
 from . import digests
+
+STORED = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
+"""Classes that DeepSpeed stores in addition to tensors and plain values; all of them hold only numbers."""
+
+
+def load_only_data() -> None:
+    """Make every `torch.load` of this process and its children refuse everything except data."""
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    torch.serialization.add_safe_globals(list(STORED))
+
+
+@contextlib.contextmanager
+def refusing_code(checkpoint: Path | None) -> Iterator[None]:
+    """Within a `with` block, explain why `checkpoint` was not loaded.
+
+    Raises:
+        UserError: the checkpoint contains something that is not data.
+    """
+    try:
+        yield
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        what = found[1] if found else first_line(error)
+        raise UserError(
+            f"{checkpoint}: not loaded: one of its files contains {what}, which is code rather than data; "
+            f"delete the folder, or start a new run from its weights: without --resume, with model.path={checkpoint}."
+        ) from error
 
 
 class Checkpoints(TrainerCallback):

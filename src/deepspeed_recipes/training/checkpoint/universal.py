@@ -270,12 +270,12 @@ def main() -> int:
     # Not at the top: the launcher imports this module without torch and DeepSpeed.
     from deepspeed.checkpoint import ds_to_universal
 
-    from . import pickles
+    from . import save
 
     arguments = ds_to_universal.parse_arguments()
-    pickles.load_only_data()
+    save.load_only_data()
     try:
-        with pickles.refusing_code(Path(arguments.input_folder).parent):
+        with save.refusing_code(Path(arguments.input_folder).parent):
             ds_to_universal.main(arguments)
     except UserError as error:
         print(error, file=sys.stderr)

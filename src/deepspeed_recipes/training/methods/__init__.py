@@ -1,4 +1,7 @@
-"""The training methods: one module each, named like the recipe's `method`, with the functions of `TrainingMethod`."""
+"""The training methods: one module each, named like the recipe's `method`, with the functions of `TrainingMethod`.
+
+Continued pre-training is supervised fine-tuning with a loss on every token.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol, cast
@@ -31,13 +34,11 @@ class TrainingMethod(Protocol):
 
 
 if TYPE_CHECKING:  # at run time only the recipe's own method is imported
-    from . import classify, distill, dpo, embed, grpo, kto, orpo, pretrain, reward, sft, simpo
+    from . import classify, distill, dpo, embed, grpo, kto, orpo, reward, sft, simpo
 
-    CHECKED: tuple[TrainingMethod, ...] = (
-        *(classify, distill, dpo, embed, grpo, kto, orpo, pretrain, reward, sft, simpo),
-    )
+    CHECKED: tuple[TrainingMethod, ...] = (*(classify, distill, dpo, embed, grpo, kto, orpo, reward, sft, simpo),)
 
 
 def method(name: str) -> TrainingMethod:
     """Return the module of a method."""
-    return cast(TrainingMethod, import_module(f".{name}", __package__))
+    return cast(TrainingMethod, import_module(f".{'sft' if name == 'pretrain' else name}", __package__))

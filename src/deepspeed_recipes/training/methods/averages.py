@@ -3,8 +3,7 @@
 import torch
 
 from .. import distributed
-from ..data.collate import Batch
-from ..data.example_numbers import FILLER
+from ..data.collate import FILLER, Batch
 from ..trainer import RunContext, RunHooks
 
 

@@ -10,11 +10,18 @@ Runs on transformers' Trainer, with the packed sequences of supervised fine-tuni
 loss by its tokens over all ranks, and DeepSpeed its gradients by the ranks once more, so on two ranks both are halved;
 it also holds whole logits of both models. TRL's DistillationTrainer, which uses tiles, is for answers that the student
 writes, packs nothing, and reads numbers from the device at every pass.
+
+The seed, the step and the example determine which steps are on the student's policy (Agarwal et al., algorithm 1) and
+what is sampled, so that another number of ranks or a resumed run gives the same answers. No gradient passes through the
+sampling, as in the paper.
 """
 
+import random
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,19 +29,23 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
+from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe
-from ..data.collate import Batch, Collator
+from ..console import say
+from ..data.collate import FILLER, IGNORED, KEY, Batch, Collator, filler
 from ..data.load import Datasets, tokenized_datasets
 from ..model import output_head
 from ..model.attention import needs_boundaries
+from ..model.generate import ends
 from ..trainer import RunContext
 from . import sft
 from .averages import Averaging
-from .distillation import divergence, likeliest, on_policy, teacher
-from .distillation.places import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
-from .distillation.served import Served
+from .distillation import divergence, likeliest, teacher
+from .distillation.likeliest import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator, Served
 from .distillation.teacher import Teacher
+from .rollouts import hooks
 
 arguments = sft.arguments
 metric = sft.metric
@@ -50,7 +61,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
     if not Distill.of(recipe).served:
         teacher.check(recipe, tokenizer)
     found = tokenized_datasets(recipe, tokenizer)
-    return on_policy.with_room(found, recipe) if Distill.of(recipe).on_policy else found
+    return with_room(found, recipe) if Distill.of(recipe).on_policy else found
 
 
 class RunDistillTrainer(Averaging, Trainer):
@@ -95,10 +106,10 @@ class RunDistillTrainer(Averaging, Trainer):
 
     def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Return a step's micro-batches, with the student's own answers in the share of steps `distill.on_policy`."""
-        if not on_policy.writes(self.context.recipe, self.state.global_step):
+        if not writes(self.context.recipe, self.state.global_step):
             return batches, items
         with self.context.phases.phase("rollout"):
-            batches = on_policy.rewritten(self, batches)
+            batches = rewritten(self, batches)
         return batches, self._get_num_items_in_batch(batches, self.args.device)
 
     def compute_loss(
@@ -146,3 +157,74 @@ class RunDistillTrainer(Averaging, Trainer):
 
 
 trainer = RunDistillTrainer.of
+
+
+def with_room(found: Datasets, recipe: Recipe) -> Datasets:
+    """Return the datasets without those training examples whose prompts leave no room for an answer.
+
+    Raises:
+        UserError: too few are left for a step.
+    """
+    longest = recipe.sequence_length - Distill.of(recipe).max_new_tokens
+    training: Any = found.training
+    kept = training.filter(lambda sequence: _prompt_length(sequence["labels"]) <= longest)
+    if len(kept) < recipe.global_batch_size:
+        raise UserError(
+            f"distill.max_new_tokens={Distill.of(recipe).max_new_tokens}: {len(kept)} of {len(training)} prompts leave "
+            f"room in sequence_length={recipe.sequence_length}; use fewer, or a larger sequence_length."
+        )
+    if len(kept) < len(training):
+        say(f"distillation: {len(training) - len(kept)} examples left out, whose prompts leave no room for an answer")
+    size = found.size and replace(found.size, documents=len(kept), sequences=len(kept))
+    return replace(found, training=kept, size=size)
+
+
+def writes(recipe: Recipe, step: int) -> bool:
+    """Return whether the student writes the answers of a step."""
+    return random.Random(f"{recipe.seed} {step}").random() < Distill.of(recipe).on_policy
+
+
+def rewritten(trainer: Trainer, batches: list[Batch]) -> list[Json]:
+    """Return a step's micro-batches with the student's answers to their prompts; a collective under ZeRO-3.
+
+    Args:
+        trainer: the run's; its model writes.
+        batches: from the run's collator, one document per sequence.
+    """
+    recipe, device = trainer.context.recipe, trainer.accelerator.device
+    prompts = [_prompts(batch) for batch in batches]
+    seeds = hooks.seeds_of(recipe.seed, trainer.state.global_step, [number for one in batches for number in one[KEY]])
+    answers = iter(
+        hooks.written_answers(
+            trainer,
+            [prompt for batch in prompts for prompt in batch],
+            hooks.Noise(seeds, 1.0, device),
+            Distill.of(recipe).max_new_tokens,
+            ends(trainer.model, trainer.processing_class),
+            gather=True,
+        )
+    )
+    found = []
+    for batch, own in zip(batches, prompts, strict=True):
+        inputs = trainer.data_collator([_sequence(prompt, next(answers)) for prompt in own])
+        moved = {name: one.to(device) if torch.is_tensor(one) else one for name, one in inputs.items()}
+        found.append({**moved, KEY: batch[KEY]} if FILLER not in batch else filler({**moved, KEY: batch[KEY]}))
+    return found
+
+
+def _prompts(batch: Batch) -> list[list[int]]:
+    rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+    return [tokens[: _prompt_length(labels)] for tokens, labels in rows]
+
+
+def _prompt_length(labels: list[int]) -> int:
+    return next((at for at, label in enumerate(labels) if label != IGNORED), 1)  # a filler has no answer
+
+
+def _sequence(prompt: list[int], answer: list[int]) -> Json:
+    length = len(prompt) + len(answer)
+    return {
+        "input_ids": [*prompt, *answer],
+        "labels": [IGNORED] * len(prompt) + answer,
+        "seq_lengths": [length],
+    }

@@ -7,11 +7,10 @@ from trl import DPOConfig, DPOTrainer
 from ...recipe.files import Json
 from ...recipe.methods import Dpo
 from ...recipe.recipe import Recipe
-from ..data import example_numbers
+from ..data import collate
 from ..data.collate import Batch
 from ..parallel import scores
-from .preferences.pairs import PairHooks, datasets, ranked_by
-from .preferences.reference import precomputed, with_reference
+from .preferences import PairHooks, datasets, precomputed, ranked_by, with_reference
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 
@@ -47,7 +46,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
     def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
         """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""
         if self.before is not None:
-            sides = self.before[inputs[example_numbers.KEY]].to(self.args.device, non_blocking=True).unbind(1)
+            sides = self.before[inputs[collate.KEY]].to(self.args.device, non_blocking=True).unbind(1)
             inputs |= dict(zip(REFERENCE, sides, strict=True))
         self.one_by_one = inputs.pop(UNEVEN, False)
         return super().training_step(model, inputs, *arguments)

@@ -30,8 +30,7 @@ from ..model.control_tokens import conversation_tokens
 from ..model.generate import continued, ends
 from ..parallel import scores
 from ..trainer import Parts, RunContext
-from . import sft
-from .preferences import reference
+from . import preferences, sft
 from .rollouts import scoring
 from .rollouts.hooks import RolloutHooks
 
@@ -243,4 +242,4 @@ def _has_answer(row: Json) -> bool:
 def trainer(context: RunContext, parts: Parts) -> RolloutHooks:
     """Return the trainer, with a reference model if all weights are trained and beta is above 0."""
     kind = RunRLOOTrainer if Grpo.of(context.recipe).loss == "rloo" else RunGRPOTrainer
-    return kind.of(context, parts, reference=reference.of_recipe(context.recipe))
+    return kind.of(context, parts, reference=preferences.reference_of(context.recipe))

@@ -21,9 +21,9 @@ from ..console import say
 from ..data import load, report, tokenize, updates
 from ..data.collate import Batch
 from ..parallel import scores
+from . import preferences
 from .averages import Averaging
-from .preferences import fused_head
-from .preferences.reference import with_reference
+from .preferences import with_reference
 
 
 class RunKTOTrainer(Averaging, KTOTrainer):
@@ -76,7 +76,7 @@ class RunKTOTrainer(Averaging, KTOTrainer):
 
 
 def _log_likelihood(model: PreTrainedModel, inputs: Batch) -> torch.Tensor:
-    return fused_head.log_probs(model, inputs, inputs["completion_mask"].bool()).sum(-1)
+    return preferences.log_probs_of(model, inputs, inputs["completion_mask"].bool()).sum(-1)
 
 
 def arguments(common: Json, recipe: Recipe) -> KTOConfig:

@@ -13,13 +13,12 @@ from ...recipe.recipe import Recipe
 from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
-from .preferences import fused_head
-from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
+from .preferences import FusedHead, PairHooks, datasets, log_probs_of, mean_of, of_pairs, ranked_by
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 
 
-class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
+class RunORPOTrainer(FusedHead, Averaging, PairHooks, ORPOTrainer):
     """TRL's trainer with the run's hooks."""
 
     def compute_loss(
@@ -34,9 +33,9 @@ class RunORPOTrainer(fused_head.FusedHead, Averaging, PairHooks, ORPOTrainer):
         answers = inputs["completion_mask"].bool()
         pairs = len(answers) // 2
         imitated = inputs["attention_mask"][:pairs].bool()
-        log_probs = fused_head.log_probs(model, inputs, torch.cat([imitated, answers[pairs:]]))
-        imitation = -fused_head.mean(log_probs[:pairs], imitated)
-        terms, chosen, rejected, *_ = self.odds_ratio_loss(*fused_head.mean(log_probs, answers).chunk(2))
+        log_probs = log_probs_of(model, inputs, torch.cat([imitated, answers[pairs:]]))
+        imitation = -mean_of(log_probs[:pairs], imitated)
+        terms, chosen, rejected, *_ = self.odds_ratio_loss(*mean_of(log_probs, answers).chunk(2))
         self.averages.add(of_pairs(chosen, rejected) | {"nll_loss": imitation, "odds_loss": -terms})
         return self.mean(imitation - terms)
 

@@ -12,7 +12,7 @@ from ...recipe.recipe import Recipe
 from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
-from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
+from .preferences import PairHooks, datasets, of_pairs, ranked_by
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 

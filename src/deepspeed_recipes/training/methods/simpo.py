@@ -13,13 +13,12 @@ from ...recipe.recipe import Recipe
 from ..data.collate import Batch
 from ..parallel import scores
 from .averages import Averaging
-from .preferences import fused_head
-from .preferences.pairs import PairHooks, datasets, of_pairs, ranked_by
+from .preferences import FusedHead, PairHooks, datasets, log_probs_of, mean_of, of_pairs, ranked_by
 
 __all__ = ["arguments", "datasets", "metric", "trainer"]
 
 
-class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
+class RunSimPOTrainer(FusedHead, Averaging, PairHooks, CPOTrainer):
     """TRL's trainer with the run's hooks."""
 
     def compute_loss(
@@ -27,8 +26,8 @@ class RunSimPOTrainer(fused_head.FusedHead, Averaging, PairHooks, CPOTrainer):
     ) -> torch.Tensor:
         """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6)."""
         answers = inputs["completion_mask"].bool()
-        log_probs = fused_head.log_probs(model, inputs, answers)
-        losses, chosen, rejected = self.cpo_loss(*fused_head.mean(log_probs, answers).chunk(2))
+        log_probs = log_probs_of(model, inputs, answers)
+        losses, chosen, rejected = self.cpo_loss(*mean_of(log_probs, answers).chunk(2))
         self.averages.add(of_pairs(chosen, rejected))
         return self.mean(losses)
 

@@ -29,11 +29,10 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
-from ...recipe.layout import per_layer
+from ...recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, draft_key_value_heads, per_layer
 from ...recipe.project import SAMPLES
 from ...recipe.recipe import Draft, Recipe
 from ...recipe.samples import TINY_VISION
-from .draft_shape import EXPERTS, HEADS, key_value_heads
 from .processor import pictures_only
 
 TINY_MODEL = SAMPLES / "tiny_model"
@@ -99,15 +98,15 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         width = (getattr(config, name, None) or 0) * draft.hidden_size / config.hidden_size
         return -int(-width // 16) * 16
 
-    head = draft.hidden_size // HEADS
-    heads = getattr(config, "num_attention_heads", None) or HEADS  # a state-space model has none
+    head = draft.hidden_size // DRAFT_HEADS
+    heads = getattr(config, "num_attention_heads", None) or DRAFT_HEADS  # a state-space model has none
     shared = getattr(config, "num_key_value_heads", None) or heads
     latent = getattr(config, "kv_lora_rank", None)  # DeepSeek's attention: half of a head is its rotary part
     return {
         "hidden_size": draft.hidden_size,
         "num_hidden_layers": draft.layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": key_value_heads(heads, shared),
+        "num_attention_heads": DRAFT_HEADS,
+        "num_key_value_heads": draft_key_value_heads(heads, shared),
         "head_dim": head // 2 if latent else head,
         "query_pre_attn_scalar": head,
         "rotary_dim": head // 2,
@@ -117,10 +116,10 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "word_embed_proj_dim": scaled("word_embed_proj_dim"),
         "moe_intermediate_size": scaled("moe_intermediate_size"),
         "shared_expert_intermediate_size": scaled("shared_expert_intermediate_size"),
-        "num_local_experts": EXPERTS,
-        "num_experts": EXPERTS,
-        "n_routed_experts": EXPERTS,
-        "moe_num_experts": EXPERTS,
+        "num_local_experts": DRAFT_EXPERTS,
+        "num_experts": DRAFT_EXPERTS,
+        "n_routed_experts": DRAFT_EXPERTS,
+        "moe_num_experts": DRAFT_EXPERTS,
         "num_experts_per_tok": ACTIVE_EXPERTS,
         "moe_k": ACTIVE_EXPERTS,
         "n_group": min(2, getattr(config, "n_group", None) or 2),
@@ -132,13 +131,13 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "qk_rope_head_dim": head // 2,
         "v_head_dim": head,
         "linear_num_key_heads": 2,
-        "linear_num_value_heads": HEADS,
+        "linear_num_value_heads": DRAFT_HEADS,
         "linear_key_head_dim": head,
         "linear_value_head_dim": head,
         "sliding_window": WINDOW,
-        "mamba_d_ssm": 2 * HEADS * head,
-        "mamba_n_heads": HEADS,
-        "mamba_num_heads": HEADS,
+        "mamba_d_ssm": 2 * DRAFT_HEADS * head,
+        "mamba_n_heads": DRAFT_HEADS,
+        "mamba_num_heads": DRAFT_HEADS,
         "mamba_d_head": 2 * head,
         "mamba_head_dim": 2 * head,
         "mamba_d_state": head,

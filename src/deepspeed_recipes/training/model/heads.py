@@ -19,7 +19,7 @@ from transformers import (
 
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe
-from ..model_folder.head import Head
+from ..model_folder.base_model import Head
 
 CLASSES: dict[Head, Any] = {
     "vocabulary": AutoModelForCausalLM,

@@ -23,8 +23,8 @@ from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
 from ..console import say
-from ..model_folder import dequantized, intact, weights
-from . import attention, generation_settings, heads, lora, new_tokens, remote_code, stored, transforms, vision_tower
+from ..model_folder import base_model, dequantized, weights
+from . import attention, generate, heads, lora, new_tokens, processor, stored, transforms
 
 TEXT_PART = {
     r"^language_model\.model\.": "model.",
@@ -46,7 +46,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         UserError: the folder or Hub id has none.
     """
     if recipe.model.trust_remote_code:
-        remote_code.permit()
+        base_model.permit_remote_code()
     try:
         config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, *WRONG_VALUES) as error:
@@ -84,7 +84,7 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
         model.enable_input_require_grads()
     found = new_tokens.rows_of(recipe)
     rows = new_tokens.trained_rows(model, recipe.lora, found.numbers) if found else []
-    beside = vision_tower.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
+    beside = processor.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
     return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)
 
 
@@ -99,12 +99,12 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
 
 def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
     dtype = DTYPES[recipe.precision]
-    intact.check(Path(recipe.model.path))
+    weights.check_intact(Path(recipe.model.path))
     config = load_config(recipe)
     stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
     weights.check(Path(recipe.model.path))
     stored.check_tied(recipe.model.path, config)
-    generation_settings.check(recipe.model.path)
+    generate.check_settings(recipe.model.path)
     state = dequantized_state(recipe.model.path, config, dtype)
     part = {} if state is None else {"config": config}
     part |= {} if recipe.model.vision else text_part(config)
@@ -142,7 +142,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
         raise UserError(missing_weights(recipe, sorted(missing)))
     if kind in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
-    if line := generation_settings.correct(model, recipe.model.path):
+    if line := generate.correct_settings(model, recipe.model.path):
         say(line)
     new_tokens.start(model, recipe)
     return model

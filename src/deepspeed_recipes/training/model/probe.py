@@ -2,9 +2,12 @@
 
 A check makes a draft of the model's class, computes logits and gradients in two ways, and accepts a difference that
 rounding explains.
+
+`check_packing` checks that tokens attend to the tokens before them in their document alone.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +15,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...recipe.errors import first_line
+from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json
-from ...recipe.recipe import Draft
+from ...recipe.recipe import Draft, Recipe
 from .. import distributed
-from . import attention, remote_code, transforms
+from ..model_folder import base_model
+from . import attention, transforms
 from .draft import WINDOW, shrink
+from .load import cannot_load, load_config
 
 LEAK = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Smallest difference of logits that rounding does not explain, relative to the largest logit. Measured in fp32 on
@@ -60,7 +65,7 @@ def draft_of(
             small,
             attn_implementation=attention.loadable(name),
             dtype=dtype,
-            trust_remote_code=remote_code.here(),
+            trust_remote_code=base_model.remote_code_permitted(),
         )
     transforms.switch_by_batch(model)
     return model.to("cuda" if dtype == torch.bfloat16 else "cpu").eval()
@@ -170,7 +175,7 @@ def _with(config: PreTrainedConfig, place: Place, bound: int) -> PreTrainedConfi
 
 def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=base_model.remote_code_permitted())
     return {name: value.shape for name, value in model.named_parameters()}
 
 
@@ -181,7 +186,120 @@ def _logits(config: PreTrainedConfig, tokens: torch.Tensor) -> torch.Tensor:
         options: Json = {
             "attn_implementation": "eager",
             "dtype": torch.float32,
-            "trust_remote_code": remote_code.here(),
+            "trust_remote_code": base_model.remote_code_permitted(),
         }
         model = AutoModelForCausalLM.from_config(config, **options).eval()
     return model(input_ids=tokens, use_cache=False).logits
+
+
+LENGTHS = (WINDOW + 8, WINDOW + 24)
+"""Tokens per packed document: longer than a draft's windows and chunks, whose borders are elsewhere in the second
+document than in the sequence."""
+
+
+def check_packing(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, on_gpu: bool = False, say: Callable[[str], None] = print
+) -> str:
+    """Return the attention that the run computes with: the first candidate with which packing is correct.
+
+    Takes about a second, before the ranks load anything. Reports faster candidates that were refused with `say`.
+
+    Raises:
+        UserError: packed documents would attend to each other, or this cannot be checked, or a model that is to write
+            attends to later tokens.
+    """
+    config = load_config(recipe).get_text_config()
+    # BERT and its kin, which transformers also loads as models that write; others have no such key, or always write.
+    if getattr(config, "is_decoder", None) is False and not recipe.method.headless and sees_later(config, tokenizer):
+        raise UserError(
+            f"model.path={recipe.model.path}: tokens of {config.model_type} attend to later ones, so the model would "
+            "learn to copy its next token;\nuse classify or embed, or set is_decoder to true in its config.json."
+        )
+    names = attention.candidates(recipe, config, on_gpu)
+    if not recipe.packs:
+        return names[0]
+    for name in names:
+        try:
+            if keeps_documents_apart(config, tokenizer, name):
+                return name
+            why = "packed documents attend to each other"
+        except Exception as error:  # a model's own code may raise anything
+            why = f"{type(error).__name__}: {first_line(error)}"
+            if isinstance(error, ImportError) and recipe.model.attention != "auto":
+                raise UserError(attention.not_installed(name, error)) from error
+            if name == names[-1]:
+                if isinstance(error, KeyError | FloatingPointError):  # no draft can be built, packed or not
+                    raise UserError(cannot_load("model", recipe, error)) from error
+                raise UserError(
+                    f"packing=true: cannot be checked on a shrunken {config.model_type}: {error}\nAdd packing=false."
+                ) from error
+        if name != names[-1]:
+            say(f"model.attention: not {name} in {config.model_type} ({why})")
+    raise UserError(
+        f"packing=true: in {config.model_type} with model.attention={names[-1]} the documents of a packed sequence "
+        "attend to each other; add packing=false."
+    )
+
+
+def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
+    """Return whether documents in one sequence, separated by their position ids, get the same logits as each alone.
+
+    Args:
+        config: of the real model; a draft of its class with every kind of its layers is created from it.
+        tokenizer: for the size of the vocabulary.
+        name: the implementation to try, as in `from_pretrained(attn_implementation=...)`.
+    """
+    dtype = check_dtype(name)
+    model = draft_of(config, tokenizer, name, dtype)
+    leaked = leak(model)
+    if not math.isfinite(leaked):
+        raise FloatingPointError("a random model of it computes no finite logits")
+    apart = leaked < LEAK[dtype]
+    if dtype == torch.bfloat16:
+        check_gradients(model)
+    return apart
+
+
+@torch.no_grad()
+def sees_later(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the last token changes the logits of those before it."""
+    model = draft_of(config, tokenizer)
+    tokens = random_tokens(model.config, 1, WINDOW).to(model.device)
+    changed = tokens.clone()
+    changed[0, -1] += 1 if tokens[0, -1] < model.config.vocab_size - 1 else -1
+    before, after = (model(input_ids=one).logits[:, :-1] for one in (tokens, changed))
+    return off(after, before) > LEAK[torch.float32]
+
+
+@torch.no_grad()
+def leak(model: torch.nn.Module) -> float:
+    """Return how far the logits of packed documents are from those of each alone, relative to the largest."""
+    documents = _documents(model)
+    packed = model(**_packed(documents, model)).logits[0]
+    alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
+    return off(packed, alone)
+
+
+def check_gradients(model: torch.nn.Module) -> None:
+    """Compute the gradients of packed documents: a kernel's backward pass may have narrower limits than its forward.
+
+    Raises:
+        ArithmeticError: they are not finite.
+        Exception: the kernel has no backward pass for this model on this GPU.
+    """
+    model(**_packed(_documents(model), model)).logits.float().square().mean().backward()
+    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    if not gradients or not all(bool(one.isfinite().all()) for one in gradients):
+        raise ArithmeticError("gradients are not finite")
+
+
+def _documents(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    return random_tokens(model.config, 1, sum(LENGTHS))[0].to(model.device).split(LENGTHS)
+
+
+def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    inputs: dict[str, torch.Tensor] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    if attention.needs_boundaries(model):
+        inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
+    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}

@@ -43,7 +43,7 @@ from ...recipe.limits import tiles_loss
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, distributed, upstream
 from ..console import say
-from . import processor, vision_tower
+from . import processor
 from .attention import VARLEN
 
 COLUMNS = 8192
@@ -122,7 +122,7 @@ def _see_in_every_pass(model: PreTrainedModel, recipe: Recipe) -> None:
     # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
     # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
     model.accepts_loss_kwargs = True
-    vision_tower.always_see(model, processor.blank(processor.of_recipe(recipe)))
+    processor.always_see(model, processor.blank(processor.of_recipe(recipe)))
 
 
 def tile_loss(model: PreTrainedModel) -> None:
@@ -464,7 +464,7 @@ TRANSFORMS: tuple[tuple[Condition, Callable[[PreTrainedModel, Recipe], object]],
     (lambda recipe, config: recipe.model.vision, _see_in_every_pass),
     (
         lambda recipe, config: recipe.model.vision and not recipe.model.train_vision,
-        lambda model, recipe: vision_tower.freeze(model),
+        lambda model, recipe: processor.freeze(model),
     ),
     (lambda recipe, config: recipe.trains_some, _freeze),
     # The trainers of these methods give the model TRL's fused head.

@@ -23,8 +23,8 @@ from ...recipe import quantization
 from ...recipe.files import Json, JsonView
 from ...recipe.run_folder import read_json, write_json
 from ..model_folder import base_model, dequantized, weights
-from ..model_folder.head import PROCESSORS, PROVENANCE, Head
-from ..model_folder.portable import portable_path
+from ..model_folder.base_model import PROCESSORS, PROVENANCE, Head
+from ..model_folder.record import portable_path
 from . import heads, load, stored
 
 _DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()}

@@ -1,13 +1,17 @@
-"""The base model of an adapter: records it without a path of this machine, and finds it again."""
+"""The model in a folder, from the folder's own files: its head, an adapter's base model, and whether its code may run.
+
+An adapter's base model is recorded without a path of this machine, and found again.
+"""
 
 import os
 import re
 from pathlib import Path, PurePath
+from typing import Literal
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
-from ...recipe.run_folder import read_json, write_json
-from .portable import own_path, portable_path
+from ...recipe.run_folder import RunFolder, read_json, read_recipe, write_json
+from .record import own_path, portable_path
 
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
@@ -90,3 +94,74 @@ def find(adapter: Path) -> Path:
 def located(name: str) -> Path:
     """Return the folder of a recipe's model, whose path may be portable; a Hub id is returned unchanged."""
     return own_path(name) or Path(name)
+
+
+Head = Literal["vocabulary", "vision", "scores", "none"]
+"""Logits over the vocabulary; logits of a model with a vision tower; scores of a sequence, a reward or its classes; or
+none, as in an embedding model."""
+PROVENANCE = "provenance.json"
+"""File of an export that has more than was trained: what was trained, and digests of what is the base model's."""
+PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+"""Files with the settings of an image processor."""
+TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}
+"""The head of an adapter's model, by PEFT's task type."""
+LABELS = "labels.json"
+"""File next to a classifier's adapter with the names of its classes; config.json of a whole model has `id2label`."""
+
+
+def head_of(folder: Path) -> Head:
+    """Return the head of the model in a folder, or of the model that its adapter is for.
+
+    Of a whole checkpoint whose text part was trained it is that part's.
+    """
+    if (folder / ADAPTER).exists():
+        if sees(folder):
+            return "vision"
+        return TASKS.get(str(read_json(folder / ADAPTER).get("task_type")), "vocabulary")
+    if (folder / PROVENANCE).exists():
+        trained: Head = read_json(folder / PROVENANCE)["head"]
+        return trained
+    names = config_of(folder).get("architectures") or ()
+    if any(name.endswith("ForSequenceClassification") for name in names):
+        return "scores"
+    if sees(folder) and any(name.endswith("ForConditionalGeneration") for name in names):
+        return "vision"
+    headless = any(name.endswith("Model") and not name.endswith("LMHeadModel") for name in names)
+    return "none" if headless else "vocabulary"
+
+
+def sees(folder: Path) -> bool:
+    """Return whether a folder has the settings of an image processor."""
+    return any((folder / name).exists() for name in PROCESSORS)
+
+
+def labels_of(folder: Path) -> list[str]:
+    """Return the names of a classifier's classes in the order of its outputs; empty for any other model."""
+    if (folder / LABELS).exists():
+        return [str(name) for name in read_json(folder / LABELS)]
+    names = (config_of(folder).get("id2label") if head_of(folder) == "scores" else None) or {}
+    return [str(names[key]) for key in sorted(names, key=int)] if len(names) > 1 else []
+
+
+_PERMITTED = {"here": False}
+
+
+def permit_remote_code() -> None:
+    """Permit the code of every model that this process loads, as requested by its recipe or command line."""
+    _PERMITTED["here"] = True
+
+
+def remote_code_permitted() -> bool:
+    """Return whether this process has the permission; without an explicit value transformers prompts the user."""
+    return _PERMITTED["here"]
+
+
+def may_run_code(folder: str | Path) -> bool:
+    """Return whether the code of the model in a folder may run, by this process's recipe or by that of its run.
+
+    Only the recipe in a run's folder counts, not its copy in an export's `training/`.
+    """
+    if remote_code_permitted():
+        return True
+    runs = map(RunFolder, Path(folder).resolve().parents[:2])
+    return any(run.recipe.exists() and read_recipe(run).model.trust_remote_code for run in runs)

@@ -12,10 +12,9 @@ from ...recipe.errors import UserError, printable, redact
 from ...recipe.methods import method
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import read_json
-from . import head, record
+from . import base_model, record
 from .base_model import ADAPTER, KEY, QUANTIZATION, is_hub_id
-from .portable import portable_path, portable_recipe
-from .record import Record
+from .record import Record, portable_path, portable_recipe
 
 FILE = "README.md"
 TEMPLATE = Path(__file__).parent / "card.md.jinja"
@@ -95,12 +94,14 @@ def look(folder: Path) -> Contents:
     return Contents(
         adapter=bool(adapter),
         base=str(adapter.get(KEY) or ""),
-        scores=head.of_folder(folder) == "scores",
-        labels=tuple(head.labels_of(folder)),
-        embeds=head.of_folder(folder) == "none",
-        sees=head.of_folder(folder) == "vision",
+        scores=base_model.head_of(folder) == "scores",
+        labels=tuple(base_model.labels_of(folder)),
+        embeds=base_model.head_of(folder) == "none",
+        sees=base_model.head_of(folder) == "vision",
         inside=bool((adapter.get("auto_mapping") or {}).get("base_model_class")),
-        untouched=tuple(read_json(folder / head.PROVENANCE)["parts"]) if (folder / head.PROVENANCE).exists() else (),
+        untouched=tuple(read_json(folder / base_model.PROVENANCE)["parts"])
+        if (folder / base_model.PROVENANCE).exists()
+        else (),
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
         gguf=next((file.name for file in folder.glob("*.gguf")), None),

@@ -35,7 +35,7 @@ from ...recipe.layout import RankPosition
 from ...recipe.recipe import Layout, Recipe
 from .. import distributed
 from ..data.collate import IGNORED, Batch, Collator, labelled_only, next_labels
-from ..model import packing_check, probe, transforms
+from ..model import probe, transforms
 from ..model.attention import VARLEN, needs_boundaries
 from ..model.load import load_config
 
@@ -280,12 +280,12 @@ def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
 
 def _batch(model: torch.nn.Module, packed: bool) -> Batch:
     """Return two sequences, one of them of two documents if `packed`."""
-    width = sum(packing_check.LENGTHS)
+    width = sum(probe.LENGTHS)
     sequences = [
         {
             "input_ids": tokens,
             "labels": tokens,
-            "seq_lengths": list(packing_check.LENGTHS) if packed and not index else [width],
+            "seq_lengths": list(probe.LENGTHS) if packed and not index else [width],
         }
         for index, tokens in enumerate(probe.random_tokens(model.config, 2, width))
     ]

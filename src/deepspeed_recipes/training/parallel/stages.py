@@ -12,7 +12,8 @@ from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing
-from ..model import load, lora, probe, remote_code, stored, transforms
+from ..model import load, lora, probe, stored, transforms
+from ..model_folder import base_model
 
 PROBE_STAGES = 3
 """A first, a middle and a last stage."""
@@ -79,7 +80,7 @@ def stages(config: PreTrainedConfig, count: int) -> list[range]:
         UserError: fewer layers than stages, or not a decoder of the usual shape.
     """
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=remote_code.here())
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=base_model.remote_code_permitted())
     layers = transforms.decoder_layers(whole)
     before, after = transforms.before_and_after(whole)
     costs = [_size(layer) for layer in layers]

@@ -19,9 +19,8 @@ from .. import distributed, upstream
 from ..data.collate import Batch, Collator
 from ..model import heads, lora, transforms
 from ..model.load import load_config, load_model
-from ..model_folder import sentence_transformers
-from ..model_folder.base_model import QUANTIZATION
-from ..model_folder.head import LABELS
+from ..model_folder import complete
+from ..model_folder.base_model import LABELS, QUANTIZATION
 from . import expert, scores, sequence, tensor, tensor_plan
 
 
@@ -113,7 +112,7 @@ def _describe_outputs(trainer: Trainer, folder: Path) -> None:
     model, recipe = trainer.model, trainer.context.recipe
     if isinstance(recipe.method, Embed):
         hidden_size = model.config.get_text_config().hidden_size
-        sentence_transformers.write(folder, recipe.method, hidden_size, recipe.sequence_length)
+        complete.write_pooling(folder, recipe.method, hidden_size, recipe.sequence_length)
     if recipe.method.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
         write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
 

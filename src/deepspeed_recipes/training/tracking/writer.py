@@ -1,17 +1,21 @@
-"""The interface of every tracker, and how it is opened; without torch, since the launcher opens trackers too."""
+"""The interface of every tracker, how it is opened, and what the launcher reports to it after the ranks have ended.
+
+A rank that was killed or that hangs cannot report it, and report.html is written after the ranks have ended. Without
+torch, since the launcher imports this.
+"""
 
 import importlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...recipe import files
 from ...recipe.conversions import to_dict
-from ...recipe.errors import redact, redacted
+from ...recipe.errors import first_line, redact, redacted
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import RunFolder
+from ...recipe.run_folder import RunFolder, is_finished, read_json, read_recipe, write_json
 
 MODULES = {"wandb": "weights_and_biases", "tensorboard": "tensorboard", "mlflow": "mlflow", "trackio": "trackio"}
 """The module of each tracker; a tracker's library is imported only where it is used."""
@@ -77,3 +81,40 @@ def tags(recipe: Recipe) -> list[str]:
     """Return a run's tags: family, method and DeepSpeed file, and the recipe's own tags."""
     own = [redact(tag.strip()) for tag in (recipe.wandb.tags or "").split(",") if tag.strip()]
     return list(dict.fromkeys([recipe.family, recipe.method.name, Path(recipe.deepspeed).stem, *own]))
+
+
+def failed(run: RunFolder, reason: str | None, status: int) -> None:
+    """End a run in its trackers, unless a rank has done so; `reason` is None if the user has ended it."""
+    if not run.tracking.exists() or read_json(run.tracking)["ended"] is not None:
+        return
+
+    def end(writer: Any) -> None:
+        if reason:
+            writer.alert(f"the run ended with status {status}", redact(reason))
+        writer.finish({}, status)
+
+    _each(run, read_recipe(run).trackers, end)
+    write_json(run.tracking, read_json(run.tracking) | {"ended": status})
+
+
+def upload(run: RunFolder) -> None:
+    """Add what only exists after the ranks to the W&B run of a finished run, if it is online or uploads artifacts."""
+    if not is_finished(run):
+        return
+    recipe = read_recipe(run)
+
+    def add(writer: Any) -> None:
+        writer.upload(run)
+        writer.finish({}, 0)
+
+    online = run.tracking.exists() and read_json(run.tracking).get("online")
+    _each(run, ["wandb"] if (recipe.wandb.artifacts or online) and "wandb" in recipe.trackers else [], add)
+
+
+def _each(run: RunFolder, names: Sequence[str], action: Callable[[object], None]) -> None:
+    """Run `action` in each tracker; an error is reported, and never fails the command."""
+    for name in names:
+        try:
+            action(opened(name, read_recipe(run), run, read_json(run.deepspeed) if run.deepspeed.exists() else {}))
+        except Exception as error:
+            print(f"tracking={name}: {type(error).__name__}: {redact(first_line(error))}", flush=True)

@@ -1,16 +1,23 @@
-"""The teacher's likeliest next tokens for all training data, computed once and kept on disk.
+"""The teacher's likeliest next tokens for all training data: computed or requested from a server once, kept on disk.
 
 The folder contains `fingerprint.json`, written last, and an Arrow file per rank (`part-0-of-2.arrow`, ...), in the
 order of the training sequences. A token in the loss takes 8 bytes for each likeliest token: a million tokens with 64
 of them, 0.5 GB.
+
+`Served` is a teacher on a vLLM server. `prompt_logprobs` is vLLM's addition to OpenAI's protocol: for each place in a
+prompt the likeliest tokens, by the softmax of the unmodified logits (`--logprobs-mode raw_logprobs`, its default).
 """
 
 import math
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import httpx
+import numpy as np
 import pyarrow as pa
 import torch
 import torch.distributed as dist
@@ -25,10 +32,140 @@ from ....recipe.run_folder import read_json, write_json
 from ... import distributed
 from ...checkpoint import digests, fingerprint
 from ...console import say
+from ...data.collate import IGNORED, Batch, Collator, next_labels
 from ...model import load
-from .places import LOG_PROBS, PLACES, TOKENS, PlacesCollator
-from .served import Served
 from .teacher import Teacher, recipe_of
+
+PLACES, TARGETS = "places", "targets"
+"""Keys of a batch: numbers of tokens when all sequences are concatenated, and the token after each, [places]."""
+TOKENS, LOG_PROBS = "likeliest", "log_probs"
+"""The teacher's likeliest tokens at each place, [places, k], and the log-probabilities of these and of all others,
+[places, k + 1], or [places, k] where k is the whole vocabulary; in a sequence the same, flat."""
+
+
+@dataclass(frozen=True)
+class PlacesCollator:
+    """Collates sequences, and adds the places in the loss."""
+
+    collator: Collator
+    top_k: int | None = None
+    """Number of the teacher's likeliest tokens in the sequences, or None if they have none."""
+
+    def __call__(self, sequences: Sequence[Json]) -> Batch:
+        """Return the collator's batch with the places, and the tokens and log-probabilities at each of them."""
+        inputs = self.collator(sequences)
+        labels = next_labels(inputs["labels"]).flatten()
+        places = (labels != IGNORED).nonzero()[:, 0]
+        found = {PLACES: places, TARGETS: labels[places]}
+        if self.top_k and TOKENS in sequences[0]:
+            flat = {name: np.concatenate([one[name] for one in sequences]) for name in (TOKENS, LOG_PROBS)}
+            found[TOKENS] = torch.from_numpy(flat[TOKENS]).long().view(-1, self.top_k)
+            found[LOG_PROBS] = torch.from_numpy(flat[LOG_PROBS]).view(len(places), -1)
+        return {**inputs, **found}
+
+
+SECONDS = 600
+"""Time limit of the server for a micro-batch."""
+KEY = "OPENAI_API_KEY"
+"""The variable whose value is sent as the key, if it is set."""
+SAMPLE = "Tokenizers differ in 1 234.50 €, \tnaïve Größen, 数字, def f(x):\n    return x**2  # and in  spaces"
+"""A text that tokenizers with another vocabulary split differently."""
+ROUNDING = 1e-7
+"""Probability of all other tokens where the likeliest have all of it in fp32."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A teacher on a vLLM server, which returns its likeliest tokens over HTTP."""
+
+    address: str
+    """Without `/v1`."""
+    model: str
+    vocabulary: int
+    """Number of entries in the student's head."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, vocabulary: int) -> "Served":
+        """Return the teacher of a recipe.
+
+        Raises:
+            UserError: the server does not answer, or has no model.
+        """
+        address = str(Distill.of(recipe).teacher).rstrip("/").removesuffix("/v1")
+        models = _asked_for(address, "/v1/models")["data"]
+        if not models:
+            raise UserError(f"distill.teacher={address}: has no model.")
+        return cls(address, models[0]["id"], vocabulary)
+
+    def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse a server whose model has another tokenizer than the student.
+
+        Raises:
+            UserError: the tokenizers split a text differently, or the server does not return its tokens.
+        """
+        body = {"model": self.model, "prompt": SAMPLE, "add_special_tokens": False}
+        theirs = _asked_for(self.address, "/tokenize", body)["tokens"]
+        ours = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+        if theirs != ours:
+            raise UserError(
+                f"distill.teacher={self.address}: {self.model} has another tokenizer than the model that learns; "
+                "choose two models of one family."
+            )
+
+    def likeliest(self, inputs: Batch, places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
+
+        Args:
+            inputs: a batch of packed or single sequences; each document is a prompt by itself.
+            places: numbers of tokens, all sequences of the batch laid end to end.
+            count: number of tokens per place.
+
+        Raises:
+            UserError: the server does not answer, or refuses this number of tokens.
+        """
+        ids, positions = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
+        documents: dict[int, list[int]] = {}
+        for place in places.tolist():
+            documents.setdefault(place - positions[place], []).append(place)
+        prompts = [ids[first : inside[-1] + 2] for first, inside in documents.items()]
+        options = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": count}
+        answer = _asked_for(self.address, "/v1/completions", {"model": self.model, "prompt": prompts, **options})
+        likely = [choice["prompt_logprobs"] for choice in sorted(answer["choices"], key=lambda one: one["index"])]
+        found = [
+            self._outcomes(of_document[place - first + 1], count)
+            for (first, inside), of_document in zip(documents.items(), likely, strict=True)
+            for place in inside
+        ]
+        tokens, log_probs = zip(*found, strict=True)
+        return torch.tensor(tokens, dtype=torch.int32), torch.tensor(log_probs)
+
+    def _outcomes(self, likely: dict[str, Json], count: int) -> tuple[list[int], list[float]]:
+        """Return a place's likeliest tokens, and the log-probabilities of these and of all others."""
+        kept = sorted(((one["rank"], int(token), one["logprob"]) for token, one in likely.items()))[:count]
+        tokens, log_probs = [token for _, token, _ in kept], [log_prob for *_, log_prob in kept]
+        if max(tokens) >= self.vocabulary:
+            raise UserError(
+                f"distill.teacher={self.address}: finds token {max(tokens)} likely, and the model that learns has only "
+                f"{self.vocabulary}; choose two models of one family."
+            )
+        others = max(1 - sum(map(math.exp, log_probs)), ROUNDING)
+        return tokens, [*log_probs, math.log(others)]
+
+
+def _asked_for(address: str, path: str, body: Json | None = None) -> Any:
+    key = os.environ.get(KEY)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    method = "GET" if body is None else "POST"
+    try:
+        answer = httpx.request(method, address + path, json=body, headers=headers, timeout=SECONDS)
+        answer.raise_for_status()
+        return answer.json()
+    except httpx.HTTPStatusError as error:
+        reason = " ".join(error.response.text.split())[:200]
+        raise UserError(f"distill.teacher={address}: {path} answered {error.response.status_code}: {reason}") from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise UserError(f"distill.teacher={address}: no answer ({error}); is vLLM running there?") from None
+
 
 Asked: TypeAlias = Teacher | Served
 MARK = "fingerprint.json"

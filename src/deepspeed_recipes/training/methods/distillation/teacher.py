@@ -17,7 +17,7 @@ from ....recipe.recipe import Lora, Recipe
 from ... import distributed
 from ...console import say
 from ...data.collate import Batch
-from ...model import load, output_head, packing_check
+from ...model import load, output_head, probe
 from ...model.output_head import Head
 from . import divergence, vocabulary
 
@@ -72,7 +72,7 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     teacher = recipe_of(recipe)
     if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
-    _attention[teacher.model.path] = packing_check.check(teacher, tokenizer, distributed.on_gpu(), say)
+    _attention[teacher.model.path] = probe.check_packing(teacher, tokenizer, distributed.on_gpu(), say)
 
 
 def load_frozen(recipe: Recipe) -> PreTrainedModel:

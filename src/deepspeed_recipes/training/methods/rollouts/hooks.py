@@ -1,14 +1,22 @@
-"""The run's overrides of TRL's trainers that learn from the model's own answers: GRPO's and RLOO's."""
+"""The run's overrides of TRL's trainers that learn from the model's own answers: GRPO's and RLOO's.
 
+transformers samples from the rank's global random numbers, so that another number of ranks, another order or a resumed
+run gives other answers. Here every answer has its own random numbers: `argmax(logits / T - log E)` with E from an
+exponential distribution is a sample of `softmax(logits / T)` (the Gumbel-max trick; Maddison et al. 2014,
+arXiv:1411.0030, section 2).
+"""
+
+import hashlib
 import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
 from torch.utils.data import Sampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from trl.models.utils import prepare_deepspeed
+from transformers import LogitsProcessor, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from trl.models.utils import prepare_deepspeed, unwrap_model_for_generation
 from trl.trainer.utils import RepeatSampler, add_fused_lm_head
 
 from ....recipe.errors import UserError
@@ -18,10 +26,59 @@ from ....recipe.run_folder import append_jsonl
 from ... import distributed
 from ...data.collate import Batch
 from ...model.control_tokens import conversation_tokens
+from ...model.generate import continued
 from ...trainer import RunContext
 from ..averages import Averaging
-from . import sampling
 from .scoring import Scorer
+
+
+class Noise(LogitsProcessor):
+    """Adds each answer's own random numbers to its logits, so that the likeliest token is a sample."""
+
+    def __init__(self, seeds: Sequence[int], temperature: float, device: torch.device) -> None:
+        """`seeds`: one for each answer of the batch."""
+        self.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        self.temperature = temperature
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Return noisy logits, [answers, vocabulary]."""
+        noise = torch.empty_like(scores, dtype=torch.float32)
+        for row, generator in zip(noise, self.generators, strict=True):
+            row.exponential_(generator=generator)
+        tiny = torch.finfo(torch.float32).tiny  # a draw may round to 0
+        return scores.float() / self.temperature - noise.clamp_(min=tiny).log()
+
+
+def seeds_of(seed: int, step: int, answers: Iterable[int]) -> list[int]:
+    """Return a seed for each answer of a step, by its number in the global batch, or its example's in the data."""
+    keys = (f"{seed} {step} {answer}".encode() for answer in answers)
+    return [int.from_bytes(hashlib.blake2b(one, digest_size=7).digest()) for one in keys]
+
+
+def written_answers(
+    trainer: Trainer, prompts: Sequence[list[int]], noise: Noise, max_new_tokens: int, end: Sequence[int], gather: bool
+) -> list[list[int]]:
+    """Return the answers of a trainer's current model to prompts, without dropout; a collective under ZeRO-3.
+
+    Args:
+        trainer: the run's.
+        prompts: tokens.
+        noise: for as many answers.
+        max_new_tokens: limit per answer.
+        end: tokens that end an answer.
+        gather: make ZeRO-3's weights whole on every rank meanwhile.
+    """
+    training = trainer.model.training
+    with unwrap_model_for_generation(
+        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
+    ) as model:
+        model.eval()
+        # With shards instead of whole weights, all ranks generate until the last has finished.
+        synced = trainer.context.file.stage == 3 and not gather
+        found = continued(model, trainer.processing_class, prompts, max_new_tokens, synced, end, noise)
+        model.train(training)
+    return found
+
 
 EXAMPLES = "examples"
 """Key of a batch's list of prompts, which TRL's trainers convert to tensors themselves."""
@@ -115,10 +172,10 @@ class RolloutHooks(Averaging):
             return super()._generate_single_turn(prompt_ids, *others)
         first = self.accelerator.process_index * len(prompt_ids)
         numbers = range(first, first + len(prompt_ids))
-        seeds = sampling.seeds(self.args.seed, self.state.global_step, numbers)
-        noise = sampling.Noise(seeds, self.temperature, self.accelerator.device)
+        seeds = seeds_of(self.args.seed, self.state.global_step, numbers)
+        noise = Noise(seeds, self.temperature, self.accelerator.device)
         longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
-        return self._as_trl_expects(sampling.written(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
+        return self._as_trl_expects(written_answers(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
 
     def _log_probs(self, model: PreTrainedModel, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of each token of the answers, [answers, longest], and the mask of the loss."""

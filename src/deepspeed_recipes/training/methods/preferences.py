@@ -1,0 +1,222 @@
+"""Shared by the methods on preferences: pairs and their ranking, log-likelihoods in tiles, and the reference model.
+
+The reference is the model before training. To compute its log-probabilities once, in advance, TRL gives the model to a
+second DeepSpeed engine before the run's, whose hooks stay on its modules under ZeRO-3; `precomputed` uses the run's
+engine, before the first step.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from trl.trainer.dpo_trainer import DataCollatorForPreference
+from trl.trainer.utils import add_fused_lm_head
+
+from ...recipe.errors import UserError
+from ...recipe.files import Json
+from ...recipe.layout import data_parallel_size
+from ...recipe.recipe import Recipe
+from ...recipe.run_folder import RunFolder, read_json, write_json
+from .. import distributed
+from ..console import say
+from ..data import load, tokenize, updates
+from ..data.collate import IGNORED, Batch
+from ..model.load import load_model
+from ..parallel import scores
+from ..trainer import Parts, RunContext, RunHooks
+
+SIDES = ("chosen", "rejected")
+
+
+def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
+    """Return pairs as the tokens of a prompt and its two answers.
+
+    Raises:
+        UserError: every pair has an answer that is too long, or two equal answers.
+    """
+    pairs, held_out = load.read_examples(recipe, tokenizer)
+    shown = tokenize.first_pair(pairs, tokenizer)
+    load.show(shown)
+    tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
+    differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
+    if equal := len(tokens) - len(differing):
+        alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"
+        if not len(differing):
+            raise UserError(f"data.path: {alike}; training needs pairs that differ.")
+        say(f"warning: training: {alike}; they are dropped")
+    kept = tokenize.fitting(differing, recipe)
+    say(f"training: {len(kept)} pairs")
+    size = updates.Size(len(pairs), len(kept), len(kept), None)
+    sample = kept[0]["prompt_ids"] + kept[0]["chosen_ids"]
+    return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
+
+
+def with_tokens(pair: Json, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Return the columns that the collator reads."""
+    (chosen, start), (rejected, other) = (tokenize.answered(tokenizer, pair, side) for side in SIDES)
+    start = min(start, other)
+    return {"prompt_ids": chosen[:start], "chosen_ids": chosen[start:], "rejected_ids": rejected[start:]}
+
+
+class PairHooks(RunHooks):
+    """The run's overrides of a TRL trainer, for pairs that `datasets` has tokenized."""
+
+    def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
+        collator = DataCollatorForPreference(processing_class.pad_token_id)
+        super().__init__(context, processing_class=processing_class, data_collator=collator, **options)
+
+    pairs_per_pass = 1.0
+    """The pairs of the step divided by its micro-batches, both over all ranks."""
+    uneven = False
+    """Whether some ranks have fewer pairs in the step's last micro-batch."""
+
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
+        """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
+        recipe, pairs = self.context.recipe, len(self.train_dataset)
+        at = self.state.global_step % updates.per_epoch(pairs, recipe.global_batch_size) * recipe.global_batch_size
+        count, ranks = (
+            min(recipe.global_batch_size, pairs - at),
+            data_parallel_size(recipe.layout, dist.get_world_size()),
+        )
+        self.pairs_per_pass = count / len(batches) / ranks
+        self.uneven = ranks > 1 and count % (recipe.micro_batch_size * ranks) > 0
+        return super().prepare_step(batches, items)
+
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs, in which each pair counts the same, [].
+
+        The Trainer averages over micro-batches and DeepSpeed over ranks, and TRL does not change that. A smaller
+        micro-batch in the last step of an epoch would make its pairs count more than the others.
+        """
+        return losses.sum() * (not self.filler) / self.pairs_per_pass
+
+    def _prepare_dataset(self, dataset: Dataset, *arguments: object) -> Dataset:
+        """Return the pairs unchanged, where TRL's DPO and reward trainers would tokenize them."""
+        return dataset
+
+    def tokenize_row(self, feature: Json, model: PreTrainedModel | None = None) -> Json:
+        """Return a pair unchanged, where TRL's ORPO and CPO trainers would tokenize it."""
+        return feature
+
+
+def of_pairs(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the numbers to log for the rewards of pairs, [pairs] each."""
+    margins = chosen - rejected
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/margins": margins,
+        "rewards/accuracies": margins > 0,
+    }
+
+
+def ranked_by(value: Callable[..., torch.Tensor]) -> Callable[[PairHooks, Dataset], dict[str, float]]:
+    """Return a method's `metric`: how the model ranks pairs by one of the values in `scores`.
+
+    It returns `preference_accuracy` and `preference_margin`.
+    """
+
+    def metric(trainer: PairHooks, examples: Dataset) -> dict[str, float]:
+        recipe = trainer.context.recipe
+        pairs, batch_size = list(examples), recipe.micro_batch_size
+        return scores.preferences(trainer.model, trainer.processing_class, pairs, batch_size, recipe.layout, value)
+
+    return metric
+
+
+class FusedHead(RunHooks):
+    """A trainer that gives its model the head; TRL's DPO and KTO trainers do that themselves."""
+
+    def __init__(self, context: RunContext, **options: object) -> None:
+        """`options` are passed to the trainer's own class."""
+        super().__init__(context, **options)
+        add_fused_lm_head(self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model)
+
+
+def log_probs_of(model: PreTrainedModel, inputs: Batch, labelled: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token but the first, [sequences, length - 1]; 0 where it is not labelled.
+
+    Args:
+        model: with the head.
+        inputs: `input_ids` and `attention_mask`, [sequences, length].
+        labelled: booleans of the same shape that select tokens.
+    """
+    labels = inputs["input_ids"].masked_fill(~labelled, IGNORED)
+    passed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    return model(**passed, labels=labels, use_cache=False, fused_lm_head=True).log_probs
+
+
+def mean_of(log_probs: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """Return the mean log-probability of the tokens that `counted` selects, [sequences]."""
+    counted = counted[:, 1:]
+    return (log_probs.float() * counted).sum(-1) / counted.sum(-1)
+
+
+def reference_of(recipe: Recipe) -> PreTrainedModel | None:
+    """Return the model before training, or None with adapters: without them, the model is its own reference."""
+    return load_model(recipe) if recipe.method.asks_reference and recipe.lora is None else None
+
+
+def with_reference(kind: type[RunHooks]) -> Callable[[RunContext, Parts], RunHooks]:
+    """Return a method's `trainer` for a class of TRL's, with a reference model where all weights are trained.
+
+    With adapters the model without them is the reference. TRL would load a second model by itself, but not as the run
+    loads the first: also from pickles, and under ZeRO-3 with rotary frequencies rounded to the training dtype.
+    """
+    return lambda context, parts: kind.of(context, parts, ref_model=reference_of(context.recipe))
+
+
+def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
+    """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
+
+    A new run computes them and stores them in its folder, for when it is resumed with a model that has changed.
+
+    Raises:
+        UserError: the run to resume has none, or has those of other pairs.
+    """
+    context = trainer.context
+    if context.checkpoint:
+        return stored_reference(context.run, len(pairs))
+    say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
+    computed = computed_reference(trainer, pairs)
+    if distributed.is_first():
+        write_json(context.run.reference, computed.tolist())
+    return computed
+
+
+def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
+    """Return the log-probabilities that a run has stored for `count` pairs.
+
+    Raises:
+        UserError: none are stored, or those of another number of pairs.
+    """
+    found = read_json(run.reference) if run.reference.exists() else []
+    if len(found) != count:
+        raise UserError(
+            f"dpo.precompute=true: {run.reference} has the reference's log-probabilities of {len(found)} pairs, and "
+            f"the data has {count}; resume with the data and the settings that the run started with."
+        )
+    return torch.tensor(found)
+
+
+@torch.no_grad()
+def computed_reference(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
+    """Return the log-probabilities under the current model, without its adapters if it has any; a collective."""
+    engine, size = trainer.deepspeed, trainer.context.recipe.micro_batch_size
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    parts = []
+    engine.eval()
+    for start in range(0, len(pairs), ranks * size):  # under ZeRO-3 ranks must make equally many passes
+        first = start + rank * size
+        own = [pairs[min(number, len(pairs) - 1)] for number in range(first, first + size)]
+        inputs = trainer._prepare_inputs(trainer.data_collator(own))
+        said = torch.stack(trainer.compute_ref_log_probs(engine, inputs), dim=1).float()
+        gathered = [torch.empty_like(said) for _ in range(ranks)]
+        dist.all_gather(gathered, said)
+        parts += [part.cpu() for part in gathered]
+    engine.train()
+    return torch.cat(parts)[: len(pairs)]

@@ -1,1 +1,0 @@
-"""Shared by the methods on preferences: pairs, log-likelihoods in tiles, and the reference model."""
