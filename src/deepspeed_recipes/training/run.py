@@ -3,8 +3,9 @@
 deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.training.run RUN_FOLDER
 """
 
-from . import peft_without_bitsandbytes  # noqa: F401, I001  # first: before anything imports PEFT
+from . import peft_without_bitsandbytes  # noqa: F401  # first: before anything imports PEFT
 
+# isort: split
 import gc
 import os
 import sys
@@ -13,15 +14,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from ..machine.system import gathered_bytes
 from ..recipe import deepspeed_file, limits, quantization
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError, first_line, lasting, printable, redact
+from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
-from ..recipe.project import display
 from ..recipe.own_code import is_own
+from ..recipe.project import display
 from ..recipe.recipe import Recipe, names
 from ..recipe.run_folder import (
     REWIND,
@@ -35,40 +38,28 @@ from ..recipe.run_folder import (
     write_requested,
 )
 from ..recipe.samples import TINY_TEACHER
-from . import distributed, export, summary, upstream
-from .parallel import holdings
+from . import console, distributed, export, optimizer, own_code, rendezvous, summary, upstream, without_launcher
 from .arguments import DTYPE_BYTES, common_arguments, gather_layers
-from .checkpoint.save import Checkpoints
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard, Rewind
-from .callbacks.metrics import Metrics
+from .callbacks.metrics import Metrics, training_flops
 from .callbacks.profiler import Phases, Profiler
-from .callbacks.stopping import StopOnSignal
+from .callbacks.stopping import StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
-from .callbacks.stopping import Watchdog
-from .checkpoint import fingerprint
-from .checkpoint import save
+from .checkpoint import fingerprint, save
+from .checkpoint.save import Checkpoints
 from .console import leave_out_noise, say
 from .data import chat_templates, updates
 from .data import load as load_data
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, heads, load, output_head, transforms
-from .model import probe
-from .callbacks.metrics import training_flops
-from . import optimizer, own_code
-from .parallel import implementation
-from .parallel import sequence
-from ..machine.system import gathered_bytes
-from . import console, rendezvous, without_launcher
+from .model import draft, heads, load, output_head, probe, transforms
 from .model_folder import expected
+from .parallel import holdings, implementation, sequence
 from .tracking.trackers import Trackers
 from .trainer import Parts, RunContext
-from ..recipe.files import Json
-from transformers import PreTrainedModel
-from transformers import Trainer
 
 
 def main(folder: str) -> None:
