@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import subprocess
+import sys
 import time
 from functools import partial
 from importlib import metadata
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from deepspeed_recipes.launching.ranks import SILENCE
+from deepspeed_recipes.planning.hardware import machine_file
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests import ROOT, test_launch
@@ -102,6 +104,24 @@ def test_a_host_that_cannot_take_part_is_named_and_nothing_starts(hosts, shared,
         assert f"launch.py: {hosts.addresses[1]}: " in output and hint in output, output
         assert not shared.path.exists() and not list(shared.path.parent.iterdir()) and not processes_of(shared)
     hosts.change(1, "true")
+
+
+@HERE
+@pytest.mark.every
+def test_doctor_measures_the_network_between_hosts(hosts, tmp_path):
+    """A host can send 500 Mbit/s, which is 0.0625 GB/s."""
+    hosts.throttle("500mbit")
+    file = tmp_path / "machine.json"
+    words = ["--measure", file, "--gpus", "1", "--hostfile", hosts.hostfile(), "--output-dir", tmp_path / "shared"]
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "doctor.py", *map(str, words)],
+        env=hosts.environment(), capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    hosts.unthrottle()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all-reduce over 2 hosts, 2 ranks" in done.stdout
+    assert 0.03 < machine_file.read(file).network_gbs < 0.066
+    assert not list((tmp_path / "shared").iterdir())
 
 
 @HERE

@@ -101,6 +101,7 @@ BROKEN = {
     "negative": (lambda data: data | {"seconds": data["seconds"] | {"copy": -1}}, "seconds.copy"),
     "not a number": (lambda data: data | {"seconds": data["seconds"] | {"copy": float("nan")}}, "seconds.copy"),
     "by hand": (lambda data: data | {"seconds": data["seconds"] | {"copy": "fast"}}, "damaged"),
+    "an empty network": (lambda data: data | {"network": {}}, "damaged"),
     "without sizes": (lambda data: data | {"sizes": {}}, "damaged"),
 }
 
@@ -146,6 +147,24 @@ def test_plan_uses_the_file_that_is_named(capsys):
     assert json.loads(told.out)["hardware"]["measured"] is None and "the plan is for RTX 4090" in told.err
     plan.main(["tiny", "full", "--machine", str(H100)])
     assert f"rates measured on 2026-11-26 ({H100})" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_measured_network_replaces_the_usual_one_unless_the_user_names_another(tmp_path, capsys):
+    """An all-reduce of 16 ranks on two nodes sends 15/8 of its message; 0.02 s for 2 GiB are 1,611 Gbit/s."""
+    data = json.loads(H100.read_text())
+    data["sizes"]["message"] = 2**31
+    data["network"] = {"hosts": 2, "ranks": 16, "seconds": {"all_reduce large": 0.02, "all_gather large": 0.01}}
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(data))
+    words = ["llama3-8b", "--machine", str(file), "--gpus", "8", "--nodes", "2", "--json"]
+    found = []
+    for more in ([], ["--network", "1611"], ["--network", "400"]):
+        assert plan.main([*words, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    rates = [one["hardware"]["network_gbs"] for one in found]
+    assert rates == pytest.approx([15 / 8 * 2**31 / 0.02 / 1e9, 1611 / 8, 50], rel=1e-3)
+    speeds = [one["plans"][0]["tokens_per_second_per_gpu"] for one in found]
+    assert speeds[0] > speeds[1] > speeds[2], "a collective reaches only a share of a network's nominal rate"
 
 
 RECIPE = overrides.apply(pages.find("llama3-1b", "lora"), ["deepspeed=zero1.json"])

@@ -1,6 +1,6 @@
 """Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
 
-    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [link]
+    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [link|collectives]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
 the medians over the ranks, in seconds, to `FILE`; `planning.cost.step_time` turns them into constants.
@@ -78,7 +78,7 @@ def main(file: str, only: str = "") -> None:
     took: dict[str, float] = {}
     # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
     probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-    for probe in (link,) if only == "link" else probes:
+    for probe in {"": probes, "link": (link,), "collectives": (collectives,)}[only]:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)

@@ -9,8 +9,9 @@
 defects of DeepSpeed and transformers, with the installed versions and on this machine's devices.
 
 --measure times matrix products, attention, copies, collectives, and the cost of Python and ZeRO-3 on the host, on all
-GPUs at once, or on CPU ranks. The result replaces datasheets in plans on this machine. To plan elsewhere for machines
-like it, name a file: `doctor --measure node.json`, then `plan ... --machine node.json`.
+GPUs at once, or on CPU ranks; with --hostfile also collectives over all its hosts, which share --output-dir. The result
+replaces datasheets in plans on this machine. To plan elsewhere for machines like it, name a file: `doctor --measure
+node.json`, then `plan ... --machine node.json`.
 
 Exit status: 1 if something would stop a run, or if a technique does not train like plain PyTorch; otherwise 0.
 """
@@ -48,7 +49,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--nvme", type=Path, metavar="DIR", help="measure this folder's speed with direct I/O (256 MiB)"
     )
-    parser.add_argument("--hostfile", type=Path, metavar="F", help="log in to each host over ssh")
+    parser.add_argument(
+        "--hostfile",
+        type=Path,
+        metavar="F",
+        help="log in to each host over ssh; with --measure time the network between them",
+    )
     group = parser.add_argument_group("compare training on this stack with plain PyTorch")
     group.add_argument("--prove", action="store_true", help="train with every technique, and compare with a plain loop")
     group.add_argument("--only", metavar="NAME,...", help="only these techniques and known defects, e.g. zero3,tensor")
@@ -74,7 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return prove.run(arguments.only, arguments.gpus, arguments.json, arguments.reports)
     parser.refuse(arguments, ("only", "reports"), "only with --prove")
     if arguments.measure is not None:
-        parser.refuse(arguments, ("build", "output_dir", "checkpoint_gib", "hostfile", "json"), "not with --measure")
+        shared = () if arguments.hostfile else ("output_dir",)
+        parser.refuse(arguments, ("build", "checkpoint_gib", "json", *shared), "not with --measure")
         from . import measure  # likewise
 
         return measure.run(arguments)

@@ -9,13 +9,15 @@ from datetime import date
 from pathlib import Path
 
 from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
+from ...launching.restarts import HostAttempts
+from ...launching.ssh import hostfile, remote
 from ...machine import children, system
 from ...planning.hardware import machine_file
 from ...recipe import files
 from ...recipe.errors import UserError, cannot_write
 from ...recipe.files import Json
 from ...recipe.project import require
-from ...recipe.run_folder import write_json
+from ...recipe.run_folder import RunFolder, write_json
 
 PROBE = "deepspeed_recipes.benchmarks.probe"
 LIMIT = 300
@@ -35,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = rank_count(arguments.gpus, gpus)
     file = Path(arguments.measure) if arguments.measure else machine_file.default_file()
     files.check_writable("--measure", file)
+    pool = hostfile.read(arguments.hostfile) if arguments.hostfile else None
     refuse_busy(gpus)
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
     found = probe(ranks, gpus)
@@ -48,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         **found,
         **({"alone": probe(1, 0)["seconds"]} if ranks > 1 and not gpus else {}),  # with fewer others in the caches
         **({"nvme_gbs": min(drive)} if drive else {}),
+        **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -86,24 +90,55 @@ def refuse_busy(gpus: int) -> None:
 
 
 def probe(ranks: int, gpus: int) -> Json:
-    """Return the ranks' measurements (`benchmarks.probe`).
+    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`."""
+    with children.scratch() as folder:
+        result = folder / "measured.json"
+        return started(launcher_command((PROBE, str(result)), ranks), rank_environment(ranks, gpus), result)
+
+
+def between(pool: hostfile.HostPool, shared: Path) -> Json:
+    """Return the measured collectives over all slots of several hosts; raises as `started`.
+
+    Args:
+        pool: the hosts.
+        shared: a folder that all of them have.
+    """
+    hostfile.check_command(shared.absolute(), None)
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(cannot_write(error, shared) or f"{shared}: {error.strerror}.") from error
+    with children.scratch("measure-", shared) as folder:
+        run, result = RunFolder(folder), folder / "measured.json"
+        hosts = HostAttempts(pool, run, None)
+        command = launcher_command(
+            (PROBE, str(result), "collectives"), pool.ranks, pool, hosts.addresses[pool.hosts[0]]
+        )
+        try:
+            found = started(command, remote.launcher_environment(run, hosts.environment), result)
+        except UserError:
+            remote.run_on_each(pool.hosts, lambda _: f"pkill -KILL -f {folder}")  # pdsh's end ends no rank
+            raise
+    return {"hosts": len(pool.hosts), "ranks": pool.ranks, "seconds": found["seconds"]}
+
+
+def started(command: list[str], environment: dict[str, str], result: Path) -> Json:
+    """Run the probe's ranks, and return what they wrote to `result`.
 
     Raises:
         UserError: they fail, or take longer than `LIMIT`.
     """
-    with children.scratch() as folder:
-        result, log = folder / "measured.json", folder / "log"
-        with log.open("wb") as out:
-            command = launcher_command((PROBE, str(result)), ranks)
-            try:
-                done = children.run(command, LIMIT, env=rank_environment(ranks, gpus), stdout=out, stderr=out)
-            except subprocess.TimeoutExpired:
-                raise UserError(f"--measure: not done after {LIMIT} s; the machine is busy, or a rank hangs.") from None
-        if done.returncode or not result.exists():
-            said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-            raise UserError(f"--measure: the ranks failed: {(said or ['without a message'])[-1][:300]}")
-        rates: Json = json.loads(result.read_text(encoding="utf-8"))
-        return rates
+    log = result.with_name("log")
+    with log.open("wb") as out:
+        try:
+            done = children.run(command, LIMIT, env=environment, stdout=out, stderr=out)
+        except subprocess.TimeoutExpired:
+            raise UserError(f"--measure: not done after {LIMIT} s; the machine is busy, or a rank hangs.") from None
+    if done.returncode or not result.exists():
+        said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        raise UserError(f"--measure: the ranks failed: {(said or ['without a message'])[-1][:300]}")
+    rates: Json = json.loads(result.read_text(encoding="utf-8"))
+    return rates
 
 
 def lines(measured: Json) -> Iterator[tuple[str, str]]:
@@ -131,14 +166,17 @@ def lines(measured: Json) -> Iterator[tuple[str, str]]:
             f"host, per layer, {title}",
             f"{1e3 * taken['forward']:.2f} ms forward, {1e3 * taken['backward']:.2f} ms backward",
         )
-    for name in ("all_reduce", "all_gather"):
-        if f"{name} large" in seconds:
-            rate = sizes["message"] / seconds[f"{name} large"] / 1e9
-            title = name.replace("_", "-")
-            yield (
-                f"{title} over {measured['ranks']} ranks",
-                f"{rate:,.2f} GB/s of message, {1e6 * seconds[f'{name} small']:.0f} us at least",
-            )
+    groups = [(f"{measured['ranks']} ranks", seconds)]
+    if network := measured.get("network"):
+        groups.append((f"{network['hosts']} hosts, {network['ranks']} ranks", network["seconds"]))
+    for who, taken in groups:
+        for name in ("all_reduce", "all_gather"):
+            if f"{name} large" in taken:
+                rate = sizes["message"] / taken[f"{name} large"] / 1e9
+                yield (
+                    f"{name.replace('_', '-')} over {who}",
+                    f"{rate:,.2f} GB/s of message, {1e6 * taken[f'{name} small']:.0f} us at least",
+                )
     if "host_adam" in seconds:
         yield (
             "Adam on the host",

@@ -176,7 +176,8 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         return hardware
     if not 0 < arguments.network < math.inf:
         raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
-    return replace(hardware, network_gbs=arguments.network / 8)
+    machine = hardware.machine and replace(hardware.machine, network_gbs=0.0)  # what was measured does not count
+    return replace(hardware, network_gbs=arguments.network / 8, machine=machine)
 
 
 def _cpu_machine(arguments: argparse.Namespace) -> Machine | None:

@@ -131,6 +131,8 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         "kernels": {**assumed.kernels, **_kernels(machine, dtype, peak)},
         "measured": True,
     }
+    if machine.network_gbs:
+        found["network"] = 1.0
     if "all_gather small" in machine.seconds:
         found["latency"] = machine.seconds["all_gather small"]
         found["waiting"] = 0.0  # the hooks were measured on all ranks of the node

@@ -209,8 +209,13 @@ def with_measurements(
         say(f"{error} Datasheets are used instead.")
         return cluster
     if machine.has(cluster.gpu):
-        drive = machine.nvme_gbs or cluster.nvme_gbs
-        return replace(cluster, gpu=machine.measured(cluster.gpu), nvme_gbs=drive, machine=machine)
+        return replace(
+            cluster,
+            gpu=machine.measured(cluster.gpu),
+            nvme_gbs=machine.nvme_gbs or cluster.nvme_gbs,
+            network_gbs=machine.network_gbs or cluster.network_gbs,
+            machine=machine,
+        )
     if file is not None or not (elsewhere or machine.device == machine_file.CPU):
         say(f"{place}: measured on {machine.device}, the plan is for {cluster.gpu.name}: datasheets are used instead.")
     return cluster

@@ -48,6 +48,9 @@ class Machine:
     host_memory_gib: float = 0.0
     nvme_gbs: float = 0.0
     """GB/s of its drives, the slower of reading and writing; 0: not measured."""
+    network_gbs: float = 0.0
+    """GB/s from one node to the others, per direction, that an all-reduce over several nodes reached; 0: not measured.
+    """
 
     def has(self, gpu: Gpu) -> bool:
         """Return whether this machine's GPU is of the given kind."""
@@ -82,10 +85,14 @@ class Machine:
         if "from_host" in known:
             changes["pcie_gbs"] = self.sizes["copy"] / max(known["from_host"], known["to_host"]) / 1e9
         if "all_reduce large" in known:
-            share = 2 * (self.ranks - 1) / self.ranks  # of the message that a ring sends over each link
-            link = "link_gbs" if gpu.link_gbs else "pcie_gbs"
-            changes[link] = share * self.sizes["message"] / known["all_reduce large"] / 1e9
+            changes["link_gbs" if gpu.link_gbs else "pcie_gbs"] = _ring_gbs(self.ranks, self.sizes, known)
         return replace(gpu, **changes)
+
+
+def _ring_gbs(ranks: int, sizes: JsonView, seconds: JsonView) -> float:
+    """Return the GB/s that an all-reduce sent over each link of the ring, or from each node to the next."""
+    share = 2 * (ranks - 1) / ranks  # of the message
+    return float(share * sizes["message"] / seconds["all_reduce large"] / 1e9)
 
 
 def attention_operations(sizes: Mapping[str, float]) -> float:
@@ -106,11 +113,13 @@ def read(file: Path) -> Machine:
     if not isinstance(data, dict) or data.get("version") != VERSION:
         found = data.get("version") if isinstance(data, dict) else None
         raise UserError(f"{file}: version {found!r} is not {VERSION}; measure again with doctor --measure.")
+    network = data.get("network")
     try:
         machine = Machine(
             file, str(data["date"]), str(data["device"]), int(data["ranks"]), data["sizes"], data["seconds"],
             data["alone"] if "alone" in data else data["seconds"], int(data["environment"]["cpu_count"]),
             float(data["environment"]["host_memory_gib"]), float(data.get("nvme_gbs", 0)),
+            _ring_gbs(network["ranks"], data["sizes"], network["seconds"]) if network is not None else 0.0,
         )  # fmt: skip
         needed = (*NEEDED, *NEEDED_OF_CPUS) if machine.device == CPU else NEEDED
         absent = [name for name in needed if name not in machine.seconds]
@@ -118,7 +127,7 @@ def read(file: Path) -> Machine:
             absent.append("parameter")
         wrong = absent or [name for name, taken in _flat(machine.seconds) if not 0 <= taken < math.inf]
         wrong += [name for name in ("copy", "length", "heads", "message") if not machine.sizes[name] > 0]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{file}: damaged ({error}); measure again with doctor --measure.") from error
     if wrong:
         raise UserError(f"{file}: seconds.{wrong[0]} is missing or no time; measure again with doctor --measure.")

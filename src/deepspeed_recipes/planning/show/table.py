@@ -204,7 +204,8 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             "per pass (micro_batch_size, packing) cost little."
         )
     if machine := plan.cluster.machine:
-        others = "the network and whatever was not measured are from datasheets"
+        network = "" if machine.network_gbs else "the network and "
+        others = f"{network}whatever was not measured {'are' if network else 'is'} from datasheets"
         if on_cpus:
             others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
         yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
