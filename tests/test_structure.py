@@ -335,7 +335,7 @@ OTHERS = {
         "seen['config']._attn_implementation",  # of a copy
     },
     "data/chat_templates.py": {"probe.chat_template", "tokenizer.chat_template", "tokenizer.pad_token"},
-    "model/draft.py": {"found.chat_template", "found.video_settings", "tokenizer.chat_template"},
+    "model/draft.py": {"found.video_settings", "reader.chat_template", "tokenizer.chat_template"},
     "model/processor.py": {"found.video_settings", "processor.chat_template", "processor.tokenizer"},
     # Marks that DeepSpeed reads.
     "optimizer.py": {"weight.use_muon"},

@@ -118,16 +118,6 @@ def documents(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
     return Dataset.from_dict({"input_ids": tokens, "labels": [[-100, *document[1:]] for document in tokens]})
 
 
-def sequences_of(recipe: Recipe, vocabulary: int, count: int) -> Dataset:
-    """Return at least `count` sequences in the form that training reads: packed, or one document each."""
-    if not recipe.packing:
-        alone = documents(recipe, vocabulary, count)
-        return alone.add_column("seq_lengths", [[len(tokens)] for tokens in alone["input_ids"]])
-    made = documents(recipe, vocabulary, 8 * count)
-    packed = pack_dataset(made, recipe.sequence_length, "bfd")
-    return packed.shuffle(seed=0)
-
-
 def mean_lengths(sequences: Dataset) -> tuple[float, float]:
     """Return two means over the sequences: of tokens, and of the sum of the documents' squared lengths."""
     lengths = sequences["seq_lengths"]
@@ -310,7 +300,14 @@ def vocabulary_of(recipe: Recipe, asked: Json) -> int:
 
 def sequences_for(recipe: Recipe, asked: Json) -> object:
     """Return the sequences of eight steps; training repeats them."""
-    return sequences_of(recipe, vocabulary_of(recipe, asked), 8 * recipe.global_batch_size)
+    vocabulary = vocabulary_of(recipe, asked)
+    count = 8 * recipe.global_batch_size
+    if not recipe.packing:
+        alone = documents(recipe, vocabulary, count)
+        return alone.add_column("seq_lengths", [[len(tokens)] for tokens in alone["input_ids"]])
+    made = documents(recipe, vocabulary, 8 * count)
+    packed = pack_dataset(made, recipe.sequence_length, "bfd")
+    return packed.shuffle(seed=0)
 
 
 class Ticks(TrainerCallback):

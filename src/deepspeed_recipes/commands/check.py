@@ -32,7 +32,17 @@ def main(words: Sequence[str] | None = None) -> int:
         UserError: the model's config cannot be read.
     """
     arguments = parser().parse_intermixed_args(words)
-    facts = facts_of(arguments)
+    facts = Facts(
+        trainer=arguments.trainer,
+        world_size=arguments.world_size,
+        model=model_config(arguments.model) if arguments.model else None,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu_memory_gib=arguments.gpu_memory,
+        lora=arguments.lora,
+        sequence_parallel_size=arguments.sequence_parallel,
+        pipeline_stages=arguments.pipeline,
+        arguments=dict(arguments.argument),
+    )
     if arguments.format == "text":
         for name, _ in arguments.argument:
             if name not in hf_trainer.ARGUMENTS:
@@ -111,25 +121,6 @@ def argument(text: str) -> tuple[str, object]:
 
 
 argument.__name__ = "NAME=VALUE"
-
-
-def facts_of(arguments: argparse.Namespace) -> Facts:
-    """Return the facts about the run from the command line.
-
-    Raises:
-        UserError: the model's config cannot be read.
-    """
-    return Facts(
-        trainer=arguments.trainer,
-        world_size=arguments.world_size,
-        model=model_config(arguments.model) if arguments.model else None,
-        gpus_per_node=arguments.gpus_per_node,
-        gpu_memory_gib=arguments.gpu_memory,
-        lora=arguments.lora,
-        sequence_parallel_size=arguments.sequence_parallel,
-        pipeline_stages=arguments.pipeline,
-        arguments=dict(arguments.argument),
-    )
 
 
 def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:

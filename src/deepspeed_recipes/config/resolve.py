@@ -62,7 +62,17 @@ def resolve(template: Json, numbers: Numbers) -> Json:
         Unresolvable: a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no value
             for an "auto", or the ranks are not divisible by the layout.
     """
-    _check_layout(numbers)
+    for name in ("tensor", "pipeline", "sequence"):
+        size = getattr(numbers, name)
+        if size < 1 or numbers.world_size % size:
+            raise Unresolvable(
+                f"layout.{name}={size} does not divide {numbers.world_size} ranks; choose a size that does"
+            )
+    share = numbers.tensor * numbers.pipeline * numbers.sequence
+    if numbers.world_size % share:
+        raise Unresolvable(
+            f"{numbers.world_size} ranks are not divisible by {share} (tensor x pipeline x sequence); use a multiple"
+        )
     config = copy.deepcopy(template)
     filled = fillings(numbers)
     lines = (_mismatch(config, path, value, filled) for path, value in _matched(numbers).items())
@@ -76,20 +86,6 @@ def resolve(template: Json, numbers: Numbers) -> Json:
 def dumps(config: Json) -> str:
     """Return a resolved config as strict JSON, with infinity written as NEVER."""
     return json.dumps(finite(config), indent=2, allow_nan=False) + "\n"
-
-
-def _check_layout(numbers: Numbers) -> None:
-    for name in ("tensor", "pipeline", "sequence"):
-        size = getattr(numbers, name)
-        if size < 1 or numbers.world_size % size:
-            raise Unresolvable(
-                f"layout.{name}={size} does not divide {numbers.world_size} ranks; choose a size that does"
-            )
-    share = numbers.tensor * numbers.pipeline * numbers.sequence
-    if numbers.world_size % share:
-        raise Unresolvable(
-            f"{numbers.world_size} ranks are not divisible by {share} (tensor x pipeline x sequence); use a multiple"
-        )
 
 
 def _matched(numbers: Numbers) -> dict[str, object]:

@@ -83,7 +83,11 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     width = _width(source, sizes, intermediate)
     state = _state(folder)
     before = _count(state)
-    names = _layer_lists(state, sizes["num_hidden_layers"])
+    found: dict[str, set[int]] = {}
+    for name in state:
+        if match := NUMBERED.match(name):
+            found.setdefault(match[1], set()).add(int(match[2]))
+    names = [name for name, numbers in found.items() if numbers == set(range(sizes["num_hidden_layers"]))]
     if len(names) != 1:
         raise UserError(
             f"{source}: its files have {len(names)} lists of {sizes['num_hidden_layers']} layers, and shrink only "
@@ -151,14 +155,6 @@ def _state(folder: Path) -> dict[str, torch.Tensor]:
 
 def _count(state: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in state.values())
-
-
-def _layer_lists(state: JsonView, layers: int) -> list[str]:
-    found: dict[str, set[int]] = {}
-    for name in state:
-        if match := NUMBERED.match(name):
-            found.setdefault(match[1], set()).add(int(match[2]))
-    return [name for name, numbers in found.items() if numbers == set(range(layers))]
 
 
 def _with_layers(state: Mapping[str, torch.Tensor], layers: str, kept: Sequence[int]) -> dict[str, torch.Tensor]:

@@ -175,7 +175,10 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: in
     for line in limits.other_sizes(recipe, file):
         print(line, flush=True)
     if isinstance(recipe.method, Distill):
-        _check_teacher(recipe.model.path, str(recipe.method.teacher))
+        teacher = str(recipe.method.teacher)
+        ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, teacher))
+        if ours and theirs:  # both are local folders; the ranks check the other cases
+            vocabulary.check(teacher, ours, theirs)
     if ranks > ranks_each and ranks_each % recipe.layout.tensor:
         print(
             f"layout.tensor={recipe.layout.tensor}: groups span nodes of {ranks_each} ranks, so several all-reduces "
@@ -203,17 +206,6 @@ def check_trackers(recipe: Recipe) -> None:
     """
     stack = importlib.util.find_spec("deepspeed") is not None
     sections.check_trackers_installed([name for name in recipe.trackers if stack or name != "wandb"])
-
-
-def _check_teacher(model: str, teacher: str) -> None:
-    """Refuse a teacher with another vocabulary if both models are local folders; the ranks check the other cases.
-
-    Raises:
-        UserError: names a token that has different numbers.
-    """
-    ours, theirs = (vocabulary.tokens(Path(path)) for path in (model, teacher))
-    if ours and theirs:
-        vocabulary.check(teacher, ours, theirs)
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:
@@ -402,7 +394,12 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
     known = {key: counts for key, counts in found.items() if counts and UNKNOWN not in counts}
     for key, counts in known.items():
         if examples == "judged answers":
-            _check_labels(key, counts)
+            if len(counts) == 1:
+                (label,) = counts
+                raise UserError(
+                    f"{key}: all {counts.total()} answers have the label {str(label).lower()}, but KTO needs good and "
+                    f"bad answers; add answers with the label {str(not label).lower()}."
+                )
         elif examples == "matching texts":
             classes.check_negatives(key, counts[True], counts.total())
     training = known.get("data.path")
@@ -411,16 +408,6 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
     elif training and examples == "labelled texts":
         classes.check("data.path", training)
         classes.check_known("data.validation", known.get("data.validation", ()), training)
-
-
-def _check_labels(key: str, labels: Counter[object]) -> None:
-    """Refuse judged answers of one kind only."""
-    if len(labels) == 1:
-        (label,) = labels
-        raise UserError(
-            f"{key}: all {labels.total()} answers have the label {str(label).lower()}, but KTO needs good and bad "
-            f"answers; add answers with the label {str(not label).lower()}."
-        )
 
 
 def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:

@@ -162,7 +162,12 @@ def supervise(
         try:
             failed, status = wait(launcher, watcher)
         finally:
-            end_session(launcher.pid)
+            # What is left of the session has a while to end by itself.
+            deadline = time.monotonic() + LAST_GRACE
+            while session_alive(launcher.pid) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            if session_alive(launcher.pid):
+                os.killpg(launcher.pid, signal.SIGKILL)
             watcher.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -209,15 +214,6 @@ def is_rank(process: psutil.Process) -> bool:
     except psutil.NoSuchProcess:  # also for a zombie
         return False
     return RANK_MODULE in command and "deepspeed.launcher.launch" not in command
-
-
-def end_session(session: int) -> None:
-    """Wait for the remaining processes of a session, and kill those that do not end by themselves."""
-    deadline = time.monotonic() + LAST_GRACE
-    while session_alive(session) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    if session_alive(session):
-        os.killpg(session, signal.SIGKILL)
 
 
 def session_alive(session: int) -> bool:

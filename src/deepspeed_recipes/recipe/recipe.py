@@ -402,7 +402,14 @@ class Recipe:
             except re.error as error:
                 raise UserError(f"{key}={getattr(self, key)}: not a regular expression: {error}.") from None
         sections.check_trackers(names(self.tracking), self.wandb)
-        _check_metrics(self.data)
+        found = names(self.data.metric)
+        for name in found or [self.data.metric]:
+            if name not in BUILT_IN and not own_code.is_own(name):
+                raise UserError(
+                    f"data.metric={bounds.shown(name)}: must be one of {', '.join(BUILT_IN)}, or FILE.py:FUNCTION."
+                )
+        if len(set(self.data.metrics)) < len(found):
+            raise UserError(f"data.metric={self.data.metric}: two metrics have the same name; rename the function.")
         own_code.of_recipe(self)
         compatibility.check(compatibility.Case(self), "recipe")
         self.method.check(self)
@@ -454,17 +461,6 @@ class Recipe:
     def packs(self) -> bool:
         """True if documents share sequences: `packing` is set and the method supports it."""
         return self.packing and self.method.packs
-
-
-def _check_metrics(data: Data) -> None:
-    found = names(data.metric)
-    for name in found or [data.metric]:
-        if name not in BUILT_IN and not own_code.is_own(name):
-            raise UserError(
-                f"data.metric={bounds.shown(name)}: must be one of {', '.join(BUILT_IN)}, or FILE.py:FUNCTION."
-            )
-    if len(set(data.metrics)) < len(found):
-        raise UserError(f"data.metric={data.metric}: two metrics have the same name; rename the function.")
 
 
 def changed(recipe: Recipe, **changes: Any) -> Recipe | None:

@@ -80,6 +80,9 @@ def read(path: Path) -> RunData:
     metrics = rows(run.metrics)
     if not metrics:
         raise UserError(f"{path}: nothing to report: this run has not logged a step (no metrics.jsonl).")
+    log = run.ranks / "rank-0.log"
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    found = [line.strip() for line in (*lines, *str(_object(run.summary).get("warning") or "").splitlines())]
     return RunData(
         folder=run,
         recipe=read_recipe(run),
@@ -97,16 +100,8 @@ def read(path: Path) -> RunData:
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
         profile=_object(run.path / PROFILE),
         system=samples(run),
-        warnings=_warnings(run, _object(run.summary)),
+        warnings=tuple(redact(line) for line in dict.fromkeys(found) if line.startswith("warning:"))[:MOST_WARNINGS],
     )
-
-
-def _warnings(run: RunFolder, summary: Row) -> tuple[str, ...]:
-    """Return the lines of rank 0's log that begin with `warning:`, and the summary's own."""
-    log = run.ranks / "rank-0.log"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    found = [line.strip() for line in (*lines, *str(summary.get("warning") or "").splitlines())]
-    return tuple(redact(line) for line in dict.fromkeys(found) if line.startswith("warning:"))[:MOST_WARNINGS]
 
 
 def rows(path: Path) -> tuple[Row, ...]:

@@ -152,25 +152,6 @@ def comparison(found: Sequence[RunData]) -> Document:
     Raises:
         UserError: the losses of two runs measure different things, or a run was named twice.
     """
-    check_comparable(found)
-    labels = names_of(found)
-    folders = ((label, str(run.folder.path)) for label, run in zip(labels, found, strict=True))
-    sections = (
-        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(_results(found))))),
-        Section("Differences of the recipes", (_differences(found, labels),)),
-        Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
-        Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
-        Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
-    )
-    return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
-
-
-def check_comparable(found: Sequence[RunData]) -> None:
-    """Refuse runs that cannot be compared.
-
-    Raises:
-        UserError: names both runs and the difference.
-    """
     paths = [run.folder.path.resolve() for run in found]
     for at, path in enumerate(paths):
         if path in paths[:at]:
@@ -183,6 +164,16 @@ def check_comparable(found: Sequence[RunData]) -> None:
                 f"{first.folder.path} and {run.folder.path} cannot be compared: one shows {losses[0]}, the "
                 f"other {losses[1]}; choose runs with the same loss."
             )
+    labels = names_of(found)
+    folders = ((label, str(run.folder.path)) for label, run in zip(labels, found, strict=True))
+    sections = (
+        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(_results(found))))),
+        Section("Differences of the recipes", (_differences(found, labels),)),
+        Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
+        Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
+        Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
+    )
+    return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
 
 
 def names_of(found: Sequence[RunData]) -> list[str]:

@@ -109,7 +109,10 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
     checkpoint = newest_checkpoint(run)
-    mark, too_few = checked_data(recipe, checkpoint, tokenizer, datasets)
+    mark = fingerprint.of_run(recipe, tokenizer, datasets)
+    fingerprint.check(mark, checkpoint, recipe.data.changed)
+    too_few = say_updates(recipe, datasets.size, dist.get_world_size())
+    say_resuming(recipe, checkpoint, datasets)
     if distributed.is_first():
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
         write_requested(run.data, {**datasets.described(tokenizer), **skipped})
@@ -124,24 +127,6 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     with save.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     conclude(trainer, datasets, too_few)
-
-
-def checked_data(
-    recipe: Recipe, checkpoint: Path | None, tokenizer: PreTrainedTokenizerBase, datasets: Datasets
-) -> tuple[Json, str | None]:
-    """Print the number of updates and the step where a resumed run continues.
-
-    Returns:
-        The data's fingerprint, and a warning if the run has too few updates.
-
-    Raises:
-        UserError: the checkpoint to resume from was trained on other data.
-    """
-    mark = fingerprint.of_run(recipe, tokenizer, datasets)
-    fingerprint.check(mark, checkpoint, recipe.data.changed)
-    too_few = say_updates(recipe, datasets.size, dist.get_world_size())
-    say_resuming(recipe, checkpoint, datasets)
-    return mark, too_few
 
 
 def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:

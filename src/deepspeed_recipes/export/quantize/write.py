@@ -117,7 +117,25 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
     if kind.name == "fp8-block":
         fp8_blocks.write(whole, written)
     elif kind.quantizer == "bitsandbytes":
-        _with_bitsandbytes(whole, written, kind.scheme)
+        import torch
+        from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+        from ...training import distributed
+        from ...training.model import generate
+        from ...training.model_folder import base_model
+
+        options: Json = {"trust_remote_code": base_model.may_run_code(whole)}
+        dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
+        # bitsandbytes' 8-bit product accepts only 16-bit numbers.
+        compute = torch.bfloat16 if dtype == torch.float32 else dtype
+        if kind.scheme == "nf4":
+            config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
+        else:
+            config = BitsAndBytesConfig(load_in_8bit=True)
+        options |= {"quantization_config": config, "device_map": str(distributed.device())}
+        model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
+        generate.correct_settings(model, str(whole))
+        model.save_pretrained(written)
     else:
         from . import measure
 
@@ -130,31 +148,6 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
     for pattern in WEIGHTS:
         for file in written.glob(pattern):
             shutil.move(file, part)
-
-
-def _with_bitsandbytes(whole: Path, folder: Path, scheme: str) -> None:
-    """Write the model in `whole`, in 4-bit normal floats (`nf4`) or 8-bit integers (`int8`), to `folder`.
-
-    fp32 models then compute in bf16, since bitsandbytes' 8-bit product accepts only 16-bit numbers.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
-
-    from ...training import distributed
-    from ...training.model import generate
-    from ...training.model_folder import base_model
-
-    options: Json = {"trust_remote_code": base_model.may_run_code(whole)}
-    dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
-    compute = torch.bfloat16 if dtype == torch.float32 else dtype
-    if scheme == "nf4":
-        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute)
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True)
-    options |= {"quantization_config": config, "device_map": str(distributed.device())}
-    model = AutoModelForCausalLM.from_pretrained(whole, dtype=compute, **options)
-    generate.correct_settings(model, str(whole))
-    model.save_pretrained(folder)
 
 
 def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:

@@ -127,16 +127,12 @@ def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Except
     while thread.is_alive():
         thread.join(rank.POLL)
         while signals:
-            pass_on(signals.pop(), run, chosen)
+            received = signals.pop()
+            # Once per machine, even if Ray has several nodes on it.
+            machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
+            sent = [nodes.on(node, rank.signal_ranks, received, str(run.path)) for node in machines.values()]
+            ray.wait(sent, timeout=rank.POLL)
     return errors[0] if errors else None
-
-
-def pass_on(number: int, run: RunFolder, chosen: list[str]) -> None:
-    """Send a signal to the ranks on each machine, once per machine even if Ray has several nodes on it."""
-    machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
-    ray.wait(
-        [nodes.on(node, rank.signal_ranks, number, str(run.path)) for node in machines.values()], timeout=rank.POLL
-    )
 
 
 def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:

@@ -213,7 +213,19 @@ class Profiler(Phases, TrainerCallback):
             "steps": self.steps,
             "collectives": self.collectives,
         }
-        write_trace(profile.export_chrome_trace, path, written)
+        # torch would write to the temporary folder; the free space of the run folder has been checked.
+        raw, draft = path.with_name(f"{path.name}.raw"), path.with_name(f"{path.name}.part")
+        try:
+            profile.export_chrome_trace(str(raw))
+            with raw.open("rb") as file, gzip.open(draft, "wb", compresslevel=4) as packed:
+                head = file.readline()
+                assert head.strip() == b"{", head
+                packed.write(f'{{"{RECORD}": {json.dumps(written)},'.encode())
+                shutil.copyfileobj(file, packed)
+            os.replace(draft, path)
+        finally:
+            raw.unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
         self.written = path
 
 
@@ -241,25 +253,3 @@ def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def write_trace(export: Callable[[str], object], path: Path, about: Json) -> None:
-    """Write a gzipped Chrome trace that contains `about`; leaves no incomplete file.
-
-    torch would write to the temporary folder; this writes to the run folder, whose free space has been checked.
-
-    Raises:
-        OSError: no space on the disk.
-    """
-    raw, draft = path.with_name(f"{path.name}.raw"), path.with_name(f"{path.name}.part")
-    try:
-        export(str(raw))
-        with raw.open("rb") as file, gzip.open(draft, "wb", compresslevel=4) as packed:
-            head = file.readline()
-            assert head.strip() == b"{", head
-            packed.write(f'{{"{RECORD}": {json.dumps(about)},'.encode())
-            shutil.copyfileobj(file, packed)
-        os.replace(draft, path)
-    finally:
-        raw.unlink(missing_ok=True)
-        draft.unlink(missing_ok=True)

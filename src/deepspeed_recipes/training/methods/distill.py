@@ -109,7 +109,27 @@ class RunDistillTrainer(Averaging, Trainer):
         if not writes(self.context.recipe, self.state.global_step):
             return batches, items
         with self.context.phases.phase("rollout"):
-            batches = rewritten(self, batches)
+            recipe, device = self.context.recipe, self.accelerator.device
+            prompts = [_prompts(batch) for batch in batches]
+            seeds = hooks.seeds_of(
+                recipe.seed, self.state.global_step, [number for one in batches for number in one[KEY]]
+            )
+            answers = iter(
+                hooks.written_answers(
+                    self,
+                    [prompt for batch in prompts for prompt in batch],
+                    hooks.Noise(seeds, 1.0, device),
+                    Distill.of(recipe).max_new_tokens,
+                    ends(self.model, self.processing_class),
+                    gather=True,
+                )
+            )
+            found = []
+            for batch, own in zip(batches, prompts, strict=True):
+                inputs = self.data_collator([_sequence(prompt, next(answers)) for prompt in own])
+                moved = {name: one.to(device) if torch.is_tensor(one) else one for name, one in inputs.items()}
+                found.append({**moved, KEY: batch[KEY]} if FILLER not in batch else filler({**moved, KEY: batch[KEY]}))
+            batches = found
         return batches, self._get_num_items_in_batch(batches, self.args.device)
 
     def compute_loss(
@@ -182,34 +202,6 @@ def with_room(found: Datasets, recipe: Recipe) -> Datasets:
 def writes(recipe: Recipe, step: int) -> bool:
     """Return whether the student writes the answers of a step."""
     return random.Random(f"{recipe.seed} {step}").random() < Distill.of(recipe).on_policy
-
-
-def rewritten(trainer: Trainer, batches: list[Batch]) -> list[Json]:
-    """Return a step's micro-batches with the student's answers to their prompts; a collective under ZeRO-3.
-
-    Args:
-        trainer: the run's; its model writes.
-        batches: from the run's collator, one document per sequence.
-    """
-    recipe, device = trainer.context.recipe, trainer.accelerator.device
-    prompts = [_prompts(batch) for batch in batches]
-    seeds = hooks.seeds_of(recipe.seed, trainer.state.global_step, [number for one in batches for number in one[KEY]])
-    answers = iter(
-        hooks.written_answers(
-            trainer,
-            [prompt for batch in prompts for prompt in batch],
-            hooks.Noise(seeds, 1.0, device),
-            Distill.of(recipe).max_new_tokens,
-            ends(trainer.model, trainer.processing_class),
-            gather=True,
-        )
-    )
-    found = []
-    for batch, own in zip(batches, prompts, strict=True):
-        inputs = trainer.data_collator([_sequence(prompt, next(answers)) for prompt in own])
-        moved = {name: one.to(device) if torch.is_tensor(one) else one for name, one in inputs.items()}
-        found.append({**moved, KEY: batch[KEY]} if FILLER not in batch else filler({**moved, KEY: batch[KEY]}))
-    return found
 
 
 def _prompts(batch: Batch) -> list[list[int]]:

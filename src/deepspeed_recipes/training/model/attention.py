@@ -53,20 +53,14 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     capability = torch.cuda.get_device_capability()
     if recipe.precision == "fp32" or capability < OLDEST or not _fits(config):
         return [fallback]
-    return [*_installed_flash(capability[0]), *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
-
-
-def _installed_flash(major: int) -> list[str]:
-    """Return the installed FlashAttention packages, beginning with the one written for this kind of GPU.
-
-    Kernels that transformers would download (`kernels-community/...`) are used only if named.
-    """
+    major = capability[0]  # the package that was written for this kind of GPU comes first
     found = {
         "flash_attention_3": major == HOPPER and is_flash_attn_3_available(),
         "flash_attention_4": major >= HOPPER and is_flash_attn_4_available(),
         "flash_attention_2": is_flash_attn_2_available(),
     }
-    return [name for name, usable in found.items() if usable]
+    installed = [name for name, usable in found.items() if usable]  # what transformers would download has to be named
+    return [*installed, *([VARLEN] if varlen_attn else []), "flex_attention", fallback]
 
 
 def not_installed(name: str, error: ImportError) -> str:

@@ -54,7 +54,15 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     if recipe.model.vision:
         tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
         tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
-        reader = processor_for(config, tokenizer)  # it may add tokens
+        make = _PROCESSORS.get(config.model_type)
+        if make is None:
+            raise UserError(
+                f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
+                f"work for {', '.join(_PROCESSORS)}."
+            )
+        reader = make(config, tokenizer)  # it may add tokens
+        tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, reader.image_token)
+        reader.chat_template = tokenizer.chat_template
     small = shrink(config, recipe.draft, tokenizer)
     if recipe.model.vision:
         small, kind = shrink_vision(config, small, recipe.draft, tokenizer), AutoModelForImageTextToText
@@ -172,24 +180,6 @@ def _rope(rope: JsonView, head: int) -> Json:
 SIDE = 4
 """Patches of a draft's image in each direction, or of a square with its maximum number of pixels."""
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
-
-
-def processor_for(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    """Return the processor of a draft, whose images are `SIDE` patches wide and high.
-
-    Raises:
-        UserError: none can be created without the model's own files.
-    """
-    make = _PROCESSORS.get(config.model_type)
-    if make is None:
-        raise UserError(
-            f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
-            f"work for {', '.join(_PROCESSORS)}."
-        )
-    found = make(config, tokenizer)
-    tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, found.image_token)
-    found.chat_template = tokenizer.chat_template
-    return found
 
 
 def _gemma3(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:

@@ -224,7 +224,10 @@ def add(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     if lora.init == "pissa":
-        _remember_start(adapted)
+        for layer in _lora_layers(adapted).values():
+            for side in SIDES:
+                weight = getattr(layer, side)[adapted.active_adapter].weight
+                layer.register_buffer(f"start_{side}", weight.detach().clone(), persistent=False)  # in no checkpoint
     else:
         _start_by_name(adapted, seed)
     return adapted
@@ -255,14 +258,6 @@ def _drawing(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(seed)
         yield
-
-
-def _remember_start(model: PeftModel) -> None:
-    """Store the adapters' current values next to them, in buffers that no checkpoint contains."""
-    for layer in _lora_layers(model).values():
-        for side in SIDES:
-            weight = getattr(layer, side)[model.active_adapter].weight
-            layer.register_buffer(f"start_{side}", weight.detach().clone(), persistent=False)
 
 
 def export_pissa(model: PeftModel, folder: Path) -> None:

@@ -252,20 +252,16 @@ def compile_layers(model: PreTrainedModel) -> None:
             module.compile()
 
 
-def _check_fp8(on_gpu: bool) -> None:
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError("fp8=true: torchao is not installed; pip install torchao, or leave fp8 out.")
-    if on_gpu and torch.cuda.get_device_capability() < FP8:
-        raise UserError(
-            f"fp8=true: {torch.cuda.get_device_name()} does not multiply in 8-bit floats; Ada (RTX 4090, L4), Hopper "
-            "and later GPUs do. Leave fp8 out."
-        )
-
-
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
     """Refuse what needs CUDA on CPUs, and passes of DeepCompile for other programs."""
     if recipe.fp8:
-        _check_fp8(on_gpu)
+        if importlib.util.find_spec("torchao") is None:
+            raise UserError("fp8=true: torchao is not installed; pip install torchao, or leave fp8 out.")
+        if on_gpu and torch.cuda.get_device_capability() < FP8:
+            raise UserError(
+                f"fp8=true: {torch.cuda.get_device_name()} does not multiply in 8-bit floats; Ada (RTX 4090, L4), "
+                "Hopper and later GPUs do. Leave fp8 out."
+            )
     if file.deepcompile and not on_gpu:
         raise UserError(
             f"deepspeed={file.name}: DeepCompile's kernels are CUDA's, and these ranks are on CPUs; use "

@@ -87,28 +87,23 @@ def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) 
     if "blocks" in parts:
         return convert_moe_packed_tensors(parts["blocks"], parts["scales"])
     if "packed" in parts:
-        return _unpacked(name, parts, block)
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import QuantizationConfig
+
+        layer = name.removesuffix(".weight")
+        groups = QuantizationConfig.model_validate(dict(block)).config_groups.values()
+        scheme = next((group for group in groups if any(_targets(one, layer) for one in group.targets)), None)
+        if scheme is None:
+            raise UserError(f"{name}: packed, but no group of its quantization_config targets {layer}.")
+        held = {f"weight_{role}": part for role, part in parts.items()}
+        compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
+        return compressor.decompress(held, scheme)["weight"]
     weight, scale = parts["weight"].float(), parts["scale"]
     # Exponents alone, in a byte: the scale is a power of two.
     scale = (scale.float() - 127).exp2() if scale.dtype == torch.uint8 else scale.float()
     if "zero_point" in parts:
         weight = weight - _spread(name, parts["zero_point"].float(), weight.shape, block)
     return weight * _spread(name, scale, weight.shape, block)
-
-
-def _unpacked(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) -> torch.Tensor:
-    """Return the weight of packed integers, by compressed-tensors' own code."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    layer = name.removesuffix(".weight")
-    groups = QuantizationConfig.model_validate(dict(block)).config_groups.values()
-    scheme = next((group for group in groups if any(_targets(one, layer) for one in group.targets)), None)
-    if scheme is None:
-        raise UserError(f"{name}: packed, but no group of its quantization_config targets {layer}.")
-    held = {f"weight_{role}": part for role, part in parts.items()}
-    compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
-    return compressor.decompress(held, scheme)["weight"]
 
 
 def _targets(target: str, layer: str) -> bool:

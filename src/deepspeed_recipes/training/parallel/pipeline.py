@@ -220,16 +220,11 @@ def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
         logits: [sequences, length, vocabulary].
         labels: the token after each position, [sequences, length]; -100 where it is not learned.
     """
-    wrong = (logits.argmax(-1) != labels) & _last_answer(labels)
-    return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
-
-
-def _last_answer(labels: torch.Tensor) -> torch.Tensor:
-    """Return the positions of the last run of learned tokens, [sequences, length]."""
     learned = labels != IGNORED
     starts = learned & ~nn.functional.pad(learned[:, :-1], (1, 0), value=False)
-    run = starts.cumsum(1)
-    return learned & (run == run[:, -1:])
+    run = starts.cumsum(1)  # the last one is the last answer
+    wrong = (logits.argmax(-1) != labels) & (learned & (run == run[:, -1:]))
+    return torch.stack([_cross_entropy(logits, labels).sum(1), wrong.sum(1).float()], dim=1)
 
 
 def _evaluate(engine: DeepSpeedEngine, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:

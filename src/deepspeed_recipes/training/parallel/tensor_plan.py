@@ -56,7 +56,15 @@ def styles(recipe: Recipe) -> Mapping[str, str]:
     path = recipe.model.path
     if path not in _found:
         _check_heads(config, recipe.layout.tensor)
-        _found[path] = _find(config, recipe.model.attention)
+        # Ranks 0 and 1 try all pairs, and all ranks get the result.
+        answer, reason = probe.on_two_ranks(lambda group: split(config, recipe.model.attention, group))
+        found, rest = answer or ({}, [])
+        if not found:
+            raise refusal("no layers to split", kind=config.model_type, error=reason or ", ".join(rest))
+        whole = f"; whole on every rank: {', '.join(rest)}" if rest else ""
+        layers = [name for name, style in found.items() if style not in (tensor.WHOLE, tensor.SHARE)]
+        say(f"tensor parallelism of {config.model_type}: {', '.join(layers)}{whole}")
+        _found[path] = found
     return _found[path]
 
 
@@ -65,18 +73,6 @@ def _check_heads(config: PreTrainedConfig, size: int) -> None:
         heads = getattr(config, name, None)  # also where the configuration maps another name to it
         if heads and heads % size:
             raise refusal("heads of a type", size=size, heads=heads, name=name)
-
-
-def _find(config: PreTrainedConfig, attention: str) -> dict[str, str]:
-    """Return the styles of all pairs that two ranks compute correctly; ranks 0 and 1 try, all get the result."""
-    answer, reason = probe.on_two_ranks(lambda group: split(config, attention, group))
-    found, rest = answer or ({}, [])
-    if not found:
-        raise refusal("no layers to split", kind=config.model_type, error=reason or ", ".join(rest))
-    whole = f"; whole on every rank: {', '.join(rest)}" if rest else ""
-    layers = [name for name, style in found.items() if style not in (tensor.WHOLE, tensor.SHARE)]
-    say(f"tensor parallelism of {config.model_type}: {', '.join(layers)}{whole}")
-    return found
 
 
 def split(config: PreTrainedConfig, attention: str, group: dist.ProcessGroup) -> tuple[dict[str, str], list[str]]:
