@@ -15,7 +15,7 @@ from deepspeed_recipes.planning.search.plans import GIB, Plan
 GPU = "H200"
 """The GPU to predict for where nothing has been measured yet."""
 DOCUMENTS = 1150.0
-"""Tokens of a document on average: the mean of `synthetic.documents`' log-normal lengths, 900 exp(0.7^2 / 2)."""
+"""Tokens of a document on average: the mean of `measure.documents`' log-normal lengths, 900 exp(0.7^2 / 2)."""
 MOMENTS = ("loss", "backward", "gradients", "step")
 """The phases in which a benchmark measures its peak, without loading and saving."""
 HEAD = (

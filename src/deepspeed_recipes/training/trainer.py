@@ -38,11 +38,10 @@ from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, write_requested
 from . import distributed, optimizer, own_code, upstream
 from .callbacks.evaluation import Evaluation
-from .callbacks.layer_stats import LayerStats
+from .callbacks.layer_stats import LayerStats, Routing
 from .callbacks.loss_guard import LossGuard
 from .callbacks.metrics import Metrics, Progress
 from .callbacks.profiler import Phases, Profiler
-from .callbacks.routing import Routing
 from .callbacks.stopping import Agreement, StopOnSignal, Watchdog
 from .callbacks.system_log import SystemLog
 from .checkpoint import digests, save, universal

@@ -37,7 +37,7 @@ WIDEST = 256
 
 
 def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[str]:
-    """Return the possible values of `model.attention`, best first; `packing_check` takes the first that works.
+    """Return the possible values of `model.attention`, best first; `probe.check_packing` takes the first that works.
 
     Args:
         recipe: has `model.attention`, a name or `auto`.
