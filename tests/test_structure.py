@@ -153,10 +153,16 @@ def test_a_parsed_command_line_stays_in_its_command():
 
 
 def test_notebooks_import_the_project_and_nothing_imports_them():
-    notebooks = list((ROOT / "notebooks").glob("*.ipynb"))
+    notebooks, known = list((ROOT / "notebooks").glob("*.ipynb")), modules()
     for file in notebooks:
         used = imports(file)
         assert packages_of(used) and packages_of(used) <= {"training", "planning", "report", "recipe"}, file
+        for name in used:
+            owner, _, own = name.rpartition(".")
+            if name.startswith("deepspeed_recipes.") and name not in known:
+                assert re.search(rf"^(def |class )?{own}\b", known[owner].read_text(), re.MULTILINE), (
+                    f"{file}: no {name}"
+                )
         assert not any(name.split(".")[0] in ("scripts", "tests") for name in used), file
     for file in sources():
         assert not any(name.split(".")[0] == "notebooks" for name in imports(file)), file
