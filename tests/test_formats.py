@@ -449,7 +449,7 @@ MISTAKES = {
         "a flag excludes this answer from the loss",
     ),
     "judged conversation": (line(messages=SHORT, kto_tag=False), "sft", "answers that were judged good or bad (KTO)"),
-    "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "needs a 'name'"),
+    "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "A call needs a name"),
     "arguments": (
         line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]),
         "sft",

@@ -141,13 +141,16 @@ def test_secrets_are_not_forwarded_and_are_named(tmp_path, monkeypatch, capsys):
     assert set(command.forwarded(environment)) == kept
     assert command.withheld(environment) == ["HF_ENDPOINT", "HF_TOKEN", "WANDB_API_KEY", "http_proxy"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".deepspeed_env").write_text(f"MY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n")
+    (tmp_path / ".deepspeed_env").write_text(
+        f"# A=1\nexport B=1\nMY_OWN=1\nNCCL_DEBUG=WARN\nMY_PASSWORD=x\nMINE={token}\n"
+    )
     (tmp_path / "run").mkdir()
     lines = write_environment(RunFolder(tmp_path / "run"), environment).read_text().splitlines()
     assert lines[:2] == ["MY_OWN=1", "NCCL_DEBUG=INFO"]
     assert "TORCH_EXTENSIONS_DIR=/ops" in lines and f"PATH={Path(sys.executable).parent}:$PATH" in lines
     assert "secret" not in "".join(lines) and token not in "".join(lines)
-    forwarded, left = capsys.readouterr().out.splitlines()
+    ignored, forwarded, left = capsys.readouterr().out.splitlines()
+    assert ignored.endswith("/.deepspeed_env: ignored, since they name no variable: export B")
     assert forwarded == "forwarded: " + ", ".join(line.partition("=")[0] for line in lines)
     assert "HF_ENDPOINT, HF_TOKEN, MINE, MY_PASSWORD, WANDB_API_KEY, http_proxy" in left
 

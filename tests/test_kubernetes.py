@@ -229,6 +229,9 @@ def test_the_launcher_keeps_the_manifests_in_the_run_folder(tmp_path, capsys):
         assert text in shown and f"kubectl apply -f {tmp_path}/run/kubernetes/{name}" in done
     assert (tmp_path / "run" / "recipe.json").exists()
     assert "backoffLimit: 10\n" in shown and shown.count("maxRestarts: 5\n") == 2
+    for given, restarts in ((["--max-restarts", "0"], 0), ([], 3)):
+        assert launch.main([*words[:5], *given, "--dry-run"]) == 0
+        assert capsys.readouterr().out.count(f"maxRestarts: {restarts}\n") == 2, "0 is none, not the default"
 
 
 def test_the_image_has_the_checkout_where_the_manifests_say():

@@ -80,7 +80,7 @@ def test_ranks_of_a_job_meet_at_one_port_and_jobs_at_two():
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST=: not a list of nodes"),
         ({"RANK": "1"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set"),
         (TORCHRUN | {"RANK": "2"}, "RANK=2: must be below WORLD_SIZE=2"),
-        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE=two: must be a whole number"),
+        (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE=two: not a whole number"),
     ],
 )
 def test_variables_that_lead_nowhere_are_named(given, said):

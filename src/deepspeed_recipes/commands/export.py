@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder, print its contents, and return 0.
+    """Write the folder, print its contents, and return 0, or 1 if a merged model differs from the trained one.
 
     Raises:
         UserError: there is nothing to export, it cannot be loaded, or the folder is not empty.

@@ -162,7 +162,10 @@ def question(options: argparse.Namespace) -> str | list[Json]:
 
 
 def sampling(options: argparse.Namespace) -> Json:
-    """Return the sampling arguments of transformers' `generate`."""
+    """Return the arguments of transformers' `generate` for the sampling options; a temperature of 0 is greedy decoding.
+
+    `top_p` and `top_k` are always given, since the model's own generation settings would apply otherwise.
+    """
     if not options.temperature:
         return {"do_sample": False}
     return {

@@ -37,7 +37,8 @@ class LaunchOptions:
     gpus: int | None = None
     output_dir: Path | None = None
     resume: bool = False
-    max_restarts: int = 0
+    max_restarts: int | None = None
+    """None: the default of the place where the run starts."""
     profile: str | None = None
     nsys: bool = False
     draft: bool = False
@@ -104,7 +105,7 @@ class Allocation:
     partition: str | None = None
     time: str | None = None
     restarts: int = 0
-    """Maximum number of restarts after a crash or a hang, or 0 for the cluster's default."""
+    """Maximum number of restarts after a crash or a hang."""
     account: str | None = None
     mem: str | None = None
     """Host memory per node in SLURM's form."""

@@ -21,6 +21,7 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
     Raises:
         UserError: the cluster does not have these resources.
     """
+    usual = 0
     if options.engine == "slurm":
         wanted = (options.nodes, options.gpus, options.partition, options.time)
         asked = slurm.allocation(name, *wanted, dry_run=options.dry_run or options.write_only)
@@ -31,9 +32,10 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
         if options.resume:
             raise UserError("--resume: start the job again; a run in the same folder resumes by itself.")
         asked = kubernetes.allocation(name, options.nodes, options.gpus)
+        usual = kubernetes.RESTARTS
     else:
         return None
-    return replace(asked, restarts=options.max_restarts)
+    return replace(asked, restarts=usual if options.max_restarts is None else options.max_restarts)
 
 
 def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:

@@ -133,7 +133,7 @@ def first_host(nodes: str) -> str:
 
 def _number(environment: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"\d{1,9}", environment[name]):
-        raise UserError(f"{name}={environment[name]}: must be a whole number.")
+        raise UserError(f"{name}={environment[name]}: not a whole number; unset {name}, so that the launcher sets it.")
     return int(environment[name])
 
 

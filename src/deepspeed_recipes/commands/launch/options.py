@@ -190,9 +190,9 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument(
         "--max-restarts",
         type=int,
-        default=0,
         metavar="N",
-        help="resume from the newest checkpoint after a crash or a hang, at most N times (default: 0)",
+        help="resume from the newest checkpoint after a crash or a hang, at most N times (default: 0; 3 in pods and in "
+        "clouds, which may move a job)",
     )
     parser.add_argument(
         "--profile",

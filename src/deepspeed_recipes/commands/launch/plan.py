@@ -275,7 +275,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
             print(f"resuming with changed settings: {' '.join(changed)}", flush=True)
         for line in own_code.changed(recipe, request.page.code, recipe.code):
             print(f"resuming with a changed file: {line}", flush=True)
-    restarts.check(recipe, options.max_restarts)
+    restarts.check(recipe, options.max_restarts or 0)
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
         system.check_cache()

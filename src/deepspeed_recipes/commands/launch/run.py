@@ -110,7 +110,7 @@ def start(plan: LaunchPlan) -> int:
         run_folder.write_recipe(folder, recipe)
         try:
             status = restarts.run_with_restarts(
-                recipe, folder, machines.ranks, options.max_restarts, attempt, attempts.available
+                recipe, folder, machines.ranks, options.max_restarts or 0, attempt, attempts.available
             )
             forecast.compare(folder, plan.forecast)
         finally:

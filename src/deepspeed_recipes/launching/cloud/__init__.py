@@ -45,7 +45,7 @@ def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recip
         "name": kubernetes.object_name(f"{recipe.name}-{folder.path.name}"),
         "nodes": asked.nodes,
         "gpus": asked.ranks_per_node,
-        "restarts": asked.restarts or kubernetes.RESTARTS,
+        "restarts": asked.restarts,
         "image": image,
         "volume": volume,
         "environment": kubernetes.environment(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
@@ -60,7 +60,7 @@ def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recip
 
 
 def how_to(engine: str, written: Path) -> str:
-    """Return the commands that use the files."""
+    """Return the commands that start a job from its files in the folder `written`."""
     file = shlex.quote(str(written / ENGINES[engine]))
     if engine == "sagemaker":
         return (

@@ -72,7 +72,7 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Jso
         "files": files(recipe),
         "nodes": asked.nodes,
         "gpus": asked.ranks_per_node,
-        "restarts": asked.restarts or RESTARTS,
+        "restarts": asked.restarts,
         "image": options["image"],
         "volume": options["volume"],
         "environment": environment(options["environment"]),

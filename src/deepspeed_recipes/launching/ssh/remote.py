@@ -94,10 +94,13 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
     """
     home, here = (folder / ".deepspeed_env" for folder in (Path.home(), Path.cwd()))
     lines = home.read_text(encoding="utf-8").splitlines() if home.is_file() else []
-    own = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    own = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals and name[:1] != "#"}
     if here.is_file() and here != home:
         print(f"{here}: ignored; move the variables that you need to {home}", flush=True)
-    passed = [name for name, value in own.items() if command.is_name(name) and not is_secret(name, value)]
+    if odd := [name for name in own if not command.is_name(name)]:
+        print(f"{home}: ignored, since they name no variable: {', '.join(odd)}", flush=True)
+    own = {name: value for name, value in own.items() if name not in odd}
+    passed = [name for name, value in own.items() if not is_secret(name, value)]
     taken = {name: _quoted(name, own[name], EXPANSION) for name in passed}
     taken |= {name: _quoted(name, value) for name, value in command.forwarded(environment).items()}
     needed = [name for name in ("PYTHONPATH", "TORCH_EXTENSIONS_DIR") if name in environment]

@@ -235,7 +235,7 @@ class TrainingSetup:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one copy of the model's computation."""
+        """Ranks that work on the same sequences: tensor x pipeline x sequence."""
         return math.prod((self.layout.tensor, self.layout.pipeline, self.layout.sequence))
 
 

@@ -248,7 +248,7 @@ def _count(batch: Batch) -> tuple[int | torch.Tensor, int]:
 
 
 def memory() -> dict[str, float]:
-    """Return this rank's peak memory in GiB."""
+    """Return this rank's peak memory so far, in GiB: its process on the host, and torch's allocator on the GPU."""
     peak = {"host_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
     if distributed.on_gpu():
         peak["gpu_peak_gib"] = torch.cuda.max_memory_allocated() / GIB

@@ -131,7 +131,9 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
         UserError: the tokenizer has no template, or none of the three shows where the assistant's turns end.
     """
     if tokenizer.chat_template is None:
-        raise UserError(f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml.")
+        raise UserError(
+            f"model.path={recipe.model.path}: no chat template; add model.chat_template=chatml, or a file of yours."
+        )
     template = training_template(tokenizer)
     if template is not None:
         return template, partial(_by_template, tokenizer, template)

@@ -98,12 +98,12 @@ class ControlTokens:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str, images: Collection[str] = ()) -> ControlTokens:
-    """Return a tokenizer's control tokens in conversations that a template renders.
+    """Return the patterns that find a tokenizer's control tokens in conversations that a template renders.
 
     Args:
         tokenizer: the model's.
-        template: in Jinja.
-        images: the tokens that represent an image in a vision-language model's input.
+        template: the template in use, which need not be the tokenizer's own.
+        images: the tokens that represent an image; they are looked for in the assistant's turns too.
     """
     added = tokenizer.added_tokens_decoder.values()
     if mark_control_tokens:

@@ -267,7 +267,9 @@ def _known_tokens(model: PreTrainedModel, config: GenerationConfig, path: str) -
         many = value if isinstance(value, list) else [] if value is None else [value]
         kept = [one for one in many if 0 <= one < size]
         if many and not kept and name == "eos_token_id":
-            raise UserError(f"{path}: {name}={value}: the model has {size} tokens; correct it in {FILE}.")
+            raise UserError(
+                f"{path}: {name}={value}: the model has {size} tokens, so no answer would end; correct it in {FILE}."
+            )
         if kept != many:
             known[name] = kept or None
     return known

@@ -260,7 +260,10 @@ def _calls(where: str, calls: Any) -> list[Json]:
         else:
             arguments = without_nulls(arguments)
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
-            raise UserError(f"{where}: every tool call needs a 'name' and 'arguments', a string and an object.")
+            raise UserError(
+                f"{where} has a malformed tool call: {str(call)[:60]}\n"
+                'A call needs a name and an object of arguments: {"name": "add", "arguments": {"a": 1}}.'
+            )
         function = {"name": function["name"], "arguments": arguments}
         checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
     return checked
