@@ -204,7 +204,7 @@ def copies() -> dict[str, float]:
 
 
 def launches() -> Json:
-    """Return what a layer costs the host: by pass, in plain PyTorch, and under ZeRO-1 and -3."""
+    """Return the host's time for a layer: by pass, in plain PyTorch, and under ZeRO-1 and -3."""
     one = torch.zeros(1, device=distributed.device())
 
     def tiny(times: int = 1000) -> None:

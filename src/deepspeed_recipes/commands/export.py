@@ -142,7 +142,7 @@ def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldO
 
 
 def find_model(source: Path) -> Path:
-    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is no run.
+    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is not a run.
 
     Raises:
         UserError: no such folder, or a run that has not saved a checkpoint yet.

@@ -179,7 +179,7 @@ def _apart(wanted: list[float], found: list[float]) -> float:
         return float("inf")
     pairs = [abs(one - other) for one, other in zip(wanted, found, strict=True)]
     mean = sum(pairs) / max(len(pairs), 1)
-    return mean if mean == mean else float("inf")  # a NaN is no agreement
+    return mean if mean == mean else float("inf")  # a NaN means that they disagree
 
 
 def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterator[str]:

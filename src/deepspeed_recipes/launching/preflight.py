@@ -287,7 +287,7 @@ def _answer() -> None:
     from ..training import own_code as rank_code  # not at the top: imports torch
 
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the code prints is no reply
+    os.dup2(2, 1)  # stdout is for the reply, and the code may print
     recipe = from_dict(json.load(sys.stdin))
     try:
         rank_code.try_all(with_dimensions(recipe), _references(recipe))

@@ -162,7 +162,7 @@ def supervise(
         try:
             failed, status = wait(launcher, watcher)
         finally:
-            # What is left of the session has a while to end by itself.
+            # The remaining processes of the session have a while to end by themselves.
             deadline = time.monotonic() + LAST_GRACE
             while session_alive(launcher.pid) and time.monotonic() < deadline:
                 time.sleep(0.1)

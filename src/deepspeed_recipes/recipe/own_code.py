@@ -48,7 +48,7 @@ def is_own(text: str) -> bool:
 
 
 def functions(key: str, text: str | None) -> list[Function]:
-    """Return what a key names; of `data.metric`, leave out the built-in metrics.
+    """Return the functions that a key names; of `data.metric`, leave out the built-in metrics.
 
     Raises:
         UserError: a part is not of the form FILE.py:NAME, or two have the same name.

@@ -259,7 +259,7 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Return True if the run has finished, was not merely stopped, and is not about to go on with another recipe.
+    """Return True if the run has finished, was not merely stopped, and is not about to continue with another recipe.
 
     Raises:
         UserError: its summary exists and cannot be read.
@@ -433,7 +433,7 @@ def step_of(checkpoint: Path) -> int:
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
-    A finished run loses nothing as long as the ranks may still refuse to go on: see `accept_recipe`.
+    A finished run loses nothing as long as the ranks may still refuse to continue: see `accept_recipe`.
 
     Args:
         run: the run.
@@ -513,7 +513,7 @@ def append_jsonl(path: Path, row: Json) -> None:
 
 
 def write_recipe(run: RunFolder, recipe: Recipe) -> None:
-    """Write the recipe of the next start: `recipe.json`, or the requested one beside that of an earlier start."""
+    """Write the recipe of the next start: `recipe.json`, or the requested one, next to that of an earlier start."""
     write_requested(run.recipe, to_dict(recipe))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 LEAST_POINTS = 3
-"""Fewer points are no curve."""
+"""The number of points from which on they are drawn as a curve."""
 LIGHTEST = 0.08
 """Opacity of the smallest number of a heat map; the largest has 1."""
 

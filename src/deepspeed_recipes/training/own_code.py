@@ -190,7 +190,7 @@ def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | No
         added: collects the names of the numbers that they add to logs.
 
     Raises:
-        Failed: a class is no callback, or cannot be created.
+        Failed: a class is not a callback, or cannot be created.
     """
     found = []
     for named in own_code.functions("callbacks", recipe.callbacks):

@@ -83,7 +83,7 @@ class LaunchPlan:
 
 
 def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
-    """Return what starts; choose the DeepSpeed file for `deepspeed=auto`, check the run, and print warnings.
+    """Return the plan of a launch; choose the DeepSpeed file for `deepspeed=auto`, check the run, and print warnings.
 
     Raises:
         UserError: the run cannot work.

@@ -1,4 +1,4 @@
-"""What a GGUF file needs besides llama.cpp's converter: a pre-tokenizer that llama.cpp knows, and Ollama's Modelfile.
+"""Adds to llama.cpp's converter what a GGUF file also needs: a pre-tokenizer that it knows, and Ollama's Modelfile.
 
 The converter recognises published tokenizers by their tokens for one text, and refuses all others.
 """

@@ -1,4 +1,4 @@
-"""The sections with a run's results beside the predictions, and with the newest result of `ds-recipes evaluate`."""
+"""The sections with a run's results and predictions, and with the newest result of `ds-recipes evaluate`."""
 
 import math
 from collections.abc import Iterator

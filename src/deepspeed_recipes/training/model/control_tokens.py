@@ -33,7 +33,7 @@ except ImportError:  # transformers before 5.20
     mark_control_tokens = None
 
     def _get_control_token_patterns(tokens: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]:
-        """Return patterns for the tokens and for marks; the latter matches nothing, since there are no marks."""
+        """Return patterns for the tokens and for marks; the latter never matches, since this version has no marks."""
         longest_first = sorted(tokens, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or "(?!)"), re.compile("(?!)")
 

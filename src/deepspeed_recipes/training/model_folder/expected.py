@@ -167,7 +167,7 @@ def copy(source: Path, folder: Path) -> None:
 
 
 def described(folder: Path, tensors: bool = True) -> Json:
-    """Return what tells why a copy differs: settings, end tokens, digests of the template and of the tensors."""
+    """Return values that explain a copy's difference: settings, end tokens, digests of the template and the tensors."""
     import xxhash
 
     adapter = folder / base_model.ADAPTER

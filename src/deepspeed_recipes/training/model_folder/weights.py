@@ -270,7 +270,7 @@ _AGAIN = "copy or download it again"
 def check_intact(place: str | Path) -> None:
     """Refuse a folder with files of a model, an adapter or a tokenizer that cannot be used.
 
-    Weights are checked by their headers. What is no folder (a Hub id) is not checked.
+    Weights are checked by their headers. A Hub id is not checked.
     """
     folder = Path(place)
     if not folder.is_dir():
@@ -307,7 +307,7 @@ def _short(error: UserError, folder: Path) -> str:
 
 
 def _start(file: Path) -> bytes:
-    """Return the first bytes of a file that is no pointer of Git LFS."""
+    """Return the first bytes of a file, unless Git LFS has left a pointer there."""
     with file.open("rb") as opened:
         start = opened.read(8)
     if start == b"version ":

@@ -24,7 +24,7 @@ VARIANTS = {
     **{(method, "lora"): f"{method}_lora" for method in ("dpo", "kto", "orpo", "simpo")},
     **{(method, adapter): method for method in ("pretrain", "reward", "grpo") for adapter in ("", "lora")},
 }
-"""The variant of a method and of its adapters. 4-bit weights and DoRA of the other methods are keys beside `lora`."""
+"""The variant of a method and of its adapters. 4-bit weights and DoRA of the other methods are keys added to `lora`."""
 TYPICAL = "llama3-8b"
 """A recipe whose checks hold for models without a page, except for the keys that only some models have."""
 OF_SOME_MODELS = ("model.", "data.max_pixels=", "layout.expert=", "router_aux_loss_coef=")
@@ -94,7 +94,7 @@ def read(file: Path) -> Json:
     import yaml  # not in the standard library, and only this command needs it
 
     class Loader(yaml.SafeLoader):
-        """Refuses a key that is there twice: YAML takes the last one."""
+        """Refuses a repeated key, of which YAML takes the last."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
             names = [

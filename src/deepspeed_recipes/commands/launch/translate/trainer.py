@@ -265,7 +265,7 @@ def number(value: Any, name: str) -> float:
     """Return a number that YAML may have read as text (`1e-4`).
 
     Raises:
-        UserError: it is no number.
+        UserError: it is not a number.
     """
     try:
         return float(value)
