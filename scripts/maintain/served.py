@@ -46,6 +46,8 @@ SETTINGS = (
 )
 WIDTH = 128
 """Hidden size of a draft: four heads of 32, the narrowest that vLLM's attention computes."""
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+"""The sizes of DeepSeek's compressed keys and values, the only ones for which vLLM's CPU kernels are compiled."""
 
 
 def main() -> None:
@@ -97,6 +99,7 @@ def _base(recipe: Recipe, place: Path) -> Path:
     folder = place / "base"
     if not folder.exists():
         import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         from deepspeed_recipes.training import export
         from deepspeed_recipes.training.model import draft, heads
@@ -107,6 +110,10 @@ def _base(recipe: Recipe, place: Path) -> Path:
             export.write(Path(TINY_MODEL), written, merge=False)
         else:
             draft.write(replace(recipe, draft=Draft(enabled=True, hidden_size=WIDTH)), written, torch.float32)
+            config = AutoConfig.from_pretrained(written)
+            if getattr(config, "kv_lora_rank", None):
+                wide = {name: value for name, value in config.to_dict().items() if name != "qk_head_dim"} | LATENT
+                AutoModelForCausalLM.from_config(type(config)(**wide), dtype=torch.float32).save_pretrained(written)
         model, examples = export.load(written).eval(), expected.sequences(export.load_tokenizer(written))
         answers = expected.measured(lambda tokens: heads.outputs(model(input_ids=tokens)), examples)
         expected.write(written, examples, model.dtype, answers)

@@ -293,7 +293,7 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
         datasets.sample,
         beside,
     )
-    if heads.trained_by(recipe) == "vocabulary":
+    if heads.trained_by(recipe) in ("vocabulary", "vision"):  # which writes text
         expected.write_of(trainer, lambda tokens: context.parallel.logits(trainer, tokens), dtype, run.unverified)
     results = {"after": after, "logit_difference": difference}
     if published := quantization.title(load.load_config(recipe).to_dict()):
