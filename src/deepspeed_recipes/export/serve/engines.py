@@ -174,6 +174,10 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
     if not _on_gpu():
         words.append("--enforce-eager")  # compiling takes minutes
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+        if (ranks := split.tensor * split.pipeline) > 1:  # by default vLLM wants a NUMA node for each rank
+            cores = sorted(os.sched_getaffinity(0))
+            shares = [",".join(map(str, cores[at::ranks] or cores)) for at in range(ranks)]
+            variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
     return Engine("vLLM", tuple(words), variables)
 
 
