@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +20,13 @@ from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model import draft, lora
 from deepspeed_recipes.training.model_folder import base_model, complete, expected, record
+from tests.small import language_families
+from tests.tiers import tiered
 
 ADAPTER = "adapter_model.safetensors"
 
@@ -124,6 +129,38 @@ def test_a_model_is_split_where_one_gpu_is_too_small_for_its_weights(whole, monk
     for free, split in ((2 * size, {}), (size, {"device_map": "auto"})):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 2 * free))
         assert export.device_map(whole) == split
+
+
+IN_TEST = {"deepseek", "falcon_h1", "gemma3", "glm4_5", "gpt2", "llama3", "qwen3_moe"}
+"""Attention of three kinds, a state space, experts, and matrices that are stored transposed."""
+
+
+@pytest.mark.parametrize("family", tiered(language_families(), IN_TEST))
+def test_every_form_of_every_familys_export_agrees(family, tmp_path):
+    """Of a draft: all weights, adapters (on experts where the page has them), both merged; a layer that is lost."""
+    base, folder, merged = tmp_path / "base", tmp_path / "adapter", tmp_path / "merged"
+    recipe = pages.find(f"{family}-{next(iter(pages.page(family).SIZES))}", "lora")
+    draft.write(replace(recipe, draft=Draft(enabled=True)), base, torch.float32)
+    model, tokenizer = trained(base)
+    examples, plain, _ = answers(model, tokenizer)
+    expected.write(base, examples, model.dtype, plain)
+    assert certificate.of_folder(base).difference < 1e-4
+    adapted = lora.add(model, recipe.lora, 0, scores=False, embeds=False).eval()
+    with torch.no_grad():
+        for name, weight in adapted.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.1)
+    adapted.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    expected.write(folder, examples, model.dtype, answers(adapted, tokenizer)[1], plain)
+    export.write(folder, merged, merge=True)
+    for one in (folder, merged):
+        found = certificate.of_folder(one)
+        assert found.agrees and found.difference < 1e-3, (one, str(found), found.causes)
+    assert certificate.compare(certificate.read(folder), plain, folder).like_base
+    layer = max(name for name in load_file(folder / ADAPTER) if "lora_B" in name)
+    change(folder, lambda tensors: tensors[layer].zero_())
+    assert layer in certificate.of_folder(folder).causes[0]
 
 
 def test_a_merged_copy_agrees(adapter, tmp_path):

@@ -208,6 +208,15 @@ def test_vllm_answers_as_plain_transformers_does_with_a_merged_adapter(models, t
 
 @NO_SERVING
 @pytest.mark.every
+@pytest.mark.parametrize("option", ["--tensor-parallel", "--pipeline-parallel"])
+def test_vllm_answers_as_trained_from_two_cpu_ranks(option, models):
+    """Which the command certifies before it is ready."""
+    with serving(models / "whole", "--engine", "vllm", option, "2") as url:
+        assert asked(url, "whole", prompts(3)) == plain(models / "whole", prompts(3))
+
+
+@NO_SERVING
+@pytest.mark.every
 @pytest.mark.parametrize("recipe", ["llama3-1b", "qwen3-0.6b", "gemma3-1b"])
 def test_vllm_loads_drafts_of_other_families(recipe, tmp_path, capsys):
     """With heads of 32, the smallest that its kernels know; and its cache is the one that `plan --serve` counts."""
