@@ -155,10 +155,12 @@ def test_a_head_beside_a_tied_embedding_is_refused_unless_it_is_the_same(model):
 
 def test_parts_that_are_not_loaded_are_named_and_what_follows_from_the_configuration_is_not(model):
     others = ("mtp.layers.0.norm.weight", "model.visual.patch.weight", "model.layers.2.norm.weight")
+    others += ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate.weight")  # as DeepSeek's and GLM's
     old = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(model, lambda tensors: tensors.update({name: torch.ones(2) for name in (*others, old)}))
     loaded = load.load_model(small(model, "unread"))
-    assert set(stored.check(str(model), loaded)) == {"mtp", "model.visual", "model.layers.2"}
+    assert set(stored.check(str(model), loaded)) == {"mtp", "model.visual", "model.layers.2", "model.layers.3"}
+    assert set(stored.MTP[str(model)]) == {"mtp", "model.layers.3"}
     assert stored.NOT_LOADED[str(model)] == stored.check(str(model), loaded), "for summary.json and the report"
 
 

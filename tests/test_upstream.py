@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pandas.io.json import ujson_dumps
 from safetensors.torch import save_file
-from transformers import modeling_utils
+from transformers import AutoModelForCausalLM, modeling_layers, modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from deepspeed_recipes.machine import ops
@@ -44,6 +44,7 @@ from deepspeed_recipes.recipe.run_folder import (
 from deepspeed_recipes.training import distributed, upstream
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.checkpoint import universal
+from deepspeed_recipes.training.model import draft
 from tests import ROOT
 from tests.launching import train_with
 from tests.parity import gate
@@ -364,3 +365,18 @@ def test_torchrun_keeps_the_addresses_of_an_earlier_attempt(monkeypatch):
         found.append(store.check(["address of rank 0"]))
         store.set("address of rank 0", "a port")
     assert found == [False, True]
+
+
+def test_heads_for_further_tokens_cannot_be_trained(tmp_path):
+    """`model.train_mtp` is refused until transformers' own loss of such a head works, or a model has one."""
+    recipe = pages.find("glm4_5-air", "full")
+    draft.write(replace(recipe, draft=Draft(enabled=True)), tmp_path, torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.num_mtp_layers == 1 and not any("eh_proj" in name for name, _ in model.named_modules())
+    tokens = torch.arange(8)[None]
+    hidden = model(input_ids=tokens, output_hidden_states=True).hidden_states[-1]
+    given = {"attention_mask": None, "position_ids": tokens, "mtp_cache": None}
+    head = modeling_layers.MtpModel(model, 1)
+    assert head(tokens, hidden, **given)[0].shape == (1, 1), "it drafts"
+    with pytest.raises(TypeError, match="'NoneType' and 'Tensor'"):
+        head(tokens, hidden, **given, labels=tokens)

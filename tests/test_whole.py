@@ -227,7 +227,9 @@ def test_all_weights_are_exported_with_what_was_not_trained(base, runs, tmp_path
     said = read_logs(run.path.parent / "log")[0]
     assert "neither loaded nor trained: model.visual, mtp; the export has them unchanged" in said
     agree(run.export, logits(export.load(run.export)))
-    assert "| `model.visual`, `mtp` |" in (run.export / "README.md").read_text()
+    assert f"\nmtp: {base_model.DRAFTS}\n" in said
+    card = (run.export / "README.md").read_text()
+    assert "| `model.visual`, `mtp` |" in card and f"| `mtp` | {base_model.DRAFTS} |" in card
     assert any(file.name == "provenance.json" for file in push.files(run.export)), "it can be published"
     checkpoint = tmp_path / "checkpoint"
     assert run_command("export", [str(run.checkpoints / "checkpoint-2"), "--output", str(checkpoint)]) == 0

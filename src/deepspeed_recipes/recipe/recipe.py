@@ -58,6 +58,8 @@ class Model:
     """Load the model with its vision tower, and train on conversations with images. `false` trains on text alone."""
     train_vision: bool = False
     """Train the vision tower too, or add adapters to it and to its projector. `false` freezes both."""
+    train_mtp: bool = False
+    """Train the base model's head for further tokens (MTP). Refused: no class of transformers 5.22 trains one."""
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,8 @@ def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
         exported = "the export has them unchanged" if whole else "not in the export"
     if parts:
         say(f"model.path={recipe.model.path}: neither loaded nor trained: {', '.join(parts)}; {exported}")
+    if mtp := stored.MTP.get(recipe.model.path):
+        say(f"{', '.join(mtp)}: {base_model.DRAFTS}")
 
 
 def text_part(config: PreTrainedConfig) -> Json:

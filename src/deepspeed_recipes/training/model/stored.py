@@ -22,6 +22,11 @@ _ADAPTER = re.compile(r"\.lora_|\.base_layer\.|\.modules_to_save\.")
 
 NOT_LOADED: dict[str, list[str]] = {}
 """Results of `check` by a model's path, for the run's summary."""
+MTP: dict[str, list[str]] = {}
+"""The parts among them that predict further tokens, with which servers draft (multi-token prediction)."""
+
+_MTP = re.compile(r"mtp|nextn|\.eh_proj\.")
+"""Names of their tensors: Qwen's, MiMo's and others', and the projection of DeepSeek's and GLM's, which are layers."""
 
 
 def folder_of(path: str) -> Path | None:
@@ -86,7 +91,7 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
     modules = {name for name, _ in model.named_modules()}
     unneeded = model._keys_to_ignore_on_load_unexpected or ()  # listed by its class
     inside: list[str] = []
-    parts: dict[str, None] = {}
+    parts: dict[str, bool] = {}
     held = weights.unquantized(weights.tensors(folder))
     places = loaded_as(held, model, key_mapping)
     for name, tensor in held.items():
@@ -107,13 +112,14 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
                 if not any(re.search(pattern, renamed) for pattern in unneeded):
                     inside.append(name)
             else:
-                parts[next(one for one in parents if one not in modules)] = None
+                part = next(one for one in parents if one not in modules)
+                parts[part] = parts.get(part, False) or bool(_MTP.search(name))
     if inside:
         raise UserError(
             f"model.path={path}: its files hold {inside[0]}{weights.more(inside)}, for which {type(model).__name__} "
             "has no place in its layers; correct its config.json, or name the model that belongs to it."
         )
-    NOT_LOADED[path] = list(parts)
+    NOT_LOADED[path], MTP[path] = list(parts), [part for part, drafts in parts.items() if drafts]
     return list(parts)
 
 

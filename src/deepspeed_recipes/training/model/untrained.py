@@ -87,6 +87,7 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
         "trained_as": (config.get("architectures") or [type(model).__name__])[0],
         "head": head,
         "parts": stored.check(str(base), model, mapping),
+        "mtp": stored.MTP[str(base)],
         "dequantized": quantization.title(base_model.config_of(base)),
         "untouched": digests,
     }

@@ -101,6 +101,11 @@ Head = Literal["vocabulary", "vision", "scores", "none"]
 none, as in an embedding model."""
 PROVENANCE = "provenance.json"
 """File of an export that has more than was trained: what was trained, and digests of what is the base model's."""
+DRAFTS = (
+    "predicts further tokens (MTP) and stays the base model's: a server that drafts with it gives the same answers "
+    "but more slowly, since fewer drafts are accepted the more the training has changed"
+)
+"""What a head means to a server that training leaves as it is, after its name."""
 PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 """Files with the settings of an image processor."""
 TASKS: dict[str, Head] = {"SEQ_CLS": "scores", "FEATURE_EXTRACTION": "none"}

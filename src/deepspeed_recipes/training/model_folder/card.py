@@ -47,6 +47,8 @@ class Contents:
     """True for an adapter of the text part that is named for the whole model."""
     untouched: tuple[str, ...] = ()
     """The parts that are the base model's, such as its vision tower where only text was trained."""
+    mtp: tuple[str, ...] = ()
+    """The parts among them that predict further tokens."""
 
 
 def write(folder: Path, name: str = UNPUBLISHED) -> bool:
@@ -74,6 +76,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         recipe=recipe,
         results=results,
         contents=contents,
+        drafts=base_model.DRAFTS,
         base=base_name(recipe),
         hub_base=data.base_model,
         base_licence=licence_of_base(recipe),
@@ -91,6 +94,7 @@ def look(folder: Path) -> Contents:
     """Return the properties of a folder."""
     adapter = read_json(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
     tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
+    whole = read_json(folder / base_model.PROVENANCE) if (folder / base_model.PROVENANCE).exists() else {}
     return Contents(
         adapter=bool(adapter),
         base=str(adapter.get(KEY) or ""),
@@ -99,9 +103,8 @@ def look(folder: Path) -> Contents:
         embeds=base_model.head_of(folder) == "none",
         sees=base_model.head_of(folder) == "vision",
         inside=bool((adapter.get("auto_mapping") or {}).get("base_model_class")),
-        untouched=tuple(read_json(folder / base_model.PROVENANCE)["parts"])
-        if (folder / base_model.PROVENANCE).exists()
-        else (),
+        untouched=tuple(whole.get("parts", ())),
+        mtp=tuple(whole.get("mtp", ())),
         quantized=(folder / QUANTIZATION).exists(),
         chat=(folder / "chat_template.jinja").exists() or bool(tokenizer.get("chat_template")),
         gguf=next((file.name for file in folder.glob("*.gguf")), None),
