@@ -403,6 +403,10 @@ def test_an_adapter_of_a_model_with_experts_is_merged_before_vllm_serves_it_on_a
             "sys.exit('ValueError: no such weights')",
             "status 1: ValueError: no such weights; --log FILE keeps its output",
         ),
+        (
+            "sys.exit('CalledProcessError: registry\\nModuleNotFoundError: no torchvision')",
+            "status 1: ModuleNotFoundError: no torchvision",
+        ),
         (f"sys.exit({NO_LORA!r})", f"status 1: {NO_LORA} Merge the adapter"),
         ("os.kill(os.getpid(), 9)", "was killed, as Linux does if memory runs out: ds-recipes plan MODEL --serve"),
     ],

@@ -82,7 +82,7 @@ def _wait(process: "subprocess.Popen[bytes]", engine: Engine, url: str, log: Pat
                     "prints what it needs; serve a quantised copy, or split it over GPUs (--tensor-parallel)."
                 )
             why = f"{engine.title} ended with status {process.returncode}: {_reason(log)}"
-            if "support LoRA" in why:  # vLLM, of BLOOM and others
+            if "support LoRA" in why or "expected target modules" in why:  # vLLM, of BLOOM and GLM 4
                 raise UserError(f"{why} Merge the adapter (ds-recipes export --merge), or use --engine transformers.")
             raise UserError(f"{why}; --log FILE keeps its output.")
         try:
@@ -112,6 +112,8 @@ def _ask(model: str, engine: Engine, url: str, log: Path) -> None:
 def _reason(log: Path) -> str:
     """Return the first error in a log, since later errors are its consequences, or the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = (re.search(r"\b\w*Error: .+", line) for line in lines if "WARNING" not in line)
-    reason = next((found[0] for found in errors if found), None) or (lines or ["no output"])[-1]
+    found = [one[0] for line in lines if "WARNING" not in line and (one := re.search(r"\b\w*Error: .+", line))]
+    if found and found[0].startswith("CalledProcessError"):  # vLLM prints later why its process has failed
+        found.sort(key=lambda one: not one.startswith("ModuleNotFoundError"))
+    reason = next(iter(found), None) or (lines or ["no output"])[-1]
     return reason[:300]
