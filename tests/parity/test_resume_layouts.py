@@ -22,6 +22,7 @@ from deepspeed_recipes.recipe.run_folder import (
     read_jsonl,
     read_recipe,
     sizes,
+    starting_recipe,
     write_json,
     write_recipe,
 )
@@ -124,7 +125,7 @@ def test_same_losses_in_another_layout(ranks, tmp_path, whole, case, converted):
 
 def resume(ranks, run, world_size, log):
     """Resume a run as the launcher does."""
-    if universal.is_needed(read_recipe(run).layout, run, world_size):
+    if universal.is_needed(starting_recipe(run).layout, run, world_size):
         universal.convert(newest_checkpoint(run))
     ranks.check(training_run.main, str(run.path), world_size=world_size, log=log)
 
