@@ -18,6 +18,7 @@ from deepspeed_recipes.commands import certify
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.evaluate.server import Server
+from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft
@@ -167,6 +168,25 @@ def test_a_merged_copy_agrees(adapter, tmp_path):
     export.write(adapter, tmp_path / "merged", merge=True)
     found = certificate.of_folder(tmp_path / "merged")
     assert found.agrees and found.difference < 1e-3, (str(found), found.causes)
+
+
+@pytest.mark.every
+@pytest.mark.skipif(not environment.has_llama_cpp(), reason="needs `make gguf`")
+def test_llama_cpp_agrees_and_takes_no_adapter(whole, adapter, tmp_path):
+    """Also of Qwen3.5, whose converter expects a head for further tokens that the draft has not."""
+    export.write(adapter, tmp_path / "merged", merge=True)
+    draft.write(
+        replace(pages.find("qwen3_5-0.8b", "full"), draft=Draft(enabled=True)), tmp_path / "qwen", torch.float32
+    )
+    model, tokenizer = trained(tmp_path / "qwen")
+    examples, found, _ = answers(model, tokenizer)
+    expected.write(tmp_path / "qwen", examples, model.dtype, found)
+    for folder in (whole, tmp_path / "merged", tmp_path / "qwen"):
+        found = certificate.of_llama_cpp(folder)
+        assert found.agrees and found.difference < 1e-3, (str(found), found.causes)
+    change(copied(whole, tmp_path), lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"].zero_())
+    assert not certificate.of_llama_cpp(tmp_path / "copy").agrees
+    assert run_command("certify", [str(adapter), "--server", "llama.cpp"]) == 2
 
 
 def transposed(tensors):

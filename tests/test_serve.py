@@ -208,10 +208,9 @@ def test_vllm_answers_as_plain_transformers_does_with_a_merged_adapter(models, t
 
 @NO_SERVING
 @pytest.mark.every
-@pytest.mark.parametrize("option", ["--tensor-parallel", "--pipeline-parallel"])
-def test_vllm_answers_as_trained_from_two_cpu_ranks(option, models):
+def test_vllm_answers_as_trained_from_two_cpu_ranks(models):
     """Which the command certifies before it is ready."""
-    with serving(models / "whole", "--engine", "vllm", option, "2") as url:
+    with serving(models / "whole", "--engine", "vllm", "--tensor-parallel", "2") as url:
         assert asked(url, "whole", prompts(3)) == plain(models / "whole", prompts(3))
 
 
@@ -264,6 +263,11 @@ def test_a_split_is_passed_to_vllm(models, monkeypatch):
     monkeypatch.setattr(engines, "_gpus", lambda: 2)
     with pytest.raises(UserError, match="needs 4 GPUs, and this machine has 2"):
         engines.check_split("vllm", found, engines.Split(2, 2))
+    monkeypatch.setattr(engines, "_gpus", lambda: 0)
+    ranks = engines.vllm(found, "127.0.0.1", 8000, engines.Split(2)).variables["VLLM_CPU_OMP_THREADS_BIND"]
+    assert len(ranks.split("|")) == 2, "each on cores of its own"
+    with pytest.raises(UserError, match="no stages on CPUs"):
+        engines.check_split("vllm", found, engines.Split(1, 2))
 
 
 def test_the_ready_lines_ask_for_the_first_adapter(models):

@@ -46,8 +46,12 @@ SETTINGS = (
 )
 WIDTH = 128
 """Hidden size of a draft: four heads of 32, the narrowest that vLLM's attention computes."""
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
-"""The sizes of DeepSeek's compressed keys and values, the only ones for which vLLM's CPU kernels are compiled."""
+AS_RELEASED = {
+    "deepseek": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
+    "minimax_m2": {"rotary_dim": WIDTH // 8},
+}
+"""Values of a draft's config.json as the releases have them: the only compressed keys and values for which vLLM's CPU
+kernels are compiled, and a size that transformers needs no longer and vLLM still reads."""
 
 
 def main() -> None:
@@ -111,9 +115,10 @@ def _base(recipe: Recipe, place: Path) -> Path:
         else:
             draft.write(replace(recipe, draft=Draft(enabled=True, hidden_size=WIDTH)), written, torch.float32)
             config = AutoConfig.from_pretrained(written)
-            if getattr(config, "kv_lora_rank", None):
-                wide = {name: value for name, value in config.to_dict().items() if name != "qk_head_dim"} | LATENT
-                AutoModelForCausalLM.from_config(type(config)(**wide), dtype=torch.float32).save_pretrained(written)
+            if changes := AS_RELEASED.get(recipe.family):
+                kept = {name: value for name, value in config.to_dict().items() if name != "qk_head_dim"}
+                config = type(config)(**kept | changes)
+                AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(written)
         model, examples = export.load(written).eval(), expected.sequences(export.load_tokenizer(written))
         answers = expected.measured(lambda tokens: heads.outputs(model(input_ids=tokens)), examples)
         expected.write(written, examples, model.dtype, answers)

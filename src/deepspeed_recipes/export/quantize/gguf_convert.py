@@ -6,11 +6,13 @@ CONVERTER is the folder of llama.cpp's convert_hf_to_gguf.py. PRE_TOKENIZER is u
 the model's pre-tokenizer.
 """
 
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import llama_cpp
+from safetensors import safe_open
 
 CONVERTED = ("f32", "f16", "bf16", "q8_0")
 """Types that the converter writes itself; llama.cpp quantises to all others."""
@@ -33,6 +35,18 @@ def main(converter: str, model: str, output: str, kind: str, pre_tokenizer: str 
 
     # llama.cpp identifies a pre-tokenizer by a digest of its tokens for a text, and has no option to choose one.
     base.TextModel.get_vocab_base_pre = of
+    loaded = base.ModelBase.load_hparams
+
+    def with_rotary(*arguments):
+        """Add MiniMax's name of a size that transformers 5 writes as a share of the head."""
+        found = loaded(*arguments)
+        share = (found.get("rope_parameters") or {}).get("partial_rotary_factor")
+        return {"rotary_dim": int(share * found["head_dim"]), **found} if share and found.get("head_dim") else found
+
+    base.ModelBase.load_hparams = staticmethod(with_rotary)
+    # The converter expects a head for further tokens wherever config.json, or transformers' default, names one.
+    names = " ".join(" ".join(safe_open(file, "np").keys()) for file in Path(model).glob("*.safetensors"))
+    base.ModelBase.no_mtp = re.search(r"mtp|nextn|\.eh_proj\.", names) is None
     direct = kind in CONVERTED
     written = output if direct else f"{output}.f32"
     sys.argv = ["convert_hf_to_gguf.py", model, "--outfile", written, "--outtype", kind if direct else "f32"]

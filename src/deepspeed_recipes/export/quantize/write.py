@@ -1,6 +1,7 @@
 """Writes a smaller copy of a trained model, compares it with the original, and refuses too large a loss."""
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -193,9 +194,9 @@ def _run(kind: Kind, place: Path, *words: object) -> None:
         text=True,
         errors="replace",
         cwd=place,  # llm-compressor leaves a log folder in its working directory
-        env=environment.variables(),
+        env=environment.variables() | {"GGML_NO_BACKTRACE": "1"},  # llama.cpp would start a debugger
     )
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["no output"]
-        errors = [line for line in lines if "Error" in line or "ERROR" in line] or lines
+        errors = [line for line in lines if re.search("Error|ERROR|GGML_ASSERT", line)] or lines
         raise UserError(f"{kind.typed}: {kind.quantizer} cannot convert this model: {errors[-1][:300]}")

@@ -65,6 +65,11 @@ def check_split(engine: str, served: Served, split: Split) -> None:
         raise UserError(f"--tensor-parallel {split.tensor}: the model has {heads} heads; use {', '.join(sizes[:5])}.")
     if layers and layers < split.pipeline:
         raise UserError(f"--pipeline-parallel {split.pipeline}: the model has only {layers} layers.")
+    if split.pipeline > 1 and not _on_gpu():
+        raise UserError(
+            f"--pipeline-parallel {split.pipeline}: vLLM 0.32 has no stages on CPUs (its second fails at the first "
+            "answer); use --tensor-parallel."
+        )
     if _on_gpu() and (gpus := _gpus()) < split.tensor * split.pipeline:
         raise UserError(
             f"--tensor-parallel {split.tensor} --pipeline-parallel {split.pipeline}: needs "
