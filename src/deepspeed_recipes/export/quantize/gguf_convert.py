@@ -37,9 +37,9 @@ def main(converter: str, model: str, output: str, kind: str, pre_tokenizer: str 
     base.TextModel.get_vocab_base_pre = of
     loaded = base.ModelBase.load_hparams
 
-    def with_rotary(*arguments):
+    def with_rotary(*arguments, **options):
         """Add MiniMax's name of a size that transformers 5 writes as a share of the head."""
-        found = loaded(*arguments)
+        found = loaded(*arguments, **options)
         share = (found.get("rope_parameters") or {}).get("partial_rotary_factor")
         return {"rotary_dim": int(share * found["head_dim"]), **found} if share and found.get("head_dim") else found
 
