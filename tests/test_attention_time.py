@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_recipes.planning.cost import compute_time
-from deepspeed_recipes.planning.cost.compute_time import attended_tokens, attention_seconds, implementation, kernel
+from deepspeed_recipes.planning.cost.compute_time import Job, attended_tokens, attention_seconds, implementation, kernel
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
@@ -29,8 +29,9 @@ without one; `sdpa` is cuDNN's."""
 
 
 def seconds(attention: str, length: int, gpu: str = "H100", packing: bool = False) -> tuple[float, float]:
-    setup = TrainingSetup(1, sequence_length=length, attention=attention, packing=packing)
-    return attention_seconds(KIND, llama(), 16384, setup, find(gpu), constants(gpu))
+    batch = 16384 / length
+    setup = TrainingSetup(1, sequence_length=length, attention=attention, packing=packing, micro_batch_size=batch)
+    return attention_seconds(Job(llama(), setup, Cluster(find(gpu)), constants(gpu)), KIND)
 
 
 def speeds(attention: str, direction: str) -> list[float]:
@@ -117,12 +118,11 @@ def test_windows_and_causal_masks_halve_what_is_attended():
 def test_software_whose_kernel_was_another_has_one_share():
     known = constants("H100", "llm-foundry")
     assert known.kernels == {}
-    forward, backward = attention_seconds(KIND, llama(), 4096, TrainingSetup(1), find("H100"), known)
+    job = Job(llama(), TrainingSetup(1), Cluster(find("H100")), known)
+    forward, backward = attention_seconds(job, KIND)
     assert backward == pytest.approx(2.5 * forward)
-    faster = replace(known, attention=2 * known.attention)
-    assert attention_seconds(KIND, llama(), 4096, TrainingSetup(1), find("H100"), faster)[0] == pytest.approx(
-        forward / 2
-    )
+    faster = replace(job, known=replace(known, attention=2 * known.attention))
+    assert attention_seconds(faster, KIND)[0] == pytest.approx(forward / 2)
 
 
 def test_packed_documents_attend_only_to_themselves():
@@ -130,7 +130,7 @@ def test_packed_documents_attend_only_to_themselves():
 
     def sum_of(attention: str, document: float | None = None, packing: bool = True) -> float:
         setup = TrainingSetup(1, sequence_length=16384, attention=attention, packing=packing, document_length=document)
-        return sum(attention_seconds(KIND, llama(), 16384, setup, find("A100 80GB"), constants("A100 80GB")))
+        return sum(attention_seconds(Job(llama(), setup, Cluster(find("A100 80GB")), constants("A100 80GB")), KIND))
 
     assert 8 < sum_of("varlen") / sum_of("varlen", 1024) < 16, "a sixteenth, with kernels that are slower when short"
     assert sum_of("varlen", 10**6) == sum_of("varlen")

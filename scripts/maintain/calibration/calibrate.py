@@ -44,7 +44,7 @@ PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
 """Constants that are fitted on the published tables, with their limits."""
 OWN: dict[ConstantPath, tuple[float, float]] = {
     **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), overlap=(1e-3, 1)),
-    **_limits("software", "deepspeed", dequantize=(0.1, 0.85), hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
+    **_limits("software", "deepspeed", hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
     **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
     **_limits("gpus", "RTX PRO", matmul=(0.5, 1.0), peer=(0.02, 0.75)),

@@ -1,4 +1,4 @@
-"""Compute time: seconds of a layer on one rank.
+"""Compute time: seconds of a layer, and of the head, on one rank.
 
 They follow from its arithmetic and the bytes that it moves (a roofline), from the attention kernel of the GPU, and from
 the time in which Python launches kernels, which matters if the GPU is faster.
@@ -14,27 +14,52 @@ from math import log, prod
 from typing import Literal
 
 from ...recipe.recipe import Lora
-from ..hardware.gpus import Gpu
+from ..hardware.cluster import Cluster
 from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
 from .activations import TILE_COLUMNS, TILE_TOKENS
-from .constants import Constants, Cpu
+from .constants import Constants
 from .training_setup import TrainingSetup
 
 Kernel = Literal["flash_2", "flash_3", "cudnn", "flex", "efficient"]
 
+
+@dataclass(frozen=True)
+class Job:
+    """A model, how it is trained, and the machines with their rates."""
+
+    profile: ModelProfile
+    setup: TrainingSetup
+    cluster: Cluster
+    known: Constants
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that go through a layer at once on one rank."""
+        return self.setup.sequences_per_pass * self.setup.sequence_length / self.setup.layout.sequence
+
+    @property
+    def peak(self) -> float:
+        """Operations per second of one GPU by its datasheet."""
+        return self.cluster.gpu.bf16_tflops * 1e12
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that element-wise operations move."""
+        return self.cluster.gpu.memory_gbs * 1e9 * self.known.memory
+
+
 HALF_SPEED = 380
 """Sequence length at which a fused kernel reaches half of its speed: arXiv:2407.08608, figures 5 and 6, width 128
 (FlashAttention-2 forward, 512 to 16k tokens: 191 to 335 TFLOP/s; -3: 292 to 616; backward: 214 to 322, 316 to 561)."""
+CPU_BLOCK = 512
+"""Keys that torch's attention on a CPU computes at a time, masked ones included."""
 
 
 def kernel(attention: str, masked: bool, known: Container[str]) -> Kernel:
-    """Return the kernel that computes `Model.attention`.
+    """Return the kernel that computes `Model.attention`, a fused implementation.
 
-    Args:
-        attention: a fused implementation, so not `eager`.
-        masked: whether attention gets a full mask.
-        known: the kernels available on this kind of GPU; if cuDNN's is among them, torch 2.13's SDPA uses it (compute
-            capability 9.0 and 10.0: `check_prefer_cudnn_attention` in `sdp_utils.cpp`).
+    `known` are the kernels of this kind of GPU; if cuDNN's is among them, torch 2.13's SDPA uses it (compute capability
+    9.0 and 10.0: `check_prefer_cudnn_attention` in `sdp_utils.cpp`).
     """
     if attention == "sdpa":
         return "cudnn" if "cudnn" in known else "efficient" if masked else "flash_2"
@@ -59,55 +84,30 @@ def attended_tokens(kind: LayerProfile, length: float) -> float:
     return kind.window * (1 - kind.window / (2 * length))
 
 
-def attention_seconds(
-    kind: LayerProfile, profile: ModelProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
-) -> tuple[float, float]:
-    """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass.
-
-    Args:
-        kind: the layer.
-        profile: the model, with its number of heads.
-        tokens: number of tokens of a micro-batch on one rank.
-        setup: the training setup, with the implementation and the sequence length.
-        gpu: the GPU, whose peak the shares refer to.
-        constants: the shares.
-    """
-    if constants.cpu:
-        return _attention_on_cpu(kind, tokens, setup, profile.attention_heads, constants.cpu)
-    length, peak = float(setup.sequence_length), gpu.bf16_tflops * 1e12
-    per_key = 4 * kind.attention_width / setup.layout.tensor * tokens / peak
+def attention_seconds(job: Job, kind: LayerProfile) -> tuple[float, float]:
+    """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass."""
+    setup, known, length = job.setup, job.known, float(job.setup.sequence_length)
+    if known.cpu:  # each score costs time by itself, however narrow the heads are
+        heads = job.profile.attention_heads
+        keys = length if setup.packing or length <= CPU_BLOCK else (length + CPU_BLOCK) / 2
+        scores = job.tokens * keys * heads / setup.layout.tensor if kind.attention_width else 0.0
+        forward, backward = (scores * (each + wide * kind.attention_width / heads) for each, wide in known.cpu.score)
+        return forward, backward
+    per_key = 4 * kind.attention_width / setup.layout.tensor * job.tokens / job.peak
     if setup.attention == "eager":
-        forward = per_key * length / constants.matmul
+        forward = per_key * length / known.matmul
         return forward, 2 * forward
     # Fused kernels recompute the scores in the backward pass: five products instead of four.
-    if not constants.kernels:
-        forward = per_key * attended_tokens(kind, length) / constants.attention
+    if not known.kernels:
+        forward = per_key * attended_tokens(kind, length) / known.attention
         return forward, 2.5 * forward
     attention = implementation(setup)
     masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
     if setup.packing and setup.document_length and not masked:  # with a mask, hidden pairs are computed as well
         length = min(length, setup.document_length)
-    keys = length if masked else attended_tokens(kind, length)
-    ahead, back = constants.kernels[kernel(attention, masked, constants.kernels)]
-    slowdown = 1 + HALF_SPEED / length
-    return per_key * keys / ahead * slowdown, 2.5 * per_key * keys / back * slowdown
-
-
-CPU_BLOCK = 512
-"""Keys that torch's attention on a CPU computes at a time, masked ones included."""
-
-
-def _attention_on_cpu(
-    kind: LayerProfile, tokens: float, setup: TrainingSetup, heads: int, cpu: Cpu
-) -> tuple[float, float]:
-    """Return the seconds of a layer's attention; each score costs time by itself, however narrow the heads are."""
-    if not kind.attention_width:
-        return 0.0, 0.0
-    length = setup.sequence_length
-    keys = length if setup.packing or length <= CPU_BLOCK else (length + CPU_BLOCK) / 2
-    scores = tokens * keys * heads / setup.layout.tensor
-    forward, backward = (scores * (each + wide * kind.attention_width / heads) for each, wide in cpu.score)
-    return forward, backward
+    ahead, back = known.kernels[kernel(attention, masked, known.kernels)]
+    each = per_key * (length if masked else attended_tokens(kind, length)) * (1 + HALF_SPEED / length)
+    return each / ahead, 2.5 * each / back
 
 
 KERNELS = 100
@@ -127,11 +127,6 @@ EXPERT_MATRICES = 3
 FUSED = 0.5
 """Share of a layer's kernels that remains if element-wise operations are fused: 7 products, attention, and one for each
 norm, the rotary embedding, the activation function and the sums, with their copies."""
-
-ONE_BY_ONE = 2
-"""Products per expert and pass on GPUs without a grouped kernel, where torch's grouped call computes one after the
-other, after waiting for the experts' token counts (torch 2.13, `_grouped_mm_fallback`)."""
-
 NODE = 8
 """Ranks of a node, the maximum that a rank's hooks wait for: more ranks were not measured."""
 BACKWARD_LAUNCHES, BACKWARD_HOOKS = 2.0, 0.7
@@ -144,26 +139,32 @@ step (deepspeed 0.19.8, Llamas of 8 and 24 layers 64 wide, one CPU rank, compare
 all weights trained or with adapters)."""
 
 
-def kernels(kind: LayerProfile, setup: TrainingSetup, experts: float) -> float:
-    """Return the number of kernels that a layer's forward pass launches on one rank, with `experts` experts there."""
-    count = KERNELS * (FUSED if setup.fuses else 1.0)
+def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of a layer's experts on one rank, or 0 if it has none."""
+    # Weights outside routed experts are those that every token is multiplied with.
+    used = kind.active_weights - min(kind.active_weights, kind.parameters - kind.expert_parameters)
+    return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
+
+
+def experts_alone(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of these that are modules and computed one by one, as in transformers 4."""
+    return 0.0 if setup.software.grouped_experts else experts_on_rank(kind, setup)
+
+
+def kernels(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of kernels that a layer's forward pass launches on one rank."""
     per_matrix = (FUSED_ADAPTER if setup.lora.fused else ADAPTER) + DORA * setup.lora.dora if setup.lora else 0
-    quantized = len(kind.linears) * DEQUANTIZE if setup.quantized else 0
-    return (
-        count
-        + per_matrix * adapted_matrices(kind, setup)
-        + quantized
-        + (0 if setup.software.grouped_experts else EXPERT * experts)
-    )
+    matrices = per_matrix * adapted_matrices(kind, setup) + (DEQUANTIZE * len(kind.linears) if setup.quantized else 0)
+    return KERNELS * (FUSED if setup.fuses else 1.0) + matrices + EXPERT * experts_alone(kind, setup)
 
 
-def hooked_modules(kind: LayerProfile, setup: TrainingSetup, experts: float = 0.0) -> float:
+def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the number of modules per layer that ZeRO-3 fetches and releases: its own, and two per adapter.
 
-    Experts that are modules, as in transformers 4, have three each, and an adapter of each if all linear layers have.
+    Experts that are modules have three each, and an adapter of each if all linear layers have.
     """
-    each = 0 if setup.software.grouped_experts else EXPERT_MATRICES * (3 if setup.lora else 1)
-    return kind.modules + 2 * adapted_matrices(kind, setup) + each * experts
+    of_experts = EXPERT_MATRICES * (3 if setup.lora else 1) * experts_alone(kind, setup)
+    return kind.modules + 2 * adapted_matrices(kind, setup) + of_experts
 
 
 def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -183,42 +184,15 @@ def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
     return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)
 
 
-def waiting_seconds(experts: float, products: float, setup: TrainingSetup, constants: Constants) -> float:
-    """Return the seconds of a pass in which the GPU waits for the next expert's product to be launched.
-
-    Args:
-        experts: number of the layer's experts on one rank.
-        products: seconds of their products in the pass.
-        setup: the training setup, with grouped experts or not.
-        constants: the seconds per kernel.
-    """
-    # torch computes all experts in one kernel on compute capability 9 and 10, where it also uses cuDNN's attention.
-    in_one_kernel = setup.precision == "bf16" and "cudnn" in constants.kernels
-    if not setup.software.grouped_experts or in_one_kernel:
-        return 0.0
-    return max(0.0, ONE_BY_ONE * experts * constants.launch - products)
-
-
-def host_seconds(
-    kind: LayerProfile, setup: TrainingSetup, constants: Constants, experts: float = 0.0
-) -> tuple[float, float]:
-    """Return the host's seconds for a layer's forward pass and for its backward pass.
-
-    Args:
-        kind: the layer.
-        setup: the training setup; adapters, 4-bit weights, ungrouped experts and ZeRO-3 add host time.
-        constants: the seconds per kernel and per module that ZeRO-3 fetches.
-        experts: number of the layer's experts on one rank.
-    """
-    others = min(NODE, setup.zero_ranks) - 1
-    hook = constants.hook * (1 + constants.waiting * others) if setup.zero_stage == 3 else 0.0
-    hooks = hooked_modules(kind, setup, experts) * hook
-    launches = kernels(kind, setup, experts) * constants.launch
-    cpu = constants.cpu
-    gradient = cpu.gradient_hook if cpu else GRADIENT_HOOK
-    taken = 0.0 if setup.software.fsdp or not setup.zero_stage else gradient * trained_weights(kind, setup)
-    if setup.zero_stage == 1:
-        taken /= setup.gradient_accumulation_steps
+def host_seconds(kind: LayerProfile, setup: TrainingSetup, known: Constants) -> tuple[float, float]:
+    """Return the host's seconds for a layer's forward pass and for its backward pass."""
+    others, cpu = min(NODE, setup.zero_ranks) - 1, known.cpu
+    hook = known.hook * (1 + known.waiting * others) if setup.zero_stage == 3 else 0.0
+    hooks, launches = hooked_modules(kind, setup) * hook, kernels(kind, setup) * known.launch
+    taken = 0.0
+    if setup.zero_stage and not setup.software.fsdp:
+        taken = (cpu.gradient_hook if cpu else GRADIENT_HOOK) * trained_weights(kind, setup)
+        taken /= setup.gradient_accumulation_steps if setup.zero_stage == 1 else 1
     by_launches, by_hooks = (cpu.backward_launches, cpu.backward_hooks) if cpu else (BACKWARD_LAUNCHES, BACKWARD_HOOKS)
     return launches + hooks, by_launches * launches + by_hooks * hooks + taken
 
@@ -260,30 +234,8 @@ kernels/chunked_logprob.py, with Triton)."""
 ADDED_UP = 8
 """Bytes moved per element of the fp32 gradients to which each tile adds: read and written."""
 
-
-@dataclass(frozen=True)
-class ComputeSeconds:
-    """Seconds of one micro-batch on one rank, for the forward and the backward pass."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    """Bound by memory bandwidth: norms, activation functions, residual sums, adapters, 4-bit weights."""
-    recomputation: float = 0.0
-    logits: float = 0.0
-    launch: float = 0.0
-    """Time in which the GPU waits for its next kernel."""
-
-    @property
-    def total(self) -> float:
-        """Sum of all parts."""
-        return self.matmul + self.attention + self.elementwise + self.recomputation + self.logits + self.launch
-
-    def __add__(self, other: "ComputeSeconds") -> "ComputeSeconds":
-        return ComputeSeconds(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
-
-    def __mul__(self, times: int) -> "ComputeSeconds":
-        return ComputeSeconds(*(getattr(self, name) * times for name in self.__dataclass_fields__))
+COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "launch")
+"""What the seconds of a layer and of the head are divided into."""
 
 
 def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
@@ -305,63 +257,52 @@ def linear_adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> int:
     return setup.lora.rank * sum(sum(shape) for shape in kind.linears) if setup.lora else 0
 
 
-def layer_seconds(
-    kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants
-) -> ComputeSeconds:
-    """Return the seconds of a decoder layer."""
-    tokens = tokens_per_pass(setup)
-    forward, to_input, to_weights = _products(kind, tokens, setup, gpu, constants)
-    matmul = forward + to_input + (0 if setup.lora else setup.trained_share * to_weights)
-    attention, attention_backward = attention_seconds(kind, profile, tokens, setup, gpu, constants)
-    bandwidth = gpu.memory_gbs * 1e9 * constants.memory
-    moved = _moved_bytes(kind, profile, tokens, setup, constants) / bandwidth
-    weights = DEQUANTIZED * _quantized_weights(kind, setup) / (gpu.memory_gbs * 1e9 * constants.dequantize)
-    norms, scaled, twice = _dora_seconds(kind, tokens, setup, gpu, constants)
-    matmul += twice * (forward + to_input) + 3 * _adapter_product(kind, tokens, setup, gpu, constants)
+def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
+    """Return the seconds of a decoder layer's passes for one micro-batch, by the names in `COMPUTE`."""
+    setup, known, tokens, tensor = job.setup, job.known, job.tokens, job.setup.layout.tensor
+    dense = sum(map(prod, kind.linears))
+    routed = max(0.0, kind.active_weights - dense)  # fused experts are no linear layers for torch and PEFT
+    read = 2 * kind.expert_parameters / setup.layout.expert / job.bandwidth
+    tiles = 1.0
+    if experts := experts_on_rank(kind, setup):  # partly filled tiles are computed as a whole
+        tiles = min(1 + EXPERT_ROWS / 2 * experts / (tokens * kind.experts_per_token), EXPERT_ROWS)
+    of_experts = max(_operations_seconds(job, 2 * tokens * routed) * tiles, read) if routed else 0.0
+    share = min(1.0, kind.active_weights / dense) if dense else 0.0
+    forward, to_input, to_weights = (share * each + of_experts for each in _products(job, kind))
+    adapters = linear_adapter_parameters(kind, setup) * adapted_share(kind, setup)
+    adapters = _operations_seconds(job, 2 * tokens * adapters)
+    attention, attention_backward = attention_seconds(job, kind)
+    moved, dora_norms, twice = _moved_bytes(job, kind) / job.bandwidth, 0.0, 0.0
+    packed = dense + (0 if setup.software.grouped_experts else kind.expert_parameters / setup.layout.expert)
+    weights = DEQUANTIZED * packed / job.bandwidth if setup.quantized else 0.0
+    if setup.lora and setup.lora.dora:
+        adapted, rank = adapted_share(kind, setup), setup.lora.rank
+        norm_bytes = (DORA_NORM + (DEQUANTIZED if setup.quantized else 0)) * adapted * dense / tensor
+        operations = adapted * sum(2 * inputs * rank * (inputs + outputs) for inputs, outputs in kind.linears)
+        dora_norms = norm_bytes / job.bandwidth + _operations_seconds(job, operations)
+        moved += DORA_SCALE * tokens * adapted * sum(outputs for _, outputs in kind.linears) / tensor / job.bandwidth
+        twice = adapted if setup.lora.dropout else 0.0  # products that the adapter's other input repeats
+    matmul = (1 + twice) * (forward + to_input) + (0 if setup.lora else setup.trained_share * to_weights) + 3 * adapters
     forward *= 1 + twice
-    moved += scaled
-    once = forward + attention + moved + weights + norms + _adapter_product(kind, tokens, setup, gpu, constants)
+    once = forward + attention + moved + weights + dora_norms + adapters
     # Checkpointing computes a layer once more, and so does DPO's reference model; a teacher's computation grows with
     # its size.
-    again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / profile.parameters
+    again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / job.profile.parameters
     part = moved if setup.selective else 0.0
     if setup.recomputes_feed_forward:
         part = feed_forward_share(kind) * (forward + moved)
-    back = matmul - forward + attention_backward + 2 * moved + weights + part
-    passes = 3 + again
-    experts = experts_on_rank(kind, setup)
-    ahead, behind = host_seconds(kind, setup, constants, experts)
-    if constants.cpu:  # Python and computation share the cores
-        idle = (1 + again) * ahead + behind
-    else:
+    ahead, behind = host_seconds(kind, setup, known)
+    idle = (1 + again) * ahead + behind  # on a CPU, Python and computation share the cores
+    if not known.cpu:
+        back = matmul - forward + attention_backward + 2 * moved + weights + part
         idle = (1 + again) * max(0.0, ahead - once) + max(0.0, behind - back)
-    waiting = waiting_seconds(experts, _expert_product(kind, tokens, setup, gpu, constants), setup, constants)
-    return ComputeSeconds(
-        matmul=matmul,
-        attention=attention + attention_backward,
-        elementwise=3 * moved + 2 * weights + norms,
-        recomputation=again * once + part,
-        launch=passes * (constants.gap + waiting) + idle,
-    )
-
-
-def _dora_seconds(
-    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
-) -> tuple[float, float, float]:
-    """Return what DoRA adds to a layer.
-
-    These are the seconds of its weights' norms in a forward pass, those of scaling outputs in any pass, and the share
-    of the products that are computed a second time, because the adapter's input has dropout.
-    """
-    if setup.lora is None or not setup.lora.dora:
-        return 0.0, 0.0, 0.0
-    share, rank, bandwidth = adapted_share(kind, setup), setup.lora.rank, gpu.memory_gbs * 1e9 * constants.memory
-    weights = share * sum(map(prod, kind.linears)) / setup.layout.tensor
-    operations = share * sum(2 * inputs * rank * (inputs + outputs) for inputs, outputs in kind.linears)
-    norms = (DORA_NORM + (DEQUANTIZED if setup.quantized else 0)) * weights / bandwidth
-    norms += operations / setup.layout.tensor / (gpu.bf16_tflops * 1e12 * constants.matmul)
-    outputs = share * sum(outputs for _, outputs in kind.linears) / setup.layout.tensor
-    return norms, DORA_SCALE * tokens * outputs / bandwidth, share if setup.lora.dropout else 0.0
+    return {
+        "matmul": matmul,
+        "attention": attention + attention_backward,
+        "elementwise": 3 * moved + 2 * weights + dora_norms,
+        "recomputation": again * once + part,
+        "launch": (3 + again) * known.gap + idle,
+    }
 
 
 def feed_forward_share(kind: LayerProfile) -> float:
@@ -369,131 +310,73 @@ def feed_forward_share(kind: LayerProfile) -> float:
     return sum(map(prod, kind.feed_forward)) / sum(map(prod, kind.linears)) if kind.linears else 0.0
 
 
-def _quantized_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of 4-bit weights of a layer on one rank, including experts only if each is its own module."""
-    if not setup.quantized:
-        return 0.0
-    experts = 0.0 if setup.software.grouped_experts else kind.expert_parameters / setup.layout.expert
-    return sum(map(prod, kind.linears)) + experts
-
-
-def tokens_per_pass(setup: TrainingSetup) -> float:
-    """Return the number of tokens that go through a layer at once on one rank."""
-    return setup.sequences_per_pass * setup.sequence_length / setup.layout.sequence
-
-
-def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of a layer's experts on one rank, or 0 if it has none."""
-    # Weights outside routed experts are those that every token is multiplied with.
-    used = kind.active_weights - min(kind.active_weights, kind.parameters - kind.expert_parameters)
-    return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
-
-
-def head_seconds(profile: ModelProfile, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> ComputeSeconds:
+def head_seconds(job: Job) -> float:
     """Return the seconds of the output matrix and of the loss."""
+    setup, profile = job.setup, job.profile
     if setup.scores:
-        return ComputeSeconds()
-    tokens = setup.labelled_share * tokens_per_pass(setup)
-    width = profile.vocab_size / setup.layout.tensor
-    passes = (2 if setup.lora else 3) + setup.tiles(profile.vocab_size) + setup.reference
-    products = passes * _product(tokens, width, profile.hidden_size, gpu, constants)
-    moved = LOSS * tokens * width
+        return 0.0
+    tokens, width, tiles = setup.labelled_share * job.tokens, profile.vocab_size / setup.layout.tensor, 0
+    per_logit = float(LOSS)
     if setup.tiles(profile.vocab_size):
         added = 1 / TILE_COLUMNS + (0 if setup.lora else 1 / TILE_TOKENS)
-        moved = (TILED_LOSS + ADDED_UP * profile.hidden_size * added) * tokens * width
-    return ComputeSeconds(logits=products + moved / (gpu.memory_gbs * 1e9 * constants.memory))
+        tiles, per_logit = 1, TILED_LOSS + ADDED_UP * profile.hidden_size * added
+    passes = (2 if setup.lora else 3) + tiles + setup.reference
+    return (
+        passes * product_seconds(job, tokens, width, profile.hidden_size) + per_logit * tokens * width / job.bandwidth
+    )
 
 
-def _product(rows: float, columns: float, depth: float, gpu: Gpu, constants: Constants) -> float:
+def product_seconds(job: Job, rows: float, columns: float, depth: float) -> float:
     """Return the seconds of a matrix product of [rows, depth] and [depth, columns]."""
-    if constants.cpu:
-        return 2 * rows * columns * depth / _cpu_rate(constants.cpu, (rows * columns * depth) ** (1 / 3))
-    rate = gpu.bf16_tflops * 1e12 * constants.matmul
-    if any(size % 64 for size in (columns, depth)):
-        rate *= constants.unaligned
-    waves = rows * columns / (TILE * gpu.units)
-    return 2 * rows * columns * depth / rate * (1 + constants.waves / waves)
+    operations, cpu = 2 * rows * columns * depth, job.known.cpu
+    if cpu:  # as fast as a square product of the same size
+        side = (rows * columns * depth) ** (1 / 3)
+        for (small, slow), (large, fast) in pairwise(cpu.products):
+            if side <= large:
+                return operations / (slow + (fast - slow) * max(0.0, log(side / small) / log(large / small)))
+        return operations / cpu.products[-1][1]
+    rate = job.peak * job.known.matmul * (job.known.unaligned if columns % 64 or depth % 64 else 1.0)
+    waves = rows * columns / (TILE * job.cluster.gpu.units)
+    return operations / rate * (1 + job.known.waves / waves)
 
 
-def _cpu_rate(cpu: Cpu, side: float) -> float:
-    """Return the operations per second of a product as large as a square one of this side."""
-    for (small, slow), (large, fast) in pairwise(cpu.products):
-        if side <= large:
-            return slow + (fast - slow) * max(0.0, log(side / small) / log(large / small))
-    return cpu.products[-1][1]
+def _operations_seconds(job: Job, operations: float) -> float:
+    """Return the seconds of products that are split over tensor-parallel ranks and have many rows."""
+    return operations / job.setup.layout.tensor / (job.peak * job.known.matmul)
 
 
-def _products(
-    kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants
-) -> tuple[float, float, float]:
-    """Return the seconds of a layer's products: forward, for the gradients of inputs, and for those of weights."""
-    seconds = [0.0, 0.0, 0.0]
-    tensor = setup.layout.tensor
+def _products(job: Job, kind: LayerProfile) -> list[float]:
+    """Return the seconds of all linear layers: forward, for the gradients of inputs, and for those of weights."""
+    seconds, tokens, tensor = [0.0, 0.0, 0.0], job.tokens, job.setup.layout.tensor
     for inputs, outputs in kind.linears:
         # Tensor parallelism splits a matrix that widens by its outputs, and a matrix that narrows by its inputs.
-        shape = (inputs, outputs / tensor) if outputs > inputs else (inputs / tensor, outputs)
-        for index, (rows, columns, depth) in enumerate(
-            ((tokens, shape[1], shape[0]), (tokens, shape[0], shape[1]), (shape[1], shape[0], tokens))
-        ):
-            seconds[index] += _product(rows, columns, depth, gpu, constants)
-    in_linears = sum(map(prod, kind.linears))
-    others = _expert_product(kind, tokens, setup, gpu, constants)
-    share = min(1.0, kind.active_weights / in_linears) if in_linears else 0.0
-    forward, to_input, to_weights = (share * each + others for each in seconds)
-    return forward, to_input, to_weights
+        into, out = (inputs, outputs / tensor) if outputs > inputs else (inputs / tensor, outputs)
+        for index, shape in enumerate(((tokens, out, into), (tokens, into, out), (out, into, tokens))):
+            seconds[index] += product_seconds(job, *shape)
+    return seconds
 
 
-def _adapter_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
-    """Return the seconds of one pass's products with the two matrices of each adapter."""
-    if setup.lora is None:
-        return 0.0
-    weights = linear_adapter_parameters(kind, setup) * adapted_share(kind, setup) / setup.layout.tensor
-    return 2 * tokens * weights / (gpu.bf16_tflops * 1e12 * constants.matmul)
-
-
-def _expert_product(kind: LayerProfile, tokens: float, setup: TrainingSetup, gpu: Gpu, constants: Constants) -> float:
-    """Return the seconds of one pass's products with fused experts, which are not linear layers for torch and PEFT."""
-    rest = max(0.0, kind.active_weights - sum(map(prod, kind.linears)))
-    if not rest:
-        return 0.0
-    rate = gpu.bf16_tflops * 1e12 * constants.matmul
-    computed = 2 * tokens * rest / setup.layout.tensor / rate * _half_empty_tiles(kind, tokens, setup)
-    read = 2 * kind.expert_parameters / setup.layout.expert / (gpu.memory_gbs * 1e9 * constants.memory)
-    return max(computed, read)
-
-
-def _half_empty_tiles(kind: LayerProfile, tokens: float, setup: TrainingSetup) -> float:
-    """Return the factor by which partly filled tiles, which are computed as a whole, slow the experts' products."""
-    experts = experts_on_rank(kind, setup)
-    if not experts:
-        return 1.0
-    tokens_per_expert = tokens * kind.experts_per_token / experts
-    return min(1 + EXPERT_ROWS / 2 / tokens_per_expert, EXPERT_ROWS)
-
-
-def _moved_bytes(
-    kind: LayerProfile, profile: ModelProfile, tokens: float, setup: TrainingSetup, constants: Constants
-) -> float:
+def _moved_bytes(job: Job, kind: LayerProfile) -> float:
     """Return the bytes that element-wise operations move in the forward pass."""
-    tensor, hidden = setup.layout.tensor, profile.hidden_size
+    profile, setup, known = job.profile, job.setup, job.known
+    tokens, tensor, hidden = job.tokens, setup.layout.tensor, profile.hidden_size
     # One side of each matrix has the hidden size; the other sides add up to the layer's results.
-    passes = min(constants.passes, FUSED_PASSES) if setup.fuses else constants.passes
+    passes = min(known.passes, FUSED_PASSES) if setup.fuses else known.passes
     passes *= FP32_PASSES if setup.software.fp32_activations else 1.0
-    moved = 2 * tokens * passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
-    moved += 2 * tokens * (NORM_FUSED if setup.fuses else NORM) * _normed_heads(kind, profile) / tensor
+    vectors = passes * (kind.active_weights / hidden / tensor + RESIDUAL * hidden)
+    vectors += ROUTED * kind.experts_per_token * hidden
+    # If each head of queries and keys is normalised, as in Qwen3, two vectors of a head's width remain.
+    head = kind.attention_width / profile.attention_heads
+    norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * hidden
+    if head and norms == 2 * head:
+        normed = head * (profile.attention_heads + profile.key_value_heads)
+        vectors += (NORM_FUSED if setup.fuses else NORM) * normed / tensor
+    moved = 2 * tokens * vectors
     if setup.attention == "eager" and kind.attention_width:
-        moved += tokens * setup.sequence_length * profile.attention_heads / tensor * constants.scores
-    moved += 2 * tokens * ROUTED * kind.experts_per_token * hidden
+        moved += tokens * setup.sequence_length * profile.attention_heads / tensor * known.scores
     if setup.lora:
         moved += tokens * _adapter_bytes(kind, setup, setup.lora) * adapted_share(kind, setup) / tensor
     return moved
-
-
-def _normed_heads(kind: LayerProfile, profile: ModelProfile) -> float:
-    """Return the width of queries and keys if each head of them is normalised, as in Qwen3, otherwise 0."""
-    head = kind.attention_width / profile.attention_heads
-    norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * profile.hidden_size
-    return head * (profile.attention_heads + profile.key_value_heads) if head and norms == 2 * head else 0.0
 
 
 def _adapter_bytes(kind: LayerProfile, setup: TrainingSetup, lora: Lora) -> float:

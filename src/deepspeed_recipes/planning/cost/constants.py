@@ -43,8 +43,6 @@ class Constants:
     """Share of a matrix product's rate that remains if a dimension is not a multiple of 64."""
     launch: float = 5e-6
     """Seconds in which Python launches a kernel, while the GPU runs earlier ones."""
-    dequantize: float = 0.85
-    """Share of the memory bandwidth that unpacking 4-bit weights reaches."""
     peer: float = 0.0
     """Share of PCIe bandwidth that collectives reach inside a node without NVLink. GeForce GPUs cannot read each
     other's memory, so all data pass through the host's. 0 stands for the same share as `link`."""
@@ -75,7 +73,7 @@ class Cpu:
 
     products: tuple[tuple[float, float], ...]
     """The side of square matrix products, and their operations per second, the smallest first."""
-    score: tuple[tuple[float, float], tuple[float, float]]
+    score: tuple[tuple[float, float], ...]
     """Attention per score, and per score and unit of the heads' width; for the forward and the backward pass."""
     backward_launches: float
     """Ratio of what Python takes for a layer's backward pass to its forward pass."""
@@ -83,11 +81,11 @@ class Cpu:
     """The same ratio for what ZeRO-3 adds."""
     gradient_hook: float
     """ZeRO's processing of a trained weight's gradient."""
-    updated: tuple[float, float, float]
+    updated: tuple[float, ...]
     """Optimizer step per updated parameter: without ZeRO, at ZeRO-1 and -2, at ZeRO-3."""
-    gradients: tuple[float, float, float]
+    gradients: tuple[float, ...]
     """Backward pass per trained parameter, independent of the tokens: writing the gradient, and ZeRO's copies."""
-    rest: tuple[tuple[float, float], tuple[float, float]]
+    rest: tuple[tuple[float, float], ...]
     """Python outside the layers, per micro-batch and per step: without ZeRO-3, and with it."""
     all_reduce: float = 1.0
     """Ratio of an all-reduce to two all-gathers of the same size."""

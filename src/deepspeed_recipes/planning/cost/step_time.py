@@ -1,20 +1,20 @@
 """Step time: the seconds of an optimizer step, by component, on the slowest pipeline stage."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from ...recipe.files import JsonView
 from ...recipe.recipe import Precision
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import Gpu
-from ..hardware.machine_file import CPU, HEAD_WIDTH, NARROW_HEAD, Machine, attention_operations
+from ..hardware.machine_file import Machine
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
-from .compute_time import HALF_SPEED, KERNELS, RESIDUAL, TILE
-from .constants import Constants, Cpu, constants
+from .compute_time import COMPUTE, Job
+from .constants import Constants, constants
+from .measured import measured_constants
 from .training_setup import TrainingSetup
 from .weights import stage_ranges
 
@@ -46,16 +46,6 @@ SWAPPED = 32
 """Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
 
 
-def copy_seconds(trained: float, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
-    """Return the seconds in which a rank's gradients are copied and divided, over all reductions of a step."""
-    micro_batches = setup.gradient_accumulation_steps
-    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
-    if known.cpu:
-        written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[setup.zero_stage]]
-        return trained * (micro_batches * written + reductions * max(0.0, copied - written))
-    return reductions * REDUCTION * trained / (cluster.gpu.memory_gbs * 1e9 * known.memory)
-
-
 def updated_bytes(setup: TrainingSetup) -> float:
     """Return the bytes that an optimizer step on the GPU moves per updated parameter of a rank."""
     width = 0.5 if setup.bf16_states else 1.0
@@ -65,191 +55,36 @@ def updated_bytes(setup: TrainingSetup) -> float:
     return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
 
 
-def _host_adam(cluster: Cluster) -> float:
-    """Return the parameters per second that Adam updates on a node's host; clouds count two threads per core."""
-    if cluster.machine and (measured := cluster.machine.host_adam):
-        return measured
-    cores = cluster.cores / 2 or math.inf
-    return min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * cores)
-
-
-def optimizer_seconds(
-    parameters: float, updated: float, setup: TrainingSetup, cluster: Cluster, known: Constants
-) -> tuple[float, float, float]:
-    """Return the seconds of Adam, of transfers to and from the host, and of transfers to and from the drives."""
-    own = updated / (setup.zero_ranks if setup.zero_stage else 1)
-    ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
-    offload = nvme = 0.0
-    if setup.offload_optimizer == "none":
-        moved = own * updated_bytes(setup)
-        adam = moved / (cluster.gpu.memory_gbs * 1e9 * known.memory)
-        if known.cpu:
-            adam = own * known.cpu.updated[(0, 1, 1, 2)[setup.zero_stage]]
-    else:
-        adam = CPU_STEP * own * ranks_per_node / _host_adam(cluster)
+def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float, float]:
+    """Return the seconds of the optimizer's step, of transfers to and from the host, and of those of the drives."""
+    setup, cluster, known = job.setup, job.cluster, job.known
+    own = stage["updated"] / (setup.zero_ranks if setup.zero_stage else 1)
+    on_node = own * min(cluster.gpus_per_node, setup.world_size)
+    micro_batches, offload, nvme = setup.gradient_accumulation_steps, 0.0, 0.0
+    if setup.offload_optimizer != "none":
+        # Clouds count two threads per core.
+        rate = min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * (cluster.cores / 2 or math.inf))
+        adam = CPU_STEP * on_node / ((cluster.machine and cluster.machine.host_adam) or rate)
         # The gradients of every micro-batch go to the host, the weights come back.
-        sent = setup.value_bytes * own * (setup.gradient_accumulation_steps + 1)
-        offload += communication.to_host(sent, cluster, known)
+        offload = communication.to_host(setup.value_bytes * own * (micro_batches + 1), cluster, known)
+    elif known.cpu:
+        adam = own * known.cpu.updated[(0, 1, 1, 2)[setup.zero_stage]]
+    else:
+        adam = own * updated_bytes(setup) / job.bandwidth
+    drives = cluster.nvme_gbs * 1e9
     if setup.offload_optimizer == "nvme":
-        nvme += own * ranks_per_node * SWAPPED / (cluster.nvme_gbs * 1e9)
+        nvme += on_node * SWAPPED / drives
     if setup.offload_parameters == "nvme":
-        fetched = 2 * setup.weight_bytes * parameters / setup.zero_ranks * setup.gradient_accumulation_steps
-        nvme += fetched * ranks_per_node / (cluster.nvme_gbs * 1e9)
-    return adam, offload, nvme
-
-
-TRAINED = 0.84
-"""Share of the rate of a large product by itself that products reach in a run, where the clock falls with the power:
-0.63 of an H100's peak fitted to published runs, against 745 of 989 TFLOP/s alone (an H100 of ours, 2026-11-26)."""
-LAYER_MODULES = 9
-"""Modules with weights in a Llama layer, which ZeRO-3 fetches and releases one by one."""
-
-
-def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) -> Constants:
-    """Return the cost model's constants, with those measured on a machine in place of the assumed ones.
-
-    Args:
-        machine: the measurements.
-        assumed: the constants of this kind of GPU.
-        gpu: the GPU whose peak the shares are of.
-        precision: the run's; fp32 has rates of its own.
-    """
-    dtype = "fp32" if precision == "fp32" else "bf16"
-    if machine.device == CPU:
-        return _on_cpus(machine, assumed, gpu, dtype)
-    peak = gpu.bf16_tflops * 1e12
-    plain, sharded = (machine.seconds[f"layer {name}"] for name in ("zero1", "zero3"))
-    found = {
-        "matmul": TRAINED * _product_rate(machine, dtype, assumed.waves * TILE * gpu.units) / peak,
-        "memory": 1.0,
-        "link": 1.0,
-        "peer": 1.0 if assumed.peer else 0.0,
-        "launch": plain["forward"] / KERNELS,
-        "hook": max(0.0, sharded["forward"] - plain["forward"]) / LAYER_MODULES,
-        "step": plain["step"],
-        "step_sharded": sharded["step"],
-        "kernels": {**assumed.kernels, **_kernels(machine, dtype, peak)},
-        "measured": True,
-    }
-    if machine.network_gbs:
-        found["network"] = 1.0
-    if "all_gather small" in machine.seconds:
-        found["latency"] = machine.seconds["all_gather small"]
-        found["waiting"] = 0.0  # the hooks were measured on all ranks of the node
-    return replace(assumed, **found)
-
-
-def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Constants:
-    """Return the constants of CPU ranks, which are all measured."""
-    seconds, peak = machine.seconds, gpu.bf16_tflops * 1e12
-    products = tuple((float(side), rate) for side, rate in machine.product_rates(dtype))
-    plain, zero1, zero3 = (seconds[f"layer {name}"] for name in ("plain", "zero1", "zero3"))
-    hooks = {name: max(0.0, zero3[name] - zero1[name]) for name in ("forward", "backward")}
-    suffix = " fp32" if dtype == "fp32" else ""
-    gather = seconds[f"all_gather large{suffix}"] if machine.ranks > 1 else 0.0
-    alone = seconds["layer plain fp32"] if dtype == "fp32" else plain
-    launch = alone["forward"] / KERNELS
-    cpu = Cpu(
-        products=products,
-        score=_per_score(machine, dtype),
-        backward_launches=alone["backward"] / alone["forward"],
-        backward_hooks=hooks["backward"] / hooks["forward"] if hooks["forward"] else 0.0,
-        gradient_hook=max(0.0, zero1["backward"] - plain["backward"]) / LAYER_MODULES,
-        updated=_per_parameter(machine, dtype, "step"),
-        gradients=_per_parameter(machine, dtype, "backward"),
-        rest=(_rest(zero1), _rest(zero3)),
-    )
-    latency = 0.0
-    if machine.ranks > 1:
-        latency = min(gather, seconds[f"all_gather small{suffix}"])
-        cpu = replace(
-            cpu,
-            all_reduce=seconds[f"all_reduce large{suffix}"] / (2 * gather),
-            reduce_scatter=seconds[f"reduce_scatter large{suffix}"] / gather,
-        )
-        # ZeRO-3's addition to a layer contains the collective that gathers it.
-        hooks["forward"] = max(0.0, hooks["forward"] - latency)
-        share = (machine.ranks - 1) / machine.ranks
-        rate = share * machine.sizes["message"] / max(1e-9, gather - latency)
-    return replace(
-        assumed,
-        matmul=products[-1][1] / peak,
-        waves=0.0,
-        memory=_elementwise(machine, dtype, launch * KERNELS, assumed.passes, cpu) / (gpu.memory_gbs * 1e9),
-        link=rate / (gpu.pcie_gbs * 1e9) if machine.ranks > 1 else 1.0,
-        peer=0.0,
-        latency=latency,
-        gap=0.0,
-        overlap=0.0,
-        unaligned=1.0,
-        launch=launch,
-        dequantize=1.0,
-        hook=hooks["forward"] / LAYER_MODULES,
-        waiting=0.0,
-        step=zero1["step"],
-        step_sharded=zero3["step"],
-        kernels={},
-        cpu=cpu,
-        measured=True,
-    )
-
-
-def _per_parameter(machine: Machine, dtype: str, which: str) -> tuple[float, float, float]:
-    """Return the seconds per parameter of a single rank without ZeRO, at ZeRO-1, and at ZeRO-3."""
-    taken = machine.alone["parameter"]
-    return taken[f"{dtype} plain {which}"], taken[f"{dtype} zero1 {which}"], taken[f"{dtype} zero3 {which}"]
-
-
-def _rest(layer: JsonView) -> tuple[float, float]:
-    """Return the host's seconds outside the layers, per micro-batch and per step."""
-    return layer["rest forward"] + layer["rest backward"], layer["rest step"]
-
-
-def _per_score(machine: Machine, dtype: str) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the seconds of attention per score, and per score and unit of the heads' width, by pass."""
-    scores, taken = machine.sizes["heads"] * machine.sizes["length"] ** 2, machine.seconds["attention"]
-    found = []
-    for which, less in (("forward", 0.0), ("both", 1.0)):
-        narrow, wide = (
-            (taken[f"{name} {dtype} {which}"] - less * taken[f"{name} {dtype} forward"]) / scores
-            for name in ("narrow", "flash_2")
-        )
-        per_width = max(0.0, wide - narrow) / (HEAD_WIDTH - NARROW_HEAD)
-        found.append((max(0.0, narrow - NARROW_HEAD * per_width), per_width))
-    return found[0], found[1]
-
-
-def _elementwise(machine: Machine, dtype: str, launches: float, passes: float, cpu: Cpu) -> float:
-    """Return the bytes per second of a layer's element-wise operations, by the engine's count of bytes in bf16.
-
-    They are what the passes of a layer take beyond its products, its attention and Python.
-    """
-    hidden, inner, heads, kept, sequences, length = machine.sizes["wide"].values()
-    tokens, weights = sequences * length, hidden * (hidden * (2 + 2 * kept / heads) + 3 * inner)
-    rest = sum(machine.seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
-    rest -= 6 * tokens * weights / cpu.products[-1][1] + (1 + cpu.backward_launches) * launches
-    rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
-    moved = 3 * 2 * tokens * (passes * weights / hidden + RESIDUAL * hidden)
-    return float(moved / max(rest, moved * machine.seconds["copy"] / (2 * machine.sizes["copy"])))
-
-
-def _kernels(machine: Machine, dtype: str, peak: float) -> dict[str, tuple[float, float]]:
-    """Return the share of the peak that each attention kernel would reach on long sequences, by pass."""
-    length, taken = machine.sizes["length"], machine.seconds["attention"]
-    operations = attention_operations(machine.sizes) * (1 + HALF_SPEED / length)
-    found = {}
-    for name in {key.split()[0] for key in taken if f" {dtype} " in key}:
-        ahead, both = (taken[f"{name} {dtype} {which}"] for which in ("forward", "both"))
-        if both > ahead:
-            found[name] = (operations / ahead / peak, 2.5 * operations / (both - ahead) / peak)
-    return found
-
-
-def _product_rate(machine: Machine, dtype: str, lost: float) -> float:
-    """Return the operations per second of a product without the `lost` elements, by the largest product measured."""
-    seconds = {int(name.split()[0]): taken for name, taken in machine.seconds["products"].items() if dtype in name}
-    side = max(seconds)
-    return float(2 * side**3 / seconds[side] * (1 + lost / side**2))
+        fetched = 2 * setup.weight_bytes * stage["parameters"] / setup.zero_ranks * micro_batches
+        nvme += fetched * min(cluster.gpus_per_node, setup.world_size) / drives
+    launches = (known.step_sharded if setup.zero_stage == 3 else known.step) * stage["trained_weights"]  # by the host
+    # Each reduction copies and divides a rank's gradients.
+    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
+    if known.cpu:
+        written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[setup.zero_stage]]
+        copies = stage["trained"] * (micro_batches * written + reductions * max(0.0, copied - written))
+        return copies + adam + launches, offload, nvme
+    return reductions * REDUCTION * stage["trained"] / job.bandwidth + max(adam, launches), offload, nvme
 
 
 COMPONENTS = {
@@ -271,6 +106,7 @@ COMPONENTS = {
     "nvme": "transfers to the drives",
 }
 """The components of a step's time, as parts of a sentence. Time that overlaps with other work counts once."""
+SPLIT = ("tensor", "sequence", "expert")
 
 
 @dataclass(frozen=True)
@@ -317,31 +153,28 @@ def step_time(
         given: the constants to use, or None for those of the cluster's GPU with DeepSpeed.
     """
     known = given or _constants(cluster.gpu, cluster.machine, setup.precision)
-    stages = _stage_times(profile, setup, cluster, known)
-    stage = max(stages, key=lambda stage: stage.micro_batch)
-    largest = max(stages, key=lambda stage: stage.updated)  # the step ends with the last stage's update
-    micro_batches, compute = setup.gradient_accumulation_steps, stage.compute
-    collectives, once = _zero_seconds(stage, profile, setup, cluster, known)
+    job, cpu, micro_batches = Job(profile, setup, cluster, known), known.cpu, setup.gradient_accumulation_steps
+    stages = _stages(job)
+    stage = max(stages, key=lambda stage: stage["micro_batch"])
+    compute = sum(stage[name] for name in COMPUTE)
+    collectives, once = _zero_seconds(job, stage)
     # The two passes of a micro-batch fetch a rank's offloaded weights, and activations go and come.
-    offloaded = 0.0 if setup.offload_parameters == "none" else setup.weight_bytes * stage.parameters / setup.zero_ranks
-    fetches = 2 * communication.to_host(offloaded + stage.moved, cluster, known)
-    cpu = known.cpu
+    offloaded = stage["moved"]
+    if setup.offload_parameters != "none":
+        offloaded += setup.weight_bytes * stage["parameters"] / setup.zero_ranks
+    fetches = 2 * communication.to_host(offloaded, cluster, known)
     rest = cpu.rest[setup.zero_stage == 3] if cpu else (0.0, 0.0)
     transfers, overlap = collectives + fetches, known.overlap if setup.overlap_comm else 0.0
-    visible = 1 - overlap * min(transfers, compute.total) / transfers if transfers else 1.0
-    optimizer, offload, nvme = optimizer_seconds(largest.parameters, largest.updated, setup, cluster, known)
-    launches = (known.step_sharded if setup.zero_stage == 3 else known.step) * stage.trained_weights  # by the host
+    visible = 1 - overlap * min(transfers, compute) / transfers if transfers else 1.0
+    # The step ends with the last stage's update.
+    optimizer, offload, nvme = _optimizer_seconds(job, max(stages, key=lambda stage: stage["updated"]))
     components = {
-        **{name: micro_batches * getattr(compute, name) for name in compute_time.ComputeSeconds.__dataclass_fields__},
-        "tensor": micro_batches * stage.tensor,
-        "sequence": micro_batches * stage.sequence,
-        "expert": micro_batches * stage.expert,
+        **{name: micro_batches * stage[name] for name in (*COMPUTE, *SPLIT)},
         "zero": micro_batches * collectives * visible + once,
-        "pipeline": micro_batches * stage.sent,
+        "pipeline": micro_batches * stage["sent"],
         # d stages wait for the time of (d - 1) micro-batches: (d - 1) / (m + d - 1) of the step.
-        "bubble": (setup.layout.pipeline - 1) * stage.micro_batch,
-        "optimizer": copy_seconds(stage.trained, setup, cluster, known)
-        + (optimizer + launches if cpu else max(optimizer, launches)),
+        "bubble": (setup.layout.pipeline - 1) * stage["micro_batch"],
+        "optimizer": optimizer,
         "offload": offload + micro_batches * fetches * visible,
         "nvme": nvme,
         "rest": micro_batches * rest[0] + rest[1],
@@ -351,7 +184,7 @@ def step_time(
         tokens=setup.tokens_per_step,
         gpus=setup.world_size,
         model_flops=compute_time.model_flops(profile, setup),
-        peak_flops=cluster.gpu.bf16_tflops * 1e12,
+        peak_flops=job.peak,
         measured=known.measured,
     )
 
@@ -368,161 +201,116 @@ def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Const
     return replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
 
 
-@dataclass(frozen=True)
-class _StageTime:
-    """One micro-batch on a rank of one pipeline stage, in seconds, and the parameters of that rank."""
+def _stages(job: Job) -> list[dict[str, float]]:
+    """Return what one micro-batch takes and a rank holds, for each kind of pipeline stage.
 
-    layers: int
-    compute: compute_time.ComputeSeconds
-    tensor: float
-    sequence: float
-    expert: float
-    sent: float
-    parameters: float
-    """Parameters on the rank, before ZeRO shards them."""
-    trained: float
-    """The trained part of these parameters."""
-    moved: float
-    """Bytes of activations that are offloaded between the passes."""
-    updated: float
-    """Trained parameters that all ranks of ZeRO's group update together, including all experts with expert
-    parallelism."""
-    trained_weights: float
-    """Number of trained matrices and vectors, or of adapter matrices, in the layers."""
-    gathers: float
-    """Number of collectives in which ZeRO-3 gathers the layers for a pass."""
-
-    @property
-    def micro_batch(self) -> float:
-        return self.compute.total + self.tensor + self.sequence + self.expert + self.sent
-
-
-def _stage_times(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> list[_StageTime]:
-    """Return one entry for each kind of pipeline stage, or a single entry without a pipeline."""
-    layout, kinds = setup.layout, profile.layer_kinds
-    ranges = stage_ranges(profile, layout.pipeline)
-    seconds = [compute_time.layer_seconds(kind, profile, setup, cluster.gpu, known) for kind in kinds]
-    split = [kind.parameters - kind.tensor_split + kind.tensor_split / layout.tensor for kind in kinds]
-    elsewhere = [kind.expert_parameters * (1 - 1 / layout.expert) for kind in kinds]
-    adapters = [compute_time.linear_adapter_parameters(kind, setup) / layout.tensor for kind in kinds]
-    weights = [compute_time.trained_weights(kind, setup) for kind in kinds]
-    gathers = [_gathers(kind, profile, setup) for kind in kinds]
-    moved = [activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0 for kind in kinds]
-    tensor, sequence, expert = zip(
-        *(_model_parallel_seconds(kind, profile, setup, cluster, known) for kind in kinds), strict=True
-    )
-    sent = _send_seconds(profile, setup, cluster, known)
-    found: dict[tuple[int, ...], _StageTime] = {}
+    These are the sums of `_layer` over the stage's layers, those of its ends included, and the number of `layers`,
+    `sent`, and the `micro_batch` as a whole.
+    """
+    profile, setup = job.profile, job.setup
+    ranges = stage_ranges(profile, setup.layout.pipeline)
+    of_kinds, sent, share = [_layer(job, kind) for kind in profile.layer_kinds], _send_seconds(job), setup.trained_share
+    found: dict[tuple[object, ...], dict[str, float]] = {}
     for number, layers in enumerate(ranges):
-        counts = [profile.layer_order[layers.start : layers.stop].count(index) for index in range(len(kinds))]
+        order = profile.layer_order[layers.start : layers.stop]
+        counts = [order.count(index) for index in range(len(of_kinds))]
         is_last = number == len(ranges) - 1
         if (key := (*counts, number == 0, is_last)) in found:
             continue  # most stages equal the previous stage
-
-        def total(each: Sequence[float], counts: list[int] = counts) -> float:
-            return sum(count * value for count, value in zip(counts, each, strict=True))
-
-        compute = (
-            compute_time.head_seconds(profile, setup, cluster.gpu, known) if is_last else compute_time.ComputeSeconds()
-        )
-        for count, value in zip(counts, seconds, strict=True):
-            compute += value * count
+        stage = {
+            name: sum(count * one[name] for count, one in zip(counts, of_kinds, strict=True)) for name in of_kinds[0]
+        }
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        updated = total(adapters) if setup.lora else setup.trained_share * (total(split) + ends / layout.tensor)
-        parameters = total(split) + ends / layout.tensor - total(elsewhere)
-        found[key] = _StageTime(
-            len(layers),
-            compute,
-            total(tensor),
-            total(sequence),
-            total(expert),
-            sent,
-            parameters,
-            updated if setup.lora else setup.trained_share * parameters,
-            total(moved),
-            updated,
-            total(weights),
-            total(gathers),
-        )
+        stage["parameters"] += ends / setup.layout.tensor
+        if setup.lora is None:  # experts elsewhere are updated together with this rank's
+            stage["updated"] = share * (stage["parameters"] + stage["elsewhere"])
+        stage["trained"] = stage["updated"] if setup.lora else share * stage["parameters"]
+        stage |= {"logits": compute_time.head_seconds(job) if is_last else 0.0, "sent": sent, "layers": len(layers)}
+        stage["micro_batch"] = sum(stage[name] for name in (*COMPUTE, *SPLIT, "sent"))
+        found[key] = stage
     return list(found.values())
 
 
-def _activation_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
+def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
+    """Return a layer's seconds for a micro-batch and a rank's part of its weights."""
+    setup, layout = job.setup, job.setup.layout
+    elsewhere = kind.expert_parameters * (1 - 1 / layout.expert)
+    moved = activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0
+    # ZeRO-3 gathers as many matrices at once as it prefetches, FSDP a layer. Experts that are modules are gathered one
+    # by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
+    matrices, gathers = len(kind.linears), 1.0
+    if matrices and not setup.software.fsdp:
+        ahead = math.ceil(setup.prefetched(job.profile.hidden_size, kind.parameters) / (kind.parameters / matrices))
+        experts = compute_time.EXPERT_MATRICES * compute_time.experts_alone(kind, setup)
+        gathers = matrices + experts if experts else max(1.0, matrices / ahead)
+    return {
+        **compute_time.layer_seconds(job, kind),
+        **_split_seconds(job, kind),
+        "parameters": kind.parameters - kind.tensor_split * (1 - 1 / layout.tensor) - elsewhere,  # before ZeRO
+        "elsewhere": elsewhere,
+        "updated": compute_time.linear_adapter_parameters(kind, setup) / layout.tensor,  # by all of ZeRO's ranks
+        "trained_weights": compute_time.trained_weights(kind, setup),  # their number
+        "moved": moved,  # bytes of activations that are offloaded between the passes
+        "gathers": gathers,  # number of collectives
+    }
+
+
+def _activation_bytes(job: Job) -> float:
     """Return the bytes of a micro-batch's activations between two layers on one rank."""
-    return setup.value_bytes * compute_time.tokens_per_pass(setup) * profile.hidden_size
+    return job.setup.value_bytes * job.tokens * job.profile.hidden_size
 
 
-def _send_seconds(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants) -> float:
+def _send_seconds(job: Job) -> float:
     """Return the seconds in which a stage sends a micro-batch to the next stage, and the gradient to the previous one.
 
     Tensor-parallel ranks hold the same activations: each sends its part, and the receivers gather the parts.
     """
-    layout, size = setup.layout, _activation_bytes(profile, setup)
+    layout, size = job.setup.layout, _activation_bytes(job)
     if layout.pipeline == 1:
         return 0.0
-    stride = layout.tensor * layout.sequence * setup.data_parallel_size
-    part = communication.send(size / layout.tensor, Group(layout.pipeline, stride), cluster, known)
-    return 2 * (part + communication.gather(size, Group(layout.tensor, 1), cluster, known))
+    stride = layout.tensor * layout.sequence * job.setup.data_parallel_size
+    part = communication.send(size / layout.tensor, Group(layout.pipeline, stride), job.cluster, job.known)
+    return 2 * (part + communication.gather(size, Group(layout.tensor, 1), job.cluster, job.known))
 
 
-def _model_parallel_seconds(
-    kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
-) -> tuple[float, float, float]:
+def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return the seconds of a layer's collectives for tensor, sequence and expert parallelism."""
-    layout = setup.layout
-    size = _activation_bytes(profile, setup)
+    profile, setup, layout, size = job.profile, job.setup, job.setup.layout, _activation_bytes(job)
     forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
     # each matrix's input separately.
     sums = 2 * forward + max(2, len(kind.linears) - 2)
-    tensor = sums * communication.all_reduce(size, Group(layout.tensor, 1), cluster, known)
     # Queries, keys and values go to the ranks that have their heads, and the results come back.
     heads = 2 * profile.attention_heads + 2 * profile.key_value_heads
     head_width = kind.attention_width / profile.attention_heads
     exchanged = size / profile.hidden_size * head_width * heads / layout.tensor
-    sequence = (forward + 1) * communication.all_to_all(
-        exchanged, Group(layout.sequence, layout.tensor), cluster, known, 4
-    )
     routed = 2 * kind.experts_per_token * size
-    expert = (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), cluster, known)
-    return tensor, sequence, expert
+    sequence, expert = Group(layout.sequence, layout.tensor), Group(layout.expert, 1)
+    return {
+        "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), job.cluster, job.known),
+        "sequence": (forward + 1) * communication.all_to_all(exchanged, sequence, job.cluster, job.known, 4),
+        "expert": (forward + 1) * communication.all_to_all(routed, expert, job.cluster, job.known),
+    }
 
 
-def _gathers(kind: LayerProfile, profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return the number of collectives in which ZeRO-3 gathers a layer's weights.
-
-    A collective contains as many matrices as ZeRO-3 prefetches. FSDP gathers a whole layer. Experts that are modules
-    are gathered one by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
-    """
-    matrices = len(kind.linears)
-    if not matrices or setup.software.fsdp:
-        return 1.0
-    if experts := 0.0 if setup.software.grouped_experts else compute_time.experts_on_rank(kind, setup):
-        return matrices + compute_time.EXPERT_MATRICES * experts
-    ahead = setup.prefetched(profile.hidden_size, kind.parameters)
-    return max(1.0, matrices / math.ceil(ahead / (kind.parameters / matrices)))
-
-
-def _zero_seconds(
-    stage: _StageTime, profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, known: Constants
-) -> tuple[float, float]:
+def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
-    layout = setup.layout
-    group = Group(setup.zero_ranks, layout.tensor)
+    setup, cluster, known = job.setup, job.cluster, job.known
+    group = Group(setup.zero_ranks, setup.layout.tensor)
     # Gradients are reduced by buckets in ZeRO, by layers in FSDP and DDP.
-    reductions: float = stage.layers
+    reductions = stage["layers"]
     if setup.zero_stage and not setup.software.fsdp:
-        reductions = min(stage.trained_weights, 1 + stage.trained / setup.reduced(profile.hidden_size))
-    gradients = setup.value_bytes * stage.trained
+        buckets = 1 + stage["trained"] / setup.reduced(job.profile.hidden_size)
+        reductions = min(stage["trained_weights"], buckets)
+    gradients = setup.value_bytes * stage["trained"]
     gathered = communication.gather(gradients, group, cluster, known, reductions)
     if setup.zero_stage == 3:
-        near = group if setup.partition_size == 1 else Group(setup.partition_size, layout.tensor)
-        weights = setup.weight_bytes * stage.parameters
-        forward, backward = (communication.gather(weights, one, cluster, known, stage.gathers) for one in (group, near))
-        sent = zero_traffic(3, int(stage.parameters), 0, 1, 1, setup.kept_weights)["all-gather"]
-        again = sent / stage.parameters - 1 if stage.parameters else 0.0  # the share that ZeRO-3 has not kept
-        reduced = gathered * (known.cpu.reduce_scatter if known.cpu else 1.0)
-        return forward + again * backward + reduced, 0.0
+        near = group if setup.partition_size == 1 else Group(setup.partition_size, setup.layout.tensor)
+        held, weights = stage["parameters"], setup.weight_bytes * stage["parameters"]
+        ahead, back = (communication.gather(weights, one, cluster, known, stage["gathers"]) for one in (group, near))
+        sent = zero_traffic(3, int(held), 0, 1, 1, setup.kept_weights)["all-gather"]
+        again = sent / held - 1 if held else 0.0  # the share that ZeRO-3 has not kept
+        return ahead + again * back + gathered * (known.cpu.reduce_scatter if known.cpu else 1.0), 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
     reduced = communication.all_reduce(gradients, group, cluster, known, reductions)
