@@ -192,7 +192,7 @@ def test_runs_correct_the_next_plans_of_their_kind(tmp_path):
     a_run(tmp_path, "4", 0.1, change=lambda summary: summary | {"predicted": None})
     (tmp_path / "llama3-1b-lora" / "5").mkdir()
     (tmp_path / "llama3-1b-lora" / "5" / "summary.json").write_text("{cut")
-    here = replace(ONE, corrections=plans.corrections(ONE, tmp_path))
+    here = plans.corrected(ONE, tmp_path)
     before, after = planned(ONE), planned(here)
     assert after.correction.runs == 3 and after.speed == pytest.approx(0.8 * before.speed)
     assert after.speed_range[0] > 0.8 * before.speed_range[0], "the machine is known by its runs"
@@ -200,10 +200,10 @@ def test_runs_correct_the_next_plans_of_their_kind(tmp_path):
     assert planned(here, full).speed == planned(ONE, full).speed, "another kind"
     assert planned(here, replace(RECIPE, deepspeed="zero3.json")).correction.runs == 0
     measured = with_measurements(ONE, H100, False, pytest.fail)
-    assert not plans.corrections(measured, tmp_path), "predicted by other rates"
+    assert not plans.corrected(measured, tmp_path).corrections, "predicted by other rates"
     # A corrected prediction is not corrected again by the run that confirms it.
     a_run(tmp_path, "6", 0.8, cluster=here)
-    (again,) = plans.corrections(ONE, tmp_path).values()
+    (again,) = plans.corrected(ONE, tmp_path).corrections.values()
     assert again.runs == 4 and again.factor == pytest.approx(0.8)
 
 

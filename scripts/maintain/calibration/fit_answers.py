@@ -55,7 +55,7 @@ def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
 def _answer(row: PublishedRow, lacking: Sequence[str], gib: float) -> Says:
     if lacking:
         return "does not fit"
-    return "tight" if memory_range(row.setup).high * gib > row.cluster.gpu.memory_gib else "fits"
+    return "tight" if memory_range(row.setup)[1] * gib > row.cluster.gpu.memory_gib else "fits"
 
 
 def summary(name: str, given: Sequence[FitAnswer]) -> str:

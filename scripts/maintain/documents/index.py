@@ -1,8 +1,9 @@
 """The tables in recipes/README.md."""
 
+import json
 from collections.abc import Iterator
 
-from deepspeed_recipes.planning.cost.constants import highest_memory
+from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.recipe import Recipe
@@ -43,7 +44,7 @@ def _families() -> Iterator[str]:
 
 def _meaning() -> str:
     """Return the explanation above the table of hardware."""
-    least, *_, most = highest_memory()
+    least, *_, most = sorted(high for _, high, _ in json.loads(FILE.read_text())["ranges"]["memory"].values())
     more = f"{least:.1f} to {most:.1f}"
     return f"""Predicted, not measured: the smallest hardware on which the recipe fits **unchanged**, with its page's
 DeepSpeed file, micro-batch, sequence length and checkpointing. Single GPUs are tried first ({", ".join(SINGLE)}), then

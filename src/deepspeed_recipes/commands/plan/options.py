@@ -160,8 +160,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         UserError: the options contradict each other, or name unknown hardware.
     """
     if machine := _cpu_machine(arguments):
-        hardware = of_cpus(machine, arguments.gpus)
-        return replace(hardware, corrections=plans.corrections(hardware))
+        return plans.corrected(of_cpus(machine, arguments.gpus))
     gpu, gpus, measured = arguments.gpu, arguments.gpus, None
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
@@ -171,7 +170,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     hardware = with_measurements(
         hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr), measured
     )
-    hardware = replace(hardware, corrections=plans.corrections(hardware))
+    hardware = plans.corrected(hardware)
     if arguments.network is None:
         return hardware
     if not 0 < arguments.network < math.inf:

@@ -12,7 +12,6 @@ from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
 from ...planning.hardware.instances import prices
 from ...planning.search import extremes, model_recipe, strategies
-from ...planning.search.extremes import Choice
 from ...planning.search.plans import Plan, Workload, in_words
 from ...planning.show import table
 from ...planning.show.table import hardware_in_words
@@ -50,10 +49,19 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None
     request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
     priced = extremes.by_price(request, work, hours)
-    least = extremes.smallest_choice(request, work, hours)
-    shown = _rows(priced, least)
+    least = extremes.smallest_hardware(request, work, hours)
+    shown = priced[:SHOWN]
+    if least and all(plan.cluster != least.cluster for plan in shown):
+        shown.append(least)
     if not shown:
-        raise UserError(_nothing(arguments, request, work, hours))
+        near = extremes.fastest(request, work) if hours else None
+        if near is None:
+            where = "whatever the deadline" if hours else f"up to {extremes.NODES[-1]} nodes"
+            raise UserError(f"{arguments.model} does not fit on any hardware of the catalogue, {where}.")
+        raise UserError(
+            f"--deadline {arguments.deadline}: no hardware meets it with up to {extremes.NODES[-1]} nodes; the fastest "
+            f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(work.hours(near))}."
+        )
     first = shown[0]
     on_first = strategies.plan_request(recipe, first.cluster, keys, work.document_length)
     if arguments.json:
@@ -63,54 +71,28 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     console.print(f"{table.asked(on_first)}, {work.tokens:,.0f} tokens")
     console.print(_table(shown, least, work))
     console.print("\nSmallest: the fewest GPUs, and among equal numbers the least memory.")
-    for note in table.cost_notes(first.plan, work):
+    for note in table.cost_notes(first, work):
         console.print(f"\n{note}")
     if arguments.tokens is None and not work.about:
         console.print("\nThis assumes a billion tokens; to change that, give --tokens, or data.path and epochs.")
-    console.print(f"\n{_more(arguments, first)}", soft_wrap=True)
-    return 0
-
-
-def _more(arguments: argparse.Namespace, first: Choice) -> str:
     nodes = ["--nodes", str(first.cluster.nodes)] if first.cluster.nodes > 1 else []
     place = ["--gpu", first.cluster.instance or first.cluster.gpu.name, *nodes]
     much = ["--tokens", arguments.tokens] if arguments.tokens else []
     words = [arguments.model, *arguments.overrides, "--method", arguments.method, *place, *much]
-    return f"{command('plan')} {shlex.join(words)}"
+    console.print(f"\n{command('plan')} {shlex.join(words)}", soft_wrap=True)
+    return 0
 
 
-def _nothing(
-    arguments: argparse.Namespace, request: strategies.PlanRequest, work: Workload, hours: float | None
-) -> str:
-    """Return the message that no hardware fits, or that none meets the deadline, with the fastest hardware."""
-    if hours is None:
-        return f"{arguments.model} does not fit on any hardware of the catalogue, up to {extremes.NODES[-1]} nodes."
-    near = extremes.fastest(request, work)
-    if near is None:
-        return f"{arguments.model} does not fit on any hardware of the catalogue, whatever the deadline."
-    return (
-        f"--deadline {arguments.deadline}: no hardware meets it with up to {extremes.NODES[-1]} nodes; the fastest "
-        f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(near.hours)}."
-    )
-
-
-def _rows(choices: Sequence[Choice], least: Choice | None) -> list[Choice]:
-    """Return the choices to show: the cheapest, and the smallest if it is not among them."""
-    shown = list(choices[:SHOWN])
-    return shown if least is None or any(one.cluster == least.cluster for one in shown) else [*shown, least]
-
-
-def _table(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> Table:
+def _table(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> Table:
     result = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("", "hardware", "config", "layout", "GPU full", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
         left = name in ("", "hardware", "config", "layout")
         result.add_column(name, justify="left" if left else "right", no_wrap=True)
-    for choice in shown:
-        plan, cluster = choice.plan, choice.cluster
-        hourly = workload.per_hour(cluster)
+    for plan in shown:
+        hourly = workload.per_hour(plan.cluster)
         result.add_row(
-            ", ".join(_names(choice, shown, least)),
-            _in_words(cluster),
+            ", ".join(_names(plan, shown, least, workload)),
+            _in_words(plan.cluster),
             plan.recipe.deepspeed.removesuffix(".json"),
             table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             f"{plan.share:.0%}",
@@ -128,29 +110,29 @@ def _in_words(cluster: Cluster) -> str:
     return f"{cluster.nodes} x {cluster.instance} ({cluster.gpus_per_node} x {cluster.gpu.name})"
 
 
-def _names(choice: Choice, shown: Sequence[Choice], least: Choice | None) -> list[str]:
-    """Return the labels of a choice: `cheapest`, `smallest`, both or none."""
-    priced = [one for one in shown if one.dollars is not None]
-    cheapest = ["cheapest"] if priced and choice is priced[0] else []
-    return [*cheapest, *(["smallest"] if least and choice.cluster == least.cluster else [])]
+def _names(plan: Plan, shown: Sequence[Plan], least: Plan | None, workload: Workload) -> list[str]:
+    """Return the labels of a row: `cheapest`, `smallest`, both or none."""
+    priced = [one for one in shown if workload.dollars(one) is not None]
+    cheapest = ["cheapest"] if priced and plan is priced[0] else []
+    return [*cheapest, *(["smallest"] if least and plan.cluster == least.cluster else [])]
 
 
-def _as_json(shown: Sequence[Choice], least: Choice | None, workload: Workload) -> list[Json]:
+def _as_json(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> list[Json]:
     return [
         {
-            "is": _names(choice, shown, least),
-            "instance": choice.cluster.instance or None,
-            "gpu": choice.cluster.gpu.name,
-            "gpus_per_node": choice.cluster.gpus_per_node,
-            "nodes": choice.cluster.nodes,
-            "config": choice.plan.recipe.deepspeed,
-            "gpu_peak_gib": choice.plan.gpu_gib,
-            "host_gib": choice.plan.host_gib,
-            "dollars_per_hour": workload.per_hour(choice.cluster),
-            "hours": choice.hours,
-            "dollars": choice.dollars,
+            "is": _names(plan, shown, least, workload),
+            "instance": plan.cluster.instance or None,
+            "gpu": plan.cluster.gpu.name,
+            "gpus_per_node": plan.cluster.gpus_per_node,
+            "nodes": plan.cluster.nodes,
+            "config": plan.recipe.deepspeed,
+            "gpu_peak_gib": plan.gpu_gib,
+            "host_gib": plan.host_gib,
+            "dollars_per_hour": workload.per_hour(plan.cluster),
+            "hours": workload.hours(plan),
+            "dollars": workload.dollars(plan),
         }
-        for choice in shown
+        for plan in shown
     ]
 
 

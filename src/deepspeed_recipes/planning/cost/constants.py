@@ -129,16 +129,6 @@ CPU_SPEEDS = (0.743, 1.193)
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
 
 
-@dataclass(frozen=True)
-class Range:
-    """Factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of the same kind."""
-
-    low: float
-    high: float
-    kind: str
-    """The kind of runs that the factors are taken from."""
-
-
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
     """Return the kinds that a run belongs to, the narrowest first.
 
@@ -149,9 +139,13 @@ def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
     return "sharded" if setup.zero_stage == 3 and setup.zero_ranks > 1 else "whole", ALL
 
 
+Range = tuple[float, float]
+"""Low and high factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of its kind."""
+
+
 def memory_range(setup: TrainingSetup) -> Range:
     """Return the factors of a GPU's peak."""
-    return _range("memory", setup)
+    return _range("memory", kinds_of(setup))
 
 
 def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> Range:
@@ -163,26 +157,12 @@ def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> R
         on_cpu: whether the ranks are CPU processes.
     """
     if on_cpu:
-        return Range(*CPU_SPEEDS, "cpu")
-    if measured:
-        return _range("time", setup)
-    low, high = _ranges()["time"][DATASHEET][:2]
-    return Range(low, high, DATASHEET)
-
-
-def highest_memory() -> list[float]:
-    """Return the factors of a GPU's peak at the high end of each kind's range, in ascending order."""
-    return sorted(high for _, high, *_ in _ranges()["memory"].values())
-
-
-def _range(measure: str, setup: TrainingSetup) -> Range:
-    known = _ranges()[measure]
-    kind = next(kind for kind in kinds_of(setup) if kind in known)
-    low, high = known[kind][:2]
-    return Range(min(low, 1.0), max(high, 1.0), kind)
+        return CPU_SPEEDS
+    return _range("time", kinds_of(setup) if measured else (DATASHEET,))
 
 
 @cache
-def _ranges() -> Mapping[str, Mapping[str, list[float]]]:
-    ranges: Mapping[str, Mapping[str, list[float]]] = json.loads(FILE.read_text(encoding="utf-8"))["ranges"]
-    return ranges
+def _range(measure: str, kinds: tuple[str, ...]) -> Range:
+    known = json.loads(FILE.read_text(encoding="utf-8"))["ranges"][measure]
+    low, high = next(known[kind][:2] for kind in kinds if kind in known)
+    return min(low, 1.0), max(high, 1.0)

@@ -1,9 +1,8 @@
 """Finds the smallest and the cheapest hardware for a run, also with a deadline, and the longest sequence that fits."""
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from ...recipe import limits
 from ...recipe.compatibility import positions
@@ -22,6 +21,20 @@ STEP = 1024
 """In tokens. Lengths are multiples of it, so that sequences can be split over ranks."""
 MOST_TOKENS = 2**20
 """The longest sequence to try, in tokens, for a model whose positions are not limited."""
+NODES = (1, 2, 4, 8, 16)
+"""Numbers of nodes of the catalogue to try, until the model fits and the run meets the deadline."""
+TRIED = 3
+"""Number of instances to try with many nodes, to find the run that comes closest to a deadline."""
+GAIN = 2
+"""Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
+LARGE_NODE = 8
+"""Minimum GPUs per node for runs on several nodes: smaller nodes have slow networks."""
+GPU = "H100"
+"""The GPU of the configurations with several GPUs."""
+SINGLE = ("RTX 4090", "L40S", GPU, "H200")
+"""Single GPUs to try first."""
+LARGEST = 2048
+"""The largest number of GPUs to try."""
 
 Found = tuple[PlanRequest, SearchResult]
 """A request with its plans."""
@@ -38,6 +51,19 @@ def growing(cluster: Cluster, larger_nodes: bool = True) -> Iterator[Cluster]:
         nodes *= 2
 
 
+def _boundary(
+    bad: int, good: int, found: Found, at: Callable[[int], Found], enough: Callable[[Found], bool], close: int = 1
+) -> Found:
+    """Return what is found at the last good value on the way to a bad one, to within `close`, by bisection."""
+    while abs(good - bad) > close:
+        middle = (good + bad) // 2
+        if enough(tried := at(middle)):
+            good, found = middle, tried
+        else:
+            bad = middle
+    return found
+
+
 def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> Found:
     """Return the smallest cluster of the request's GPUs on which the best plan meets the deadline, and its plans.
 
@@ -51,33 +77,32 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
         UserError: no cluster meets the deadline; the message names the fastest.
     """
 
+    def on(cluster: Cluster) -> Found:
+        changed = replace(request, cluster=cluster)
+        return changed, search(changed)
+
     def taken(found: Found) -> float:
         return workload.hours(found[1].best) if found[1].best else math.inf
 
     tried: list[Found] = []
     for cluster in growing(request.cluster, larger_nodes):
-        tried.append(_with(request, cluster=cluster))
+        tried.append(on(cluster))
         if taken(tried[-1]) <= hours:
-            break
-    *slower, last = tried
-    if taken(last) <= hours:
-        slow = next((one for one in reversed(slower) if one[1].best), last)[0].cluster
-        least = slow.nodes if slow.gpus_per_node == last[0].cluster.gpus_per_node else last[0].cluster.nodes
-        return _boundary(
-            least,
-            last[0].cluster.nodes,
-            last,
-            lambda nodes: _with(request, cluster=replace(last[0].cluster, nodes=nodes)),
-            lambda found: taken(found) <= hours,
-        )
-    nearest = min(tried, key=taken)
+            slow = next((one for one in tried[-2::-1] if one[1].best), tried[-1])[0].cluster
+            least = slow.nodes if slow.gpus_per_node == cluster.gpus_per_node else cluster.nodes
+            return _boundary(
+                least,
+                cluster.nodes,
+                tried[-1],
+                lambda nodes, cluster=cluster: on(replace(cluster, nodes=nodes)),
+                lambda found: taken(found) <= hours,
+            )
+    nearest, name = min(tried, key=taken), request.cluster.gpu.name
     if nearest[1].best is None:
-        raise UserError(
-            f"nothing fits on up to {MOST_NODES} nodes of {request.cluster.gpu.name}; plan without --deadline."
-        )
+        raise UserError(f"nothing fits on up to {MOST_NODES} nodes of {name}; plan without --deadline.")
     cluster = nearest[0].cluster
     raise UserError(
-        f"no cluster of up to {MOST_NODES} nodes of {request.cluster.gpu.name} finishes within {in_words(hours)}.\n"
+        f"no cluster of up to {MOST_NODES} nodes of {name} finishes within {in_words(hours)}.\n"
         f"The fastest is {cluster.nodes} x {cluster.gpus_per_node} GPUs with {in_words(taken(nearest))}; a larger "
         "global_batch_size keeps more GPUs busy."
     )
@@ -100,15 +125,14 @@ def longest(request: PlanRequest) -> Found:
     """
 
     def at(thousands: int) -> Found:
-        return _with(request, recipe=replace(request.recipe, sequence_length=STEP * thousands))
+        changed = replace(request, recipe=replace(request.recipe, sequence_length=STEP * thousands))
+        return changed, search(changed)
 
     too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
     found = at(fits)
     while not found[1].best and fits > 1:
         too_long, fits = fits, fits // 2
         found = at(fits)
-    if not found[1].best:
-        return found
     return _boundary(too_long, fits, found, at, lambda tried: tried[1].best is not None, max(1, fits // 16))
 
 
@@ -121,52 +145,8 @@ def longest_in_words(request: PlanRequest) -> str:
     return f"The longest sequence that fits has {length:,} tokens ({why})."
 
 
-def _with(request: PlanRequest, **changes: Any) -> Found:
-    changed = replace(request, **changes)
-    return changed, search(changed)
-
-
-def _boundary(
-    bad: int, good: int, found: Found, at: Callable[[int], Found], enough: Callable[[Found], bool], close: int = 1
-) -> Found:
-    """Return what is found at the last good value on the way to a bad one, to within `close`, by bisection."""
-    while abs(good - bad) > close:
-        middle = (good + bad) // 2
-        tried = at(middle)
-        if enough(tried):
-            good, found = middle, tried
-        else:
-            bad = middle
-    return found
-
-
-NODES = (1, 2, 4, 8, 16)
-"""Numbers of nodes to try, until the model fits and the run meets the deadline."""
-TRIED = 3
-"""Number of instances to try with many nodes, to find the run that comes closest to a deadline."""
-GAIN = 2
-"""Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
-LARGE_NODE = 8
-"""Minimum GPUs per node for runs on several nodes: smaller nodes have slow networks."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Hardware with its best plan."""
-
-    plan: Plan
-    hours: float
-    dollars: float | None
-    """None if the price of the hardware is unknown."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The hardware."""
-        return self.plan.cluster
-
-
-def smallest_choice(request: PlanRequest, workload: Workload, hours: float | None = None) -> Choice | None:
-    """Return the hardware with the fewest GPUs on which a run fits; ties go to less GPU memory, then to a lower price.
+def smallest_hardware(request: PlanRequest, workload: Workload, hours: float | None = None) -> Plan | None:
+    """Return the best plan on the fewest GPUs on which a run fits; ties go to less GPU memory, then to a lower price.
 
     Args:
         request: the request, whose cluster is ignored.
@@ -179,60 +159,37 @@ def smallest_choice(request: PlanRequest, workload: Workload, hours: float | Non
         price = workload.per_hour(one) or math.inf
         return one.gpus, round(one.gpu.memory_gib), bool(one.instance), price, one.host_memory_gib
 
-    ordered = sorted(nodes, key=size)
-    for count in NODES:
-        slow = []
-        for one in ordered:
-            choice = _choice(request, workload, replace(one, nodes=count))
-            if choice and (hours is None or choice.hours <= hours):
-                return choice
-            if one.gpus < LARGE_NODE or (choice and hours and _is_hopeless(choice, hours)):
-                slow.append(one)
-        ordered = [one for one in ordered if one not in slow]
-    return None
+    return _first(request, workload, sorted(nodes, key=size), hours)
 
 
-def by_price(request: PlanRequest, workload: Workload, hours: float | None = None) -> list[Choice]:
-    """Return every instance with a price, with as many nodes as the run needs, the cheapest run first."""
-    choices = [choice for name in workload.prices.known() if (choice := _on(name, request, workload, hours))]
-    return sorted(choices, key=lambda choice: choice.dollars or 0)
+def by_price(request: PlanRequest, workload: Workload, hours: float | None = None) -> list[Plan]:
+    """Return the best plan on every instance with a price, with as many nodes as it needs, the cheapest run first."""
+    found = (_first(request, workload, [of_instance(name)], hours) for name in workload.prices.known())
+    return sorted((plan for plan in found if plan), key=lambda plan: workload.dollars(plan) or 0)
 
 
-def fastest(request: PlanRequest, workload: Workload) -> Choice | None:
+def fastest(request: PlanRequest, workload: Workload) -> Plan | None:
     """Return the fastest run, with up to the most nodes of the fastest instances, or None if nothing fits."""
-    alone = sorted(by_price(request, workload), key=lambda choice: choice.hours)[:TRIED]
-    many = [_choice(request, workload, replace(one.cluster, nodes=NODES[-1])) for one in alone]
-    return min((one for one in (*alone, *many) if one), key=lambda choice: choice.hours, default=None)
+    alone = sorted(by_price(request, workload), key=workload.hours)[:TRIED]
+    many = (search(replace(request, cluster=replace(one.cluster, nodes=NODES[-1]))).best for one in alone)
+    return min((*alone, *(one for one in many if one)), key=workload.hours, default=None)
 
 
-def _on(name: str, request: PlanRequest, workload: Workload, hours: float | None) -> Choice | None:
-    """Return the smallest number of nodes of an instance on which the run fits and meets the deadline, or None."""
-    node = of_instance(name)
-    for nodes in NODES if node.gpus >= LARGE_NODE else NODES[:1]:
-        choice = _choice(request, workload, replace(node, nodes=nodes))
-        if choice and (hours is None or choice.hours <= hours):
-            return choice
-        if choice and hours and _is_hopeless(choice, hours):
-            return None
+def _first(request: PlanRequest, workload: Workload, nodes: Sequence[Cluster], hours: float | None) -> Plan | None:
+    """Return the best plan on the fewest of the first of these nodes that suffice, or None."""
+    for count in NODES:
+        larger = []
+        for one in nodes:
+            plan = search(replace(request, cluster=replace(one, nodes=count))).best
+            taken = workload.hours(plan) if plan else math.inf
+            if plan and (hours is None or taken <= hours):
+                return plan
+            # Even the largest number of nodes would be too slow, with each node `GAIN` times as fast.
+            hopeless = plan and hours and taken > hours * GAIN * NODES[-1] / count
+            if one.gpus >= LARGE_NODE and not hopeless:
+                larger.append(one)
+        nodes = larger
     return None
-
-
-def _is_hopeless(choice: Choice, hours: float) -> bool:
-    """Return whether even the largest number of nodes would be too slow, with each node `GAIN` times as fast."""
-    return choice.hours > hours * GAIN * NODES[-1] / choice.cluster.nodes
-
-
-def _choice(request: PlanRequest, workload: Workload, cluster: Cluster) -> Choice | None:
-    best = search(replace(request, cluster=cluster)).best
-    return Choice(best, workload.hours(best), workload.dollars(best)) if best else None
-
-
-GPU = "H100"
-"""The GPU of the configurations with several GPUs."""
-SINGLE = ("RTX 4090", "L40S", GPU, "H200")
-"""Single GPUs to try first."""
-LARGEST = 2048
-"""The largest number of GPUs to try."""
 
 
 def smallest_unchanged(recipe: Recipe) -> Plan | None:

@@ -27,8 +27,7 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
     here = this_machine()
     if here is None:
         return None
-    cluster = with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False)
-    return replace(cluster, corrections=plans.corrections(cluster))
+    return plans.corrected(with_measurements(replace(here, gpus_per_node=gpus, nodes=nodes), None, elsewhere=False))
 
 
 def cpus_here() -> Machine | None:
@@ -43,10 +42,8 @@ def cpus_here() -> Machine | None:
 
 def cpu_ranks(ranks: int) -> Cluster | None:
     """Return CPU ranks of this machine, or None if its CPU was not measured."""
-    if (machine := cpus_here()) is None:
-        return None
-    cluster = of_cpus(machine, ranks)
-    return replace(cluster, corrections=plans.corrections(cluster))
+    machine = cpus_here()
+    return plans.corrected(of_cpus(machine, ranks)) if machine else None
 
 
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:

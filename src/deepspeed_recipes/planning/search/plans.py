@@ -35,12 +35,10 @@ def kind_of(setup: TrainingSetup) -> str:
     return ", ".join([method, sharded, *layout, *offload])
 
 
-def corrections(cluster: Cluster, runs: Path = RUNS) -> dict[str, Correction]:
-    """Return the median of measured / predicted by kind, over finished runs on GPUs and rates like the cluster's.
+def corrected(cluster: Cluster, runs: Path = RUNS) -> Cluster:
+    """Return the cluster with the median of measured / predicted by kind, over finished runs with its GPUs and rates.
 
-    Args:
-        cluster: where the plan is for; its corrections do not matter.
-        runs: the folder with the run folders, `RECIPE/TIME`; a run that cannot be read does not count.
+    `runs` holds the run folders, `RECIPE/TIME`; a run that cannot be read does not count.
     """
     found: dict[str, list[float]] = {}
     rates = rates_of(cluster)
@@ -53,7 +51,8 @@ def corrections(cluster: Cluster, runs: Path = RUNS) -> dict[str, Correction]:
                 found.setdefault(predicted["kind"], []).append(ratio)
         except (UserError, OSError, AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError):
             continue  # cut off, or by hand
-    return {kind: Correction(statistics.median(ratios), len(ratios)) for kind, ratios in found.items()}
+    factors = {kind: Correction(statistics.median(ratios), len(ratios)) for kind, ratios in found.items()}
+    return replace(cluster, corrections=factors)
 
 
 def rates_of(cluster: Cluster) -> str:
@@ -124,7 +123,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Plan:
-    """One way to train, with its cost."""
+    """One way to train, with its cost. Memory is of the fullest GPU at its fullest moment, or of one node."""
 
     base: Recipe
     """The recipe to launch, apart from the setup's micro-batch and checkpointing."""
@@ -160,6 +159,11 @@ class Plan:
         """Tokens per second and GPU, corrected by past runs if there are any."""
         return self.time.tokens_per_second_per_gpu * self.correction.factor
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, corrected likewise."""
+        return self.time.seconds / self.correction.factor
+
     @cached_property
     def correction(self) -> Correction:
         """The correction of the speed by past runs of this kind on this machine."""
@@ -167,40 +171,40 @@ class Plan:
 
     @property
     def components(self) -> Mapping[str, float]:
-        """GiB on the fullest GPU at its fullest moment, by purpose."""
+        """GPU memory in GiB, by purpose."""
         return {name: size / GIB for name, size in self.memory.worst.components.items() if size}
 
     @cached_property
     def gpu_gib(self) -> float:
-        """GiB on the fullest GPU at its fullest moment: the sum of the components."""
+        """GPU memory: the sum of the components."""
         return self.memory.worst.total / GIB
 
     @property
     def gpu_gib_range(self) -> tuple[float, float]:
         """The low and high values of `gpu_gib`, from published runs of the same kind (`cost.constants`)."""
-        factors = memory_range(self.setup)
-        return factors.low * self.gpu_gib, factors.high * self.gpu_gib
+        low, high = memory_range(self.setup)
+        return low * self.gpu_gib, high * self.gpu_gib
 
     @property
     def speed_range(self) -> tuple[float, float]:
         """The low and high values of `speed`."""
         known = self.cluster.machine is not None or self.correction.runs > 0
-        factors = speed_range(self.setup, known, self.cluster.on_cpus)
-        return factors.low * self.speed, factors.high * self.speed
+        low, high = speed_range(self.setup, known, self.cluster.on_cpus)
+        return low * self.speed, high * self.speed
 
     @property
     def host_gib(self) -> float:
-        """GiB of host memory that one node needs at its fullest moment."""
+        """Host memory of a node at its fullest moment."""
         return max(self.memory.host.values()) / GIB
 
     @property
     def nvme_gib(self) -> float:
-        """GiB that one node needs on its NVMe drives."""
+        """Space on a node's NVMe drives."""
         return self.memory.nvme / GIB
 
     @property
     def checkpoint_gib(self) -> float:
-        """GiB of one checkpoint on disk."""
+        """Disk space of one checkpoint."""
         return self.memory.checkpoint / GIB
 
     @property
@@ -278,10 +282,8 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
 
 def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
     """Return whether another plan is at least as fast and needs no more GPU memory and no more host memory."""
-    return any(
-        other.speed >= plan.speed and other.gpu_gib <= plan.gpu_gib and other.host_gib <= plan.host_gib
-        for other in others
-    )
+    speed, gpu, host = plan.speed, plan.gpu_gib, plan.host_gib
+    return any(one.speed >= speed and one.gpu_gib <= gpu and one.host_gib <= host for one in others)
 
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
@@ -292,13 +294,11 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
     if gpu > cluster.gpu.memory_gib:
         lacking.append(f"{gpu:,.1f} GiB of {cluster.gpu.memory_gib:,.1f} on a GPU{loading}")
     # Host memory is checked only if its size is known; no NVMe size means no NVMe.
-    needs = [("a node's host memory", host, cluster.host_memory_gib)] if cluster.host_memory_gib else []
-    needs += [("a node's NVMe", nvme, cluster.nvme_gib)] if nvme else []
-    lacking += [
-        f"{need:,.1f} GiB of {REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f}) on {what}"
-        for what, need, have in needs
-        if need > REFUSE * have
-    ]
+    sizes = (host, cluster.host_memory_gib or math.inf, "host memory"), (nvme, cluster.nvme_gib, "NVMe")
+    for need, have, what in sizes:
+        if need > REFUSE * have:
+            usable = f"{REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f})"
+            lacking.append(f"{need:,.1f} GiB of {usable} on a node's {what}")
     return tuple(lacking)
 
 
@@ -327,16 +327,15 @@ class Workload:
     node_hours: float | None = None
     """Average hours until a node is interrupted, for spot instances. None if nodes are never interrupted."""
 
-    def hours(self, plan: Plan) -> float:
-        """Return the hours of training, interruptions included; loading, evaluation and checkpoints are not."""
-        return self.training_hours(plan) + self.interrupted_hours(plan)
-
     def steps(self, plan: Plan) -> int:
         """Return the number of optimizer steps."""
         return math.ceil(self.tokens / plan.setup.tokens_per_step)
 
-    def training_hours(self, plan: Plan) -> float:
-        """Return the hours of training without interruptions."""
+    def hours(self, plan: Plan) -> float:
+        """Return the hours of training, interruptions included; loading, evaluation and checkpoints are not."""
+        return self._training_hours(plan) + self.interrupted_hours(plan)
+
+    def _training_hours(self, plan: Plan) -> float:
         return self.tokens / (plan.speed * plan.setup.world_size) / 3600
 
     def interrupted_hours(self, plan: Plan) -> float:
@@ -347,7 +346,7 @@ class Workload:
         """
         if self.node_hours is None:
             return 0.0
-        training, mean = self.training_hours(plan), self.node_hours / plan.cluster.nodes
+        training, mean = self._training_hours(plan), self.node_hours / plan.cluster.nodes
         interval = min(training, (plan.recipe.save_steps or math.inf) * plan.time.seconds / 3600)
         each = (mean + RESTART) * math.expm1(min(interval / mean, HOPELESS))
         return training / interval * each - training

@@ -67,7 +67,7 @@ def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> floa
 
 def _most_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
     """Return the high end of that range in GiB, which decides whether a plan fits."""
-    return memory_range(replace(setup, **changes)).high * _gpu_gib(request, setup, **changes)
+    return memory_range(replace(setup, **changes))[1] * _gpu_gib(request, setup, **changes)
 
 
 def _leanest(setup: TrainingSetup) -> TrainingSetup:

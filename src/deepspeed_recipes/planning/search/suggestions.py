@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 
 from ...recipe import limits, overrides, pages
@@ -23,18 +23,18 @@ NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert"
 SHORTEST = 512
 """Shortest sequence to suggest, in tokens; a shorter one would cut most conversations."""
 
+Changes = Iterator[tuple[str, PlanRequest]]
+"""Changes as options of ds-recipes plan, each with the changed request, the smallest change first."""
+
 
 def sentence(request: PlanRequest, result: SearchResult) -> str:
     """Return which plan comes closest to fitting, and which changes would make one fit."""
-    if result.tight:
-        plan = result.tight[0]
-        return f"nothing is certain to fit; {plan.recipe.deepspeed} is {tightness(plan)}.\n{_what_would(request)}"
-    if not result.rejected:
+    if not result.tight and not result.rejected:
         batch, gpus = request.recipe.global_batch_size, request.cluster.gpus
-        fixed = [key for key in sorted(request.fixed) if key == "deepspeed" or key.startswith("layout.")]
+        fixed = [key for key in sorted(request.fixed) if is_layout_key(key)]
         if fixed:
             given = " ".join(overrides.as_typed(request.recipe, fixed))
-            more = "".join(f"try {change}, a sequence for every GPU, or " for change in _larger_batch(request))
+            more = "".join(f"try {way}, a sequence for every GPU, or " for way in _first_fit(_larger_batch(request)))
             return (
                 f"{given}: this model cannot train like this on {gpus} GPUs; {more}remove the settings you do not need."
             )
@@ -42,20 +42,15 @@ def sentence(request: PlanRequest, result: SearchResult) -> str:
             f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size={batch}; "
             f"try global_batch_size={math.ceil(batch / gpus) * gpus}."
         )
+    found = "; ".join(suggestions(request))
+    would = f"What would fit: {found}." if found else "Use a smaller model, or find suitable hardware with --which-gpu."
+    if result.tight:
+        plan = result.tight[0]
+        return f"nothing is certain to fit; {plan.recipe.deepspeed} is {tightness(plan)}.\n{would}"
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
     restricting = overrides.as_typed(request.recipe, [key for key in sorted(request.fixed) if key in NARROW])
     given = f" with {' '.join(restricting)}" if restricting else ""
-    return (
-        f"nothing fits{given}; {nearest.recipe.deepspeed} comes closest, with {nearest.shortfalls[0]}.\n"
-        f"{_what_would(request)}"
-    )
-
-
-def _what_would(request: PlanRequest) -> str:
-    found = list(suggestions(request))
-    if not found:
-        return "Use a smaller model, or find suitable hardware with --which-gpu."
-    return f"What would fit: {'; '.join(found)}."
+    return f"nothing fits{given}; {nearest.recipe.deepspeed} comes closest, with {nearest.shortfalls[0]}.\n{would}"
 
 
 def suggestions(request: PlanRequest) -> Iterator[str]:
@@ -63,24 +58,91 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
     Each change is tried alone; all other settings of the user stay as they are.
     """
-    yield from _larger_batch(request)
-    yield from _methods(request)
-    yield from _less_at_once(request)
-    yield from _more_hardware(request)
+    kinds = (_larger_batch, _methods, _smaller_micro_batch, _tiles, _shorter, _more_gpus)
+    for kind in kinds:
+        yield from _first_fit(kind(request))
+    cluster = request.cluster
+    if cluster.host_memory_gib:
+        offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
+        if offloaded:
+            leanest = min(offloaded, key=lambda plan: plan.host_gib)
+            yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
+    if not cluster.nvme_gib:
+        best = search(replace(request, cluster=replace(cluster, nvme_gib=math.inf))).best
+        if best and best.nvme_gib:
+            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f} ({_speed(best)})"
+
+
+def _first_fit(changes: Iterable[tuple[str, PlanRequest]]) -> Iterator[str]:
+    """Yield the first change with which anything fits, with the speed of its best plan."""
+    for change, request in changes:
+        if best := search(request).best:
+            yield f"{change} ({_speed(best)})"
+            return
+
+
+def _speed(plan: Plan) -> str:
+    return f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
+
+
+def _larger_batch(request: PlanRequest) -> Changes:
+    """Yield a batch with a sequence for every GPU, if there are more GPUs than sequences and the batch is not set."""
+    gpus, recipe = request.cluster.gpus, request.recipe
+    if recipe.global_batch_size < gpus and "global_batch_size" not in request.fixed:
+        yield f"global_batch_size={gpus}", replace(request, recipe=replace(recipe, global_batch_size=gpus))
+
+
+def _methods(request: PlanRequest) -> Changes:
+    """Yield the variants with smaller states: adapters, then 4-bit weights, then sharded weights."""
+    frugal = METHODS.index(method_of(request.recipe))
+    others = [other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request, name))]
+    for method in METHODS[frugal:]:
+        for other in others:
+            variant = other.recipe.variant
+            same = other.recipe.method.name == request.recipe.method.name and method_of(other.recipe) == method
+            if same and (METHODS.index(method) > frugal or variant.startswith(f"{request.recipe.variant}_")):
+                yield f"--method {variant}", other
+
+
+def _smaller_micro_batch(request: PlanRequest) -> Changes:
+    size = request.recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
+    while size:
+        yield f"micro_batch_size={size}", replace(request, recipe=replace(request.recipe, micro_batch_size=size))
+        size //= 2
+
+
+def _tiles(request: PlanRequest) -> Changes:
+    if request.recipe.method.whole_loss is None and not request.recipe.layout.pipeline > 1:
+        for words in (TILES, OFFLOADED, TILES + OFFLOADED):
+            with contextlib.suppress(UserError):  # the recipe does not allow these settings
+                yield " ".join(words), replace(request, recipe=overrides.apply(request.recipe, words))
+
+
+def _shorter(request: PlanRequest) -> Changes:
+    length = request.recipe.sequence_length // 2
+    while length >= SHORTEST:
+        yield f"sequence_length={length}", replace(request, recipe=replace(request.recipe, sequence_length=length))
+        length //= 2
+
+
+def _more_gpus(request: PlanRequest) -> Changes:
+    cluster = request.cluster
+    for larger in (one for one in growing(cluster) if one != cluster):
+        gpus = [f"--gpus {larger.gpus_per_node}"] if larger.gpus_per_node != cluster.gpus_per_node else []
+        nodes = [f"--nodes {larger.nodes}"] if larger.nodes != cluster.nodes else []
+        yield " ".join(gpus + nodes), replace(request, cluster=larger)
 
 
 def larger_batch(request: PlanRequest, best: Plan) -> str | None:
     """Return what a batch with a sequence for every GPU would reach, or None if the batch has them or is set."""
-    gpus, batch = request.cluster.gpus, request.recipe.global_batch_size
-    if batch >= gpus or "global_batch_size" in request.fixed:
-        return None
-    other = search(replace(request, recipe=replace(request.recipe, global_batch_size=gpus))).best
-    if other is None or other.speed < best.speed:
-        return None
-    return (
-        f"With global_batch_size={gpus}, a sequence for every GPU, {other.recipe.deepspeed} would reach "
-        f"{other.speed:,.0f} tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
-    )
+    for change, larger in _larger_batch(request):
+        other = search(larger).best
+        if other and other.speed >= best.speed:
+            return (
+                f"With {change}, a sequence for every GPU, {other.recipe.deepspeed} would reach {other.speed:,.0f} "
+                f"tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
+            )
+    return None
 
 
 def one_node(request: PlanRequest, best: Plan) -> str | None:
@@ -102,14 +164,12 @@ def other_methods(request: PlanRequest) -> str | None:
     recipe = request.recipe
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return None
-    requests = {name: with_method(request, name) for name in METHODS if name != recipe.variant}
-    found = {name: other and _best_whole(other) for name, other in requests.items()}
-    parts = [
-        f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB"
-        + (f" with {best.host_gib:,.0f} GiB of host memory" if best.setup.offload_optimizer != "none" else "")
-        for name, best in found.items()
-        if best
-    ]
+    parts = []
+    for name in METHODS:
+        other = with_method(request, name) if name != recipe.variant else None
+        if best := other and _best_whole(other):
+            host = f" with {best.host_gib:,.0f} GiB of host memory" if best.setup.offload_optimizer != "none" else ""
+            parts.append(f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB{host}")
     return f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}." if parts else None
 
 
@@ -120,84 +180,6 @@ def _best_whole(request: PlanRequest) -> Plan | None:
     whole = replace(request, fixed=request.fixed | {f"layout.{name}" for name in vars(Layout())})
     best = search(whole).best
     return best if best and not best.tier else search(request).best
-
-
-def _larger_batch(request: PlanRequest) -> Iterator[str]:
-    """Yield a batch with a sequence for every GPU, if there are more GPUs than sequences."""
-    gpus = request.cluster.gpus
-    if request.recipe.global_batch_size < gpus and "global_batch_size" not in request.fixed:
-        larger = replace(request, recipe=replace(request.recipe, global_batch_size=gpus))
-        if found := _tried(f"global_batch_size={gpus}", larger):
-            yield found
-
-
-def _methods(request: PlanRequest) -> Iterator[str]:
-    """Yield the first variant with smaller states that fits: adapters, then 4-bit weights, then sharded weights."""
-    frugal = METHODS.index(method_of(request.recipe))
-    others = [other for name in pages.variants(pages.page_of(request.recipe)) if (other := with_method(request, name))]
-    for method in METHODS[frugal:]:
-        for other in others:
-            variant = other.recipe.variant
-            same = other.recipe.method.name == request.recipe.method.name and method_of(other.recipe) == method
-            more = METHODS.index(method) > frugal or variant.startswith(f"{request.recipe.variant}_")
-            if same and more and (found := _tried(f"--method {variant}", other)):
-                yield found
-                return
-
-
-def _less_at_once(request: PlanRequest) -> Iterator[str]:
-    """Yield a smaller micro-batch if the user set it, tiles or offloading, and the first halved sequence that fits."""
-    recipe = request.recipe
-    size = recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
-    while size:
-        if found := _tried(f"micro_batch_size={size}", replace(request, recipe=replace(recipe, micro_batch_size=size))):
-            yield found
-            break
-        size //= 2
-    if recipe.method.whole_loss is None and not recipe.layout.pipeline > 1:
-        for words in (TILES, OFFLOADED, TILES + OFFLOADED):
-            with contextlib.suppress(UserError):  # the recipe does not allow these settings
-                if found := _tried(" ".join(words), replace(request, recipe=overrides.apply(recipe, words))):
-                    yield found
-                    break
-    length = recipe.sequence_length // 2
-    while length >= SHORTEST:
-        if found := _tried(
-            f"sequence_length={length}", replace(request, recipe=replace(recipe, sequence_length=length))
-        ):
-            yield found
-            return
-        length //= 2
-
-
-def _more_hardware(request: PlanRequest) -> Iterator[str]:
-    """Yield more GPUs or nodes, more host memory, and NVMe drives."""
-    cluster = request.cluster
-    for larger in (one for one in growing(cluster) if one != cluster):
-        gpus = f"--gpus {larger.gpus_per_node}" if larger.gpus_per_node != cluster.gpus_per_node else ""
-        nodes = f"--nodes {larger.nodes}" if larger.nodes != cluster.nodes else ""
-        if found := _tried(f"{gpus} {nodes}".strip(), replace(request, cluster=larger)):
-            yield found
-            break
-    if cluster.host_memory_gib:
-        offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
-        if offloaded:
-            leanest = min(offloaded, key=lambda plan: plan.host_gib)
-            yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
-    if not cluster.nvme_gib:
-        best = search(replace(request, cluster=replace(cluster, nvme_gib=float("inf")))).best
-        if best and best.nvme_gib:
-            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f} ({_speed(best)})"
-
-
-def _tried(change: str, request: PlanRequest) -> str | None:
-    """Return a change with the speed of its best plan, or None if nothing fits with it."""
-    best = search(request).best
-    return f"{change} ({_speed(best)})" if best else None
-
-
-def _speed(plan: Plan) -> str:
-    return f"{plan.speed * plan.setup.world_size:,.0f} tokens/s"
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
@@ -272,11 +254,7 @@ def added_sizes(request: PlanRequest, plan: Plan) -> str | None:
 def beyond_deepspeed(request: PlanRequest, layout: Layout) -> str | None:
     """Return what DeepSpeed lacks to combine expert parallelism with another kind, and what such a layout would reach.
 
-    None for other layouts, which `recipe.limits` explains.
-
-    Args:
-        request: the model is a mixture of experts.
-        layout: the requested layout.
+    None for other layouts, which `recipe.limits` explains. The request's model is a mixture of experts.
     """
     others = [name for name in FILES if getattr(layout, name) > 1]
     gpus, copies = request.cluster.gpus, layout.tensor * layout.pipeline * layout.sequence
