@@ -139,6 +139,11 @@ class ModelProfile:
         """Each kind of layer with its number of layers."""
         return tuple((self.layer_kinds[kind], count) for kind, count in Counter(self.layer_order).items())
 
+    @property
+    def is_moe(self) -> bool:
+        """True if any layer has routed experts."""
+        return any(kind.expert_parameters for kind in self.layer_kinds)
+
     @cached_property
     def parameters(self) -> int:
         """Total number of parameters."""

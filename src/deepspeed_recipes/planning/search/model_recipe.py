@@ -3,7 +3,6 @@
 import difflib
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,11 +10,10 @@ from ...recipe import pages
 from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json, JsonView
-from ...recipe.recipe import Model, Recipe
+from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
 from ..model_profile.lookup import profile_of
-from ..model_profile.profile import ModelProfile
 
 MIXERS = ("mamba", "linear_", "conv_L")
 """Parts of the configuration keys of models whose layers mix tokens by other means than attention. Adapters of such
@@ -45,19 +43,15 @@ def nearest(config: JsonView, variant: str) -> Recipe:
         module
         for module in modules
         if not any(model.vision for model in module.SIZES.values())
-        and _is_moe(profile_of(next(iter(module.SIZES.values())).config)) == _is_moe(own)
+        and profile_of(next(iter(module.SIZES.values())).config).is_moe == own.is_moe
     ]
     suitable = [module for module in alike if variant in pages.variants(module)]
     recipes = [pages.build(module, size, variant) for module in suitable for size in module.SIZES]
     if not recipes:
         known = dict.fromkeys(name for module in alike for name in pages.variants(module))
-        kind = "mixture of experts" if _is_moe(own) else "decoder"
+        kind = "mixture of experts" if own.is_moe else "decoder"
         raise UserError(f"{variant}: no page of a {kind} has this variant; choose from: {', '.join(known)}.")
     return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
-
-
-def _is_moe(profile: ModelProfile) -> bool:
-    return any(kind.experts_per_token for kind in profile.layer_kinds)
 
 
 def _mixers(config: JsonView) -> set[str]:
@@ -114,7 +108,7 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
         kind = decoders.inner_of(config)["model_type"]
-        alike = _page_with(lambda model: model.config["model_type"] == config["model_type"])
+        alike = _page_of(model_type=config["model_type"])
         fix = (
             f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
             if alike
@@ -166,15 +160,10 @@ def pinned(recipe: Recipe) -> frozenset[str]:
     return frozenset(sizes | ({"deepspeed"} if recipe.deepspeed in PINNED_FILES else set()))
 
 
-def _page_of(hub_id: str) -> str | None:
-    """Return the name of the recipe whose weights have this Hub id, or None."""
-    return _page_with(lambda model: model.path == hub_id)
-
-
-def _page_with(is_it: Callable[[Model], bool]) -> str | None:
-    """Return the name of the first recipe whose model satisfies the predicate, or None."""
-    sizes = ((family, size, model) for family in pages.families() for size, model in pages.page(family).SIZES.items())
-    return next((f"{family}-{size}" for family, size, model in sizes if is_it(model)), None)
+def _page_of(hub_id: str = "", model_type: str = "") -> str | None:
+    """Return the name of the first recipe with this Hub id or this type, or None."""
+    sizes = ((f"{family}-{size}", one) for family in pages.families() for size, one in pages.page(family).SIZES.items())
+    return next((name for name, one in sizes if one.path == hub_id or one.config["model_type"] == model_type), None)
 
 
 def _read(path: Path) -> Json:

@@ -66,12 +66,22 @@ def search(request: PlanRequest) -> SearchResult:
     Raises:
         UserError: `precision=bf16` is set, and the GPU does not support it.
     """
-    request = replace(request, recipe=_with_divisible_batch(request))
-    request = replace(request, recipe=_with_supported_precision(request))
+    recipe, gpu, gpus = request.recipe, request.cluster.gpu, request.cluster.gpus
+    if "global_batch_size" not in request.fixed and gpus <= recipe.global_batch_size:
+        # The next multiple that all ranks can share.
+        least = recipe.method.least_micro_batch
+        micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else least
+        sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
+        recipe = replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
+    if recipe.precision == "bf16" and not gpu.bf16:
+        if "precision" in request.fixed:
+            raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
+        recipe = replace(recipe, precision="fp16")
+    request = replace(request, recipe=recipe)
     fitting: list[Plan] = []
     tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
-    for tier in ((request.recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
+    for tier in ((recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
         if fitting and tier == LAST_RESORT:
             break
         found, narrow, too_large = _fitting(request, tier)
@@ -95,22 +105,22 @@ def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], lis
     tight: list[Plan] = []
     rejected: dict[str, Plan] = {}
     # Every file with each group of layouts that differ only in sequence parallelism, smallest first.
-    candidates = ((name, _possible(request, name, layouts)) for layouts in _layouts(request) for name in tier)
-    for name, recipes in candidates:
-        wide: list[Plan] = []
-        narrow: list[Plan] = []
-        for recipe in recipes:
-            plans = list(_sized(request, recipe))
-            if fits := ranked([plan for plan in plans if plan.fits]):
-                if wide and fits[0].speed <= wide[-1].speed:
-                    break  # splitting sequences further no longer makes it faster
-                wide.append(fits[0])
-            narrow += [plan for plan in plans if plan.tight]
-            for plan in plans:
-                if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
-                    rejected[name] = plan
-        fitting += wide
-        tight += _with_room_first(narrow)[:1] if not wide else []
+    for layouts in _layouts(request):
+        for name in tier:
+            wide: list[Plan] = []
+            narrow: list[Plan] = []
+            for recipe in _possible(request, name, layouts):
+                plans = list(_sized(request, recipe))
+                if fits := ranked([plan for plan in plans if plan.fits]):
+                    if wide and fits[0].speed <= wide[-1].speed:
+                        break  # splitting sequences further no longer makes it faster
+                    wide.append(fits[0])
+                narrow += [plan for plan in plans if plan.tight]
+                for plan in plans:
+                    if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
+                        rejected[name] = plan
+            fitting += wide
+            tight += _with_room_first(narrow)[:1] if not wide else []
     return fitting, tight, rejected
 
 
@@ -121,15 +131,21 @@ def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
     """Return the plan of a recipe without changing it; `recipe.deepspeed` may be a path."""
-    file = template(recipe.deepspeed, request.cluster)
-    return _plan(request, recipe, file, _setup(request, recipe, file))
+    return _plan(request, recipe, _setup(request, recipe))
 
 
-def _setup(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile) -> TrainingSetup:
-    setup = training_setup(recipe, file, request.cluster.gpus)
+def _setup(request: PlanRequest, recipe: Recipe) -> TrainingSetup:
+    setup = training_setup(recipe, template(recipe.deepspeed, request.cluster), request.cluster.gpus)
     if request.software != OWN:  # which tiles a loss only on request
         setup = replace(setup, software=request.software, tiled_loss=bool(setup.tiled_loss))
     return replace(setup, document_length=request.document_length)
+
+
+def _plan(request: PlanRequest, recipe: Recipe, setup: TrainingSetup) -> Plan:
+    cluster = request.cluster
+    memory, time = peak_memory(request.profile, setup, cluster), step_time(request.profile, setup, cluster)
+    file, lacking = template(recipe.deepspeed, cluster), shortfalls(memory, cluster)
+    return Plan(recipe, file, setup, cluster, memory, time, lacking)
 
 
 def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
@@ -151,27 +167,6 @@ def _read(deepspeed: str) -> DeepSpeedFile:
     raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
 
 
-def _with_divisible_batch(request: PlanRequest) -> Recipe:
-    """Return the recipe with its global batch raised to the next multiple that all ranks can share."""
-    recipe, gpus = request.recipe, request.cluster.gpus
-    if "global_batch_size" in request.fixed or gpus > recipe.global_batch_size:
-        return recipe
-    fixed = "micro_batch_size" in request.fixed
-    micro_batch = recipe.micro_batch_size if fixed else recipe.method.least_micro_batch
-    sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
-    return replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
-
-
-def _with_supported_precision(request: PlanRequest) -> Recipe:
-    """Return the recipe, in fp16 instead of bf16 if the GPU does not support bf16."""
-    recipe, gpu = request.recipe, request.cluster.gpu
-    if recipe.precision != "bf16" or gpu.bf16:
-        return recipe
-    if "precision" in request.fixed:
-        raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
-    return replace(recipe, precision="fp16")
-
-
 def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
     """Yield the recipe in each of the layouts in which it can run, with one sequence per pass."""
     world_size = request.cluster.gpus
@@ -186,30 +181,20 @@ def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Ite
 
 def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
     """Yield every sensible layout. Tensor parallelism stays inside a node, where links are fast."""
+    asked, world_size = request.recipe.layout, request.cluster.gpus
 
     def sizes(name: str, most: int) -> list[int]:
-        if f"layout.{name}" in request.fixed:
-            return [getattr(request.recipe.layout, name)]
-        return limits.divisors(most)
+        return [getattr(asked, name)] if f"layout.{name}" in request.fixed else limits.divisors(most)
 
-    world_size = request.cluster.gpus
-    experts = request.recipe.layout.expert if "layout.expert" in request.fixed else 1
+    experts = asked.expert if "layout.expert" in request.fixed else 1
     for tensor in sizes("tensor", request.cluster.gpus_per_node) if experts == 1 else []:
         for pipeline in sizes("pipeline", world_size // tensor):
             if pipeline <= MOST_STAGES:
                 sequences = sizes("sequence", world_size // tensor // pipeline)
-                yield [
-                    Layout(tensor, pipeline, sequence)
-                    for sequence in sequences
-                    if world_size % (tensor * pipeline * sequence) == 0
-                ]
-    if _is_moe(request):
-        for expert in sizes("expert", world_size):
-            yield [Layout(expert=expert)] if expert > 1 else []
-
-
-def _is_moe(request: PlanRequest) -> bool:
-    return any(kind.expert_parameters for kind in request.profile.layer_kinds)
+                layouts = [Layout(tensor, pipeline, sequence) for sequence in sequences]
+                yield [one for one in layouts if world_size % (tensor * pipeline * one.sequence) == 0]
+    if request.profile.is_moe:
+        yield from ([Layout(expert=expert)] for expert in sizes("expert", world_size) if expert > 1)
 
 
 def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
@@ -225,7 +210,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
     if name in LAST_RESORT and request.recipe.precision != "bf16":
         return False
     adapters = request.recipe.lora is not None
-    zero3 = "zero3_moe.json" if _is_moe(request) else "zero3_adapters.json" if adapters else "zero3.json"
+    zero3 = "zero3_moe.json" if request.profile.is_moe else "zero3_adapters.json" if adapters else "zero3.json"
     if layout.tensor > 1:
         return name in ("tensor_parallel.json", "zero2.json", zero3)
     later_tiers = SIMPLICITY[len(TIERS[0]) :]
@@ -243,8 +228,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     Memory grows with the micro-batch, and checkpointing never adds to it, so the first size that does not fit ends the
     series.
     """
-    file = template(recipe.deepspeed, request.cluster)
-    setup = _setup(request, recipe, file)
+    setup = _setup(request, recipe)
     sequences = recipe.global_batch_size // setup.data_parallel_size
     least, asked = request.recipe.method.least_micro_batch, request.recipe.micro_batch_size
     tried = [asked] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
@@ -252,13 +236,13 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):
         for size in sizes:
-            sized_setup = replace(
+            sized = replace(
                 setup,
                 micro_batch_size=size,
                 gradient_accumulation_steps=sequences // size,
                 gradient_checkpointing=checkpointing,
             )
-            plan = _plan(request, recipe, file, sized_setup)
+            plan = _plan(request, recipe, sized)
             smallest = size == sizes[0]
             if not plan.shortfalls or smallest:
                 yield plan
@@ -266,9 +250,3 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
                 if smallest and checkpointing:
                     return
                 break
-
-
-def _plan(request: PlanRequest, recipe: Recipe, file: DeepSpeedFile, setup: TrainingSetup) -> Plan:
-    memory = peak_memory(request.profile, setup, request.cluster)
-    time = step_time(request.profile, setup, request.cluster)
-    return Plan(recipe, file, setup, request.cluster, memory, time, shortfalls(memory, request.cluster))
