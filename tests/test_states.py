@@ -14,7 +14,6 @@ from deepspeed_recipes.planning.cost.states import (
     ADAM_MOMENTS,
     EIGHT_BIT,
     WIDTH,
-    held_parameters,
     mixture_bytes,
     muon_bytes,
     state_bytes,
@@ -209,4 +208,8 @@ def stages_of(folder, layout):
     embedding, norm = sizes["model.embed_tokens.weight"], sizes["model.norm.weight"]
     after = norm + (embedding if layout.pipeline > 1 else 0)
     stages = balanced(layers, layout.pipeline)
-    return held_parameters(layers, split, embedding, after, layout.tensor, stages)
+    own = [whole - part + part / layout.tensor for whole, part in zip(layers, split, strict=True)]
+    held = [sum(own[index] for index in stage) for stage in stages]
+    held[0] += embedding
+    held[-1] += after
+    return held

@@ -1,12 +1,11 @@
 """Activation memory on one rank: tensors that layers save for the backward pass, and the peaks of both passes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TypeVar
 
 from ...recipe.recipe import Lora
 from ..model_profile.profile import LayerProfile, ModelProfile, SavedBytes, training_mode
-from .states import WIDTH
 from .training_setup import TrainingSetup
 
 Number = TypeVar("Number", float, SavedBytes)
@@ -53,11 +52,6 @@ def of_mode(values: Mapping[str, Number], lora: Lora | None) -> Number:
     return values[mode] if lora is None else values[mode] + lora.rank * values[f"{mode} rank"]
 
 
-def adapter_parameters(kind: LayerProfile, lora: Lora | None) -> float:
-    """Return the number of parameters in a layer's adapters."""
-    return of_mode(kind.adapter_parameters, lora) if lora else 0.0
-
-
 def is_masked(kind: LayerProfile, setup: TrainingSetup) -> bool:
     """Return whether attention gets a full mask: for packed documents, or for a window shorter than the sequence."""
     if setup.attention != "sdpa" or not kind.attention_width:
@@ -67,20 +61,23 @@ def is_masked(kind: LayerProfile, setup: TrainingSetup) -> bool:
 
 def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that autograd saves in a layer for one micro-batch."""
-    layout, sequences, length = setup.layout, setup.sequences_per_pass, setup.sequence_length
-    split = (1 - 1 / layout.tensor) * kind.saved.get("split", NOTHING)
-    saved = of_mode(kind.saved, setup.lora) + -1 * split
-    own_length = length / layout.sequence
+    tensor, sequences, length = setup.layout.tensor, setup.sequences_per_pass, setup.sequence_length
+    own_length = length / setup.layout.sequence
+    saved = of_mode(kind.saved, setup.lora) + (1 / tensor - 1) * kind.saved.get("split", NOTHING)
     total = sequences * (saved.per_token * own_length + saved.per_pair * length * own_length) + saved.fixed
     if is_masked(kind, setup):
         # Repeated keys and values are divided over ranks like all heads; every rank has the whole mask.
         more = kind.saved.get("masked", NOTHING)
-        total += sequences * (more.per_token * own_length / layout.tensor + more.per_pair * length**2)
-    total += sequences * _eager(kind.saved, setup).per_token * own_length / layout.tensor
+        total += sequences * (more.per_token * own_length / tensor + more.per_pair * length**2)
+    total += sequences * _eager(kind.saved, setup).per_token * own_length / tensor
     total += sequences * own_length * _frozen_inputs(kind, setup)
     if setup.software.tensor_splits_all:
-        total = of_mode(kind.saved, setup.lora).of(sequences, own_length) / layout.tensor
-    return _in_precision(total - _fused_bytes(kind, setup, sequences * own_length), setup) + _scores(kind.saved, setup)
+        total = of_mode(kind.saved, setup.lora).of(sequences, own_length) / tensor
+    if setup.fuses:  # fused norms and gated activation functions save less
+        norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
+        inner = (INNER - INNER_FUSED) * _inner_results(kind) / tensor if _is_gated(kind) else 0
+        total -= sequences * own_length * (norms / (tensor if setup.software.tensor_splits_all else 1) + inner)
+    return _in_precision(total, setup) + _scores(kind.saved, setup)
 
 
 def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -100,7 +97,6 @@ def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 
 def _eager(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> SavedBytes:
-    """Return the additional bytes of eager attention compared with a fused operator."""
     return profiled.get("eager", NOTHING) if setup.attention == "eager" else NOTHING
 
 
@@ -112,16 +108,6 @@ def _scores(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> float:
     """
     pairs = setup.sequence_length**2 / setup.layout.sequence / setup.layout.tensor
     return setup.sequences_per_pass * _eager(profiled, setup).per_pair * pairs
-
-
-def _fused_bytes(kind: LayerProfile, setup: TrainingSetup, tokens: float) -> float:
-    """Return by how many bytes fused norms and gated activation functions reduce what a layer saves."""
-    if not setup.fuses:
-        return 0.0
-    norms = NORMS * NORM_FUSED / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
-    inner = _inner_results(kind) if _is_gated(kind) else 0
-    ranks = setup.layout.tensor if setup.software.tensor_splits_all else 1
-    return tokens * (norms / ranks + (INNER - INNER_FUSED) * inner / setup.layout.tensor)
 
 
 def _is_gated(kind: LayerProfile) -> bool:
@@ -151,26 +137,16 @@ def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes kept of a layer after its forward pass: all saved tensors, or with checkpointing its input."""
-    if setup.selective:
-        return _in_precision(kind.checkpoint_bytes * _tokens(setup), setup) + _product_bytes(kind, setup)
+    if setup.selective:  # the results of matrix products and of attention, too
+        adapters = sum(setup.lora.rank + outputs for _, outputs in kind.linears) if setup.lora else 0
+        results = sum(outputs for _, outputs in kind.linears) + adapters
+        results += _attention_results(kind, setup) + _expert_results(kind)
+        return _in_precision((kind.checkpoint_bytes + 2 * results) * _tokens(setup), setup)
     if setup.recomputes_layers:
         width = FP32 if setup.software.frozen_fp32 else 1
         return width * _in_precision(kind.checkpoint_bytes * _tokens(setup), setup)
     again = feed_forward_bytes(kind, setup) if setup.recomputes_feed_forward else 0.0
     return layer_bytes(kind, setup) - again
-
-
-def waiting_bytes(layer_counts: Iterable[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
-    """Return the bytes kept of all layers after their forward passes, on the GPU or offloaded."""
-    return sum(count * kept_bytes(kind, setup) for kind, count in layer_counts)
-
-
-def _product_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the bytes of the results of a layer's matrix products and attention for one micro-batch."""
-    results = sum(outputs for _, outputs in kind.linears) + _attention_results(kind, setup) + _expert_results(kind)
-    if setup.lora:
-        results += sum(setup.lora.rank + outputs for _, outputs in kind.linears)
-    return _in_precision(2 * results * _tokens(setup), setup)
 
 
 def _attention_results(kind: LayerProfile, setup: TrainingSetup) -> int:
@@ -191,10 +167,9 @@ def _expert_results(kind: LayerProfile) -> float:
 
 def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that a layer's backward pass needs beyond the kept ones, recomputed activations included."""
-    split = (1 - 1 / setup.layout.tensor) * kind.backward_peak.get("split", NOTHING)
-    backward_peak = of_mode(kind.backward_peak, setup.lora) + -1 * split
+    split = (1 / setup.layout.tensor - 1) * kind.backward_peak.get("split", NOTHING)
     own_length = setup.sequence_length / setup.layout.sequence
-    needed = backward_peak.of(setup.sequences_per_pass, own_length)
+    needed = (of_mode(kind.backward_peak, setup.lora) + split).of(setup.sequences_per_pass, own_length)
     per_token = _eager(kind.backward_peak, setup).per_token
     more = _in_precision(setup.sequences_per_pass * per_token * own_length, setup)
     scores = max(0.0, more + _scores(kind.backward_peak, setup))
@@ -251,10 +226,7 @@ def unusable_logits_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
 def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
     """Return the peak bytes of a tiled loss: at the end of the tiles, or in the norm's backward pass after them.
 
-    Args:
-        tokens: number of tokens with labels, or of all tokens if that is unknown.
-        hidden: hidden size of the model.
-        trained: number of the head's weights that get a gradient.
+    `trained` is the number of the head's weights that get a gradient.
     """
     added_up = HIDDEN_IN_TILES * tokens * hidden + GRADIENTS_IN_TILES * (tokens * hidden + trained)
     return max(added_up + TILE, NORM_AFTER_TILES * tokens * hidden)
@@ -268,13 +240,3 @@ def _tokens(setup: TrainingSetup) -> float:
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:
     return total * (FP32 if setup.precision == "fp32" else 1)
-
-
-def cache_bytes(profile: ModelProfile, layer_counts: Sequence[tuple[LayerProfile, int]], setup: TrainingSetup) -> float:
-    """Return the bytes of the key/value cache on a rank that generates a step's answers, at full length.
-
-    Linear attention keeps a small state instead, which is not counted.
-    """
-    tokens = setup.rollout_answers * setup.sequence_length
-    per_token = sum(count * profile.cached_per_token(kind) for kind, count in layer_counts)
-    return WIDTH[setup.precision] * tokens * per_token

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import get_args
 
 from ...recipe.files import Json
 from ...recipe.recipe import Layout
@@ -29,7 +30,7 @@ def host_bytes(
     width, processes = WIDTH[setup.precision], ranks_per_node * PROCESS
     offloaded = ranks_per_node * max(_offloaded(shard, setup, states(shard, setup, "backward")) for shard in stages)
     if setup.activation_offloading:
-        offloaded += ranks_per_node * max(activations.waiting_bytes(shard.layer_counts, setup) for shard in stages)
+        offloaded += ranks_per_node * max(_kept_bytes(shard, setup) for shard in stages)
     # Below ZeRO-3 every rank reads the weights that it will hold (with AutoTP, the whole model), and 4-bit weights go
     # straight to the GPU. At stage 3 the first rank reads everything and sends the others their shards.
     read = width * whole.parameters
@@ -125,10 +126,7 @@ class Memory:
 def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -> Memory:
     """Return the memory of training on the fullest GPU, on a node's host and NVMe drives, and on disk per checkpoint.
 
-    Args:
-        profile: includes the setup's training mode, as from `lookup.profile_of(config, lora)`.
-        setup: the training setup.
-        cluster: only its GPUs per node and their memory matter here.
+    The profile includes the setup's training mode; of the cluster only the GPUs per node and their memory matter.
     """
     stages = stage_shards(profile, setup)
     room = cluster.gpu.memory_gib * 2**30
@@ -162,7 +160,7 @@ def gpu_moments(
 ) -> tuple[GpuMoment, ...]:
     """Return the memory on a GPU of one pipeline stage at each moment of a run; `room` is the GPU's memory in bytes."""
     kinds = [kind for kind, _ in shard.layer_counts]
-    kept = activations.waiting_bytes(shard.layer_counts, setup)
+    kept = _kept_bytes(shard, setup)
     if setup.activation_offloading:
         kept = min(kept, ON_THEIR_WAY * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
@@ -188,37 +186,29 @@ def gpu_moments(
         fragmentation += pieces
         return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
 
-    forward = held_bytes(shard, setup, "forward")
-    answers = activations.cache_bytes(profile, shard.layer_counts, setup)
-    written = at(
-        "rollout",
-        forward,
-        key_value_cache=answers,
-        live_parameters=max(gathered, weights.gathered_for_answers(shard, setup)),
-    )
+    forward, backwards, step = (held_bytes(shard, setup, moment) for moment in get_args(Moment))
+    unusable = activations.unusable_logits_bytes(profile, setup) if shard.is_last else 0.0
+    found = [at("loading", weights.loading(shard, setup))]
+    if setup.rollout_answers:  # their keys and values, at full length; linear attention's small state is not counted
+        tokens = WIDTH[setup.precision] * setup.rollout_answers * setup.sequence_length
+        cache = tokens * sum(count * profile.cached_per_token(kind) for kind, count in shard.layer_counts)
+        live = max(gathered, weights.gathered_for_answers(shard, setup))
+        found.append(at("rollout", forward, key_value_cache=cache, live_parameters=live))
+    live, buckets = {"live_parameters": between_passes}, permanent_buckets
+    everything = reduce_buckets + _all_reduce_buffer(shard, setup)
     return (
-        at("loading", weights.loading(shard, setup)),
-        *((written,) if setup.rollout_answers else ()),
-        at(
-            "loss",
-            forward,
-            activations.unusable_logits_bytes(profile, setup) if shard.is_last else 0.0,
-            activations=waiting,
-            logits=loss,
-            live_parameters=between_passes,
-            buckets=permanent_buckets,
-        ),
-        at("backward", forward, activations=waiting + backward, live_parameters=between_passes, buckets=reduce_buckets),
-        at(
-            "gradients",
-            held_bytes(shard, setup, "backward"),
-            activations=first,
-            live_parameters=gathered + held,
-            buckets=reduce_buckets + _all_reduce_buffer(shard, setup),
-        ),
-        at("step", held_bytes(shard, setup, "step"), buckets=permanent_buckets),
-        at("saving", held_bytes(shard, setup, "forward"), live_parameters=gathered, buckets=permanent_buckets),
+        *found,
+        at("loss", forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
+        at("backward", forward, activations=waiting + backward, buckets=reduce_buckets, **live),
+        at("gradients", backwards, activations=first, live_parameters=gathered + held, buckets=everything),
+        at("step", step, buckets=buckets),
+        at("saving", forward, live_parameters=gathered, buckets=buckets),
     )
+
+
+def _kept_bytes(shard: StageShard, setup: TrainingSetup) -> float:
+    """Return the bytes kept of a micro-batch after its forward pass, on the GPU or offloaded."""
+    return sum(count * activations.kept_bytes(kind, setup) for kind, count in shard.layer_counts)
 
 
 def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
@@ -239,6 +229,10 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
 def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
     """Return the states of the trained parameters on one rank of a pipeline stage, including those on the host."""
     sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
+    moments = EIGHT_BIT if setup.optimizer == "adamw_8bit" else ADAM_MOMENTS
+    if setup.optimizer == "muon":  # for matrices only
+        matrices = shard.linear_parameters / shard.parameters
+        moments = matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * ADAM_MOMENTS
     options: Json = {
         "offload": setup.offload_optimizer != "none",
         "gradient_accumulation_steps": setup.gradient_accumulation_steps,
@@ -246,7 +240,7 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
         "fp32_accumulation": setup.fp32_accumulation,
         "bf16_states": setup.bf16_states,
         "sub_group": setup.sub_group_size,
-        "moments": _moments(shard, setup),
+        "moments": moments,
         "foreach": setup.software.foreach_adam,
     }
     if setup.layout.expert > 1 and setup.lora is None:
@@ -256,16 +250,6 @@ def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
     return state_bytes(trained, trained, *sharding, **options)
 
 
-def _moments(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of the optimizer's moments per trained weight."""
-    if setup.optimizer == "adamw_8bit":
-        return EIGHT_BIT
-    if setup.optimizer == "muon":
-        matrices = shard.linear_parameters / shard.parameters
-        return matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * ADAM_MOMENTS
-    return ADAM_MOMENTS
-
-
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     """Return the bytes of the gradient buckets: those that always exist, and those during reduction."""
     size = setup.reduced(shard.hidden_size)
@@ -273,7 +257,7 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     if setup.zero_stage == 3:
         kept = one + (MUON_BUFFERS if setup.optimizer == "muon" else 0)
         return kept, kept + one  # the buffer, and a copy in the order of the ranks
-    if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
+    if _is_unbucketed(setup):
         return 0.0, 0.0
     # With several ranks a flat copy is reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
     trained = shard.trained(setup)
@@ -281,10 +265,12 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
 
 
+def _is_unbucketed(setup: TrainingSetup) -> bool:
+    return setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
+
+
 def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of the copy that is reduced after the backward pass if gradients are not bucketed."""
-    unbucketed = setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
-    if setup.zero_ranks == 1 or not unbucketed:
+    if setup.zero_ranks == 1 or not _is_unbucketed(setup):
         return 0.0
-    trained = shard.trained(setup)
-    return min(trained, ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])
+    return min(shard.trained(setup), ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])

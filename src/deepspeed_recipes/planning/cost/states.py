@@ -1,6 +1,5 @@
 """Model states on each rank, in bytes: parameters, gradients and optimizer states."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,13 +38,7 @@ class States:
         return self.parameters + self.gradients + self.optimizer + self.host
 
     def __add__(self, other: "States") -> "States":
-        """Return the sum of the states of two parts of a model."""
-        return States(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer + other.optimizer,
-            self.host + other.host,
-        )
+        return States(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
 
 
 def state_bytes(
@@ -78,8 +71,7 @@ def state_bytes(
         bf16_states: master weights and moments are in bf16 (stages 1 to 3).
         sub_group: number of parameters that stage 3 updates at once.
         moments: bytes of the optimizer's moments per trained weight.
-        foreach: Adam holds the square roots of all second moments that it updates at once, as torch does without
-            `fused`.
+        foreach: Adam holds the square roots of all second moments that it updates at once, as torch without `fused`.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2
@@ -121,43 +113,14 @@ def muon_bytes(stage: int, precision: str) -> float:
     return 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * WIDTH[precision]
 
 
-def held_parameters(
-    layers: Sequence[float], split: Sequence[float], before: float, after: float, tensor: int, stages: Sequence[range]
-) -> list[float]:
-    """Return the number of parameters on a rank of each pipeline stage.
-
-    Sequence parallelism makes no difference: each of its ranks holds the whole model.
-
-    Args:
-        layers: parameters of each layer.
-        split: the part of them, by layer, that is in matrices split by tensor parallelism.
-        before: parameters of the embedding, on the first stage.
-        after: parameters of the norm and the head, on the last stage. With a pipeline, a tied head is a second copy of
-            the embedding; without one it counts as 0.
-        tensor: number of ranks that a matrix is split over.
-        stages: the layers of each stage, from `recipe.layout.balanced`; a single range without a pipeline.
-    """
-    own = [whole - part + part / tensor for whole, part in zip(layers, split, strict=True)]
-    held = [sum(own[index] for index in stage) for stage in stages]
-    held[0] += before
-    held[-1] += after
-    return held
-
-
 def mixture_bytes(
     dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int, **options: Any
 ) -> States:
     """Return the states on one rank of an MoE model with expert parallelism, all of whose weights are trained.
 
-    Args:
-        dense: parameters that every rank has.
-        routed: parameters of all routed experts.
-        stage: ZeRO stage, 1 to 3.
-        ranks: number of data-parallel ranks.
-        precision: as in `state_bytes`.
-        expert_ranks: number of ranks that a layer's experts are distributed over. Each share is sharded over
-            `ranks / expert_ranks` ranks, or not at all if `expert_ranks` is larger, which DeepSpeed does not support.
-        options: further arguments of `state_bytes`.
+    Every rank has the `dense` parameters. A layer's `routed` experts are distributed over `expert_ranks`; each share is
+    sharded over `ranks / expert_ranks` ranks, or not at all if `expert_ranks` is larger, which DeepSpeed does not
+    support. The other arguments are those of `state_bytes`.
     """
     own = routed / expert_ranks
     return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(

@@ -3,12 +3,13 @@
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from ...recipe.layout import Layout, balanced
 from ...recipe.recipe import Lora
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations
-from .states import WIDTH, held_parameters
+from .states import WIDTH
 from .training_setup import TrainingSetup
 
 
@@ -27,8 +28,6 @@ class StageShard:
     linear_parameters: float
     """The part of the parameters that is in the layers' linear layers, which quantisation applies to."""
     adapter_parameters: float
-    head_parameters: float
-    """Parameters after the last layer: 0 on every stage but the last."""
     largest_module: float
     """Parameters of the module with the most parameters of its own."""
     micro_batches_in_flight: int
@@ -42,13 +41,7 @@ class StageShard:
 
 
 def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | None = None) -> tuple[StageShard, ...]:
-    """Return the shard of each pipeline stage, balanced by parameters; a single shard without a pipeline.
-
-    Args:
-        profile: the model's layers.
-        setup: what is trained.
-        layout: another layout than the setup's.
-    """
+    """Return the shard of each pipeline stage, balanced by parameters; `layout` replaces the setup's."""
     layout = layout or setup.layout
     waiting = min(layout.pipeline, setup.gradient_accumulation_steps)
     return _stage_shards(profile, layout.pipeline, layout.tensor, waiting, setup.lora, setup.saved_parameters)
@@ -58,35 +51,24 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | N
 def _stage_shards(
     profile: ModelProfile, stages: int, tensor: int, waiting: int, lora: Lora | None, saved: int
 ) -> tuple[StageShard, ...]:
-    layers = profile.layers
-    output_matrix, head = profile.vocab_size * profile.hidden_size, _head_of_a_stage(profile)
-    ranges = stage_ranges(profile, stages)
-    held = held_parameters(
-        [layer.parameters for layer in layers],
-        [layer.tensor_split for layer in layers],
-        profile.embedding_parameters,
-        head if stages > 1 else profile.head_parameters,
-        tensor,
-        ranges,
-    )
-    found = []
-    for index, span in enumerate(ranges):
-        is_last = index == stages - 1
-        order = profile.layer_order[span.start : span.stop]
+    output_matrix, found = profile.vocab_size * profile.hidden_size, []
+    # Without a pipeline a tied head counts as 0.
+    head = _head_of_a_stage(profile) if stages > 1 else profile.head_parameters
+    for index, span in enumerate(stage_ranges(profile, stages)):
+        is_last, order = index == stages - 1, profile.layer_order[span.start : span.stop]
         counts = tuple((profile.layer_kinds[kind], count) for kind, count in Counter(order).items())
+        own = sum(count * (kind.parameters - kind.tensor_split * (1 - 1 / tensor)) for kind, count in counts)
+        adapters = sum(count * activations.of_mode(kind.adapter_parameters, lora) for kind, count in counts if lora)
+        ends = (0 if index else profile.embedding_parameters) + (head if is_last else 0)
         found.append(
             StageShard(
                 hidden_size=profile.hidden_size,
                 layers=tuple(profile.layer_kinds[kind] for kind in order),
                 layer_counts=counts,
-                parameters=held[index],
+                parameters=own + ends,
                 expert_parameters=sum(count * kind.expert_parameters for kind, count in counts),
-                linear_parameters=sum(
-                    count * inputs * outputs for kind, count in counts for inputs, outputs in kind.linears
-                ),
-                adapter_parameters=sum(count * activations.adapter_parameters(kind, lora) for kind, count in counts)
-                + saved,
-                head_parameters=head if is_last else 0,
+                linear_parameters=sum(count * sum(map(prod, kind.linears)) for kind, count in counts),
+                adapter_parameters=adapters + saved,
                 largest_module=max(
                     *(kind.largest_module for kind, _ in counts), output_matrix if is_last or not index else 0
                 ),
@@ -98,10 +80,9 @@ def _stage_shards(
 
 
 def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
-    """Return the layers of each of `count` pipeline stages, distributed as in training (`recipe.layout.balanced`).
+    """Return the layers of each pipeline stage, balanced by parameters as in training (`recipe.layout.balanced`).
 
-    Stages are balanced by parameters: the embedding counts as part of the first layer, the norm and the output matrix
-    as part of the last.
+    The embedding counts as part of the first layer, the norm and the output matrix as part of the last.
     """
     costs = [layer.parameters for layer in profile.layers]
     costs[0] += profile.embedding_parameters
@@ -153,8 +134,7 @@ def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     weights = loaded_bytes(shard, setup)
     if setup.quantized and not setup.software.fsdp:
         # Each matrix is copied unquantised, and packed on the GPU.
-        largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
-        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * largest}
+        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * _largest_matrix(shard)}
     if setup.zero_stage < 3:
         # Experts are distributed on the host, before the model moves to the GPU (deepspeed, engine.py, __init__).
         elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
@@ -164,6 +144,10 @@ def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
 
 
+def _largest_matrix(shard: StageShard) -> int:
+    return max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
+
+
 def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of weights that exist whole at one moment in the middle of the model.
 
@@ -171,8 +155,7 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     dequantised as a whole, once for the forward and once for the backward pass.
     """
     width = WIDTH[setup.precision]
-    largest = max(inputs * outputs for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
-    dequantized = 2 * width * largest if setup.quantized else 0.0
+    dequantized = 2 * width * _largest_matrix(shard) if setup.quantized else 0.0
     if setup.lora and setup.lora.dora:
         # The norm of a weight: a unit matrix, the adapters' product, its multiple and the sum (peft, lora/dora.py).
         sizes = (inputs * (inputs + 3 * outputs) for kind, _ in shard.layer_counts for inputs, outputs in kind.linears)
