@@ -3,9 +3,15 @@
 import ctypes
 import os
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from deepspeed_recipes.benchmarks import probe
-from deepspeed_recipes.training import run
+from deepspeed_recipes.recipe.run_folder import write_json
+from deepspeed_recipes.training import distributed, run
 
 NETWORK = 0x40000000
 """CLONE_NEWNET of setns(2), which Python has from 3.12 on."""
@@ -18,9 +24,14 @@ def main(folder: str, spaces: Sequence[str], address: str) -> None:
 
 
 def measure_link(file: str, spaces: Sequence[str], address: str) -> None:
-    """Write the time of an all-reduce, one rank on each host, to `file`."""
+    """Write the seconds per byte of an all-reduce, one rank on each host, to `file`."""
     settle(spaces, address)
-    probe.main(file, "link")
+    distributed.start()
+    size = probe.sizes()["message"]
+    seconds = probe.median_seconds(partial(dist.all_reduce, torch.ones(size // 4)))
+    if distributed.is_first():
+        write_json(Path(file), {"seconds_per_byte": seconds / size})
+    distributed.stop()
 
 
 def settle(spaces: Sequence[str], address: str) -> None:

@@ -1,9 +1,9 @@
 """Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
 
-    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [link|collectives]
+    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [collectives]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
-the medians over the ranks, in seconds, to `FILE`; `planning.cost.step_time` turns them into constants.
+the medians over the ranks, in seconds, to `FILE`; `planning.cost.measured` turns them into constants.
 """
 
 import contextlib
@@ -78,7 +78,7 @@ def main(file: str, only: str = "") -> None:
     took: dict[str, float] = {}
     # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
     probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-    for probe in {"": probes, "link": (link,), "collectives": (collectives,)}[only]:
+    for probe in (collectives,) if only == "collectives" else probes:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
@@ -325,12 +325,6 @@ def collectives() -> dict[str, float]:
                 found[f"reduce_scatter {suffix}"] = median_seconds(partial(dist.reduce_scatter_tensor, part, message))
                 found[f"all_to_all {suffix}"] = median_seconds(partial(dist.all_to_all_single, other, message))
     return found
-
-
-def link() -> dict[str, float]:
-    """Return the seconds per byte of a large fp32 all-reduce, by which `scaling` predicts CPU ranks."""
-    message = torch.ones(sizes()["message"] // 4, device=distributed.device())
-    return {"seconds_per_byte": median_seconds(partial(dist.all_reduce, message)) / sizes()["message"]}
 
 
 def host_adam() -> dict[str, float]:

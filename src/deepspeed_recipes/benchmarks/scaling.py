@@ -1,10 +1,8 @@
 """`scaling`: 1, 2, 4 and 8 ranks with the same work per rank (weak) and with the same total work (strong).
 
 Efficiency is the throughput of n ranks divided by n times the throughput of one rank. The table compares it with the
-planner's prediction. On GPUs the prediction comes from the planner's step times. On a CPU, for which the planner has no
-speed, it comes from the measured step of one rank, the planner's count of ZeRO's bytes, and a measured all-reduce. Each
-CPU rank computes with one thread, and so uses one core. If there are more ranks than cores, they share cores: both
-numbers include that, and the table marks it.
+planner's prediction, on a CPU only after `doctor --measure`. Each CPU rank computes with one thread, and so uses one
+core. If there are more ranks than cores, they share cores: both numbers include that, and the table marks it.
 """
 
 import io
@@ -17,23 +15,20 @@ from datetime import date
 from itertools import pairwise
 
 from ..launching import paths
-from ..launching.command import deepspeed_command, launcher_command, rank_environment
+from ..launching.command import deepspeed_command, rank_environment
 from ..machine import children
-from ..planning.cost.communication import zero_traffic
 from ..planning.search import forecast, strategies
 from ..recipe import pages
 from ..recipe.errors import UserError
 from ..recipe.files import Json, JsonView
 from ..recipe.recipe import Draft, Recipe
-from ..recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
+from ..recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from . import overhead
 from .overhead import Bench
 
 MOST, MOST_ON_CPU = 8, 4
 """The default number of ranks, with and without GPUs."""
 KINDS = {"weak": "the same work per rank", "strong": "the same work in all"}
-OF_AN_ALL_REDUCE = {"all-reduce": 1.0, "all-gather": 0.5, "reduce-scatter": 0.5}
-"""The time of each collective in a ring, relative to an all-reduce of as many bytes."""
 COLOURS = 64
 """The size of the figure's palette."""
 
@@ -55,7 +50,6 @@ def counts(asked: int | None, gpus: int) -> list[int]:
 def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> Json:
     """Return tokens per second and step time of every number of ranks, in each round, and the planner's efficiency."""
     runs: dict[str, dict[str, list[dict[str, float]]]] = {kind: {str(n): [] for n in ranks} for kind in KINDS}
-    link = {} if bench.gpus else {str(n): link_speed(bench, n) for n in ranks if n > 1}
     for turn in range(rounds):
         for count in ranks if turn % 2 == 0 else reversed(ranks):
             for kind in KINDS:
@@ -68,16 +62,15 @@ def scaling(bench: Bench, ranks: Sequence[int], rounds: int) -> Json:
     from ..training.distributed import describe_environment
 
     settings = {key: value for key, value in vars(bench).items() if key not in ("folder", "gpus", "ranks")}
-    result = {
+    return {
         "benchmark": "scaling",
         "date": date.today().isoformat(),
         "settings": settings,
         "environment": describe_environment(),
         "cores": len(os.sched_getaffinity(0)),
-        "seconds_per_byte": link,
         "runs": runs,
+        "predicted": predicted(bench, ranks),
     }
-    return result | {"predicted": predicted_on_gpus(bench, ranks) if bench.gpus else predicted_on_cpu(result)}
 
 
 def recipe_of(bench: Bench, ranks: Sequence[int], kind: str, count: int) -> Recipe:
@@ -106,15 +99,6 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
     }
 
 
-def link_speed(bench: Bench, count: int) -> float:
-    """Return the seconds of an all-reduce between `count` CPU ranks, per byte."""
-    file = bench.folder / f"link{count}.json"
-    execute(
-        launcher_command(("deepspeed_recipes.benchmarks.probe", str(file), "link"), count), environment(bench, count)
-    )
-    return read_json(file)["seconds"]["seconds_per_byte"]
-
-
 def execute(command: list[str], environment: dict[str, str]) -> str:
     """Run a command and return what it printed.
 
@@ -134,28 +118,8 @@ def environment(bench: Bench, count: int) -> dict[str, str]:
     return found if bench.gpus else found | {"OMP_NUM_THREADS": "1"}
 
 
-def predicted_on_cpu(result: JsonView) -> dict[str, dict[str, float]]:
-    """Return each number of ranks' efficiency if a step is one rank's computation plus ZeRO's communication."""
-    settings, cores, page = result["settings"], result["cores"], pages.find("tiny", "full")
-    size, weight_bytes = page.model.parameters, {"fp32": 4}.get(settings["dtype"], 2)
-    assert size is not None, "tiny's page gives its size"
-    found: dict[str, dict[str, float]] = {}
-    for kind, runs in result["runs"].items():
-        alone = statistics.median(one["step_seconds"] for one in runs["1"])
-        most = max(map(int, runs))
-        found[kind] = {"1": 1.0}
-        for name in list(runs)[1:]:
-            count = int(name)
-            micro_batches, work = (1, alone) if kind == "weak" else (most // count, alone / count)
-            sent = zero_traffic(settings["zero_stage"], size, size, weight_bytes, micro_batches)
-            moved = sum(OF_AN_ALL_REDUCE[collective] * bytes for collective, bytes in sent.items())
-            seconds = work * max(1, count / cores) + moved * result["seconds_per_byte"][name]
-            found[kind][name] = work / seconds
-    return found
-
-
-def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return the efficiency of each number of ranks by the planner's step times."""
+def predicted(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the efficiency of each number of ranks by the planner; none for a CPU that was not measured."""
     from .measure import config_of  # imports torch
 
     found: dict[str, dict[str, float]] = {}
@@ -163,20 +127,24 @@ def predicted_on_gpus(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str,
         speeds = {}
         for count in ranks:
             recipe = recipe_of(bench, ranks, kind, count)
-            model = replace(recipe.model, config=config_of(recipe, recipe.draft).to_dict())
-            recipe = replace(recipe, model=model, draft=Draft(), deepspeed=f"zero{bench.zero_stage}.json")
-            cluster = forecast.machines(count)
-            assert cluster, "only called on a machine with GPUs"
-            speeds[count] = strategies.evaluate(strategies.plan_request(recipe, cluster), recipe).speed
+            if recipe.draft.enabled:
+                model = replace(recipe.model, config=config_of(recipe, recipe.draft).to_dict())
+                recipe = replace(recipe, model=model, draft=Draft())
+            recipe = replace(recipe, deepspeed=f"zero{bench.zero_stage}.json")
+            cluster = forecast.machines(count) if bench.gpus else forecast.cpu_ranks(count)
+            if cluster is None:
+                return {}
+            shared = 1.0 if bench.gpus else min(1.0, len(os.sched_getaffinity(0)) / count)
+            speeds[count] = shared * strategies.evaluate(strategies.plan_request(recipe, cluster), recipe).speed
         found[kind] = {str(count): speed / speeds[ranks[0]] for count, speed in speeds.items()}
     return found
 
 
-def efficiencies(result: JsonView, kind: str) -> Iterator[tuple[int, float, float, float]]:
-    """Yield ranks, tokens per second, efficiency and the planner's efficiency."""
+def efficiencies(result: JsonView, kind: str) -> Iterator[tuple[int, float, float, float | None]]:
+    """Yield ranks, tokens per second, efficiency and the planner's efficiency, or None if it has none."""
     speeds = {int(n): overhead.summarise(measured, "tokens_per_second") for n, measured in result["runs"][kind].items()}
     for count, speed in speeds.items():
-        yield count, speed, speed / (count * speeds[1]), result["predicted"][kind][str(count)]
+        yield count, speed, speed / (count * speeds[1]), result["predicted"].get(kind, {}).get(str(count))
 
 
 def table(result: JsonView) -> str:
@@ -185,7 +153,8 @@ def table(result: JsonView) -> str:
     for kind, what in KINDS.items():
         for count, speed, efficiency, predicted in efficiencies(result, kind):
             shared = f" on {result['cores']} cores" if crowded(result, count) else ""
-            lines.append(f"| {what} | {count}{shared} | {speed:,.0f} | {efficiency:.0%} | {predicted:.0%} |")
+            planned = "-" if predicted is None else f"{predicted:.0%}"
+            lines.append(f"| {what} | {count}{shared} | {speed:,.0f} | {efficiency:.0%} | {planned} |")
     return "\n".join(lines)
 
 
@@ -218,7 +187,8 @@ def png(result: JsonView) -> bytes:
     for axes, (kind, what) in zip(figure.subplots(1, 2, sharey=True), KINDS.items(), strict=True):
         ranks, _, measured, predicted = zip(*efficiencies(result, kind), strict=True)
         axes.plot(ranks, measured, marker="o", label="measured")
-        axes.plot(ranks, predicted, marker="o", linestyle="--", label="by the planner")
+        if None not in predicted:
+            axes.plot(ranks, predicted, marker="o", linestyle="--", label="by the planner")
         axes.set_xscale("log", base=2)
         axes.set_xticks(ranks, list(map(str, ranks)))
         axes.set_ylim(0, 1.1)

@@ -77,15 +77,10 @@ def cluster(
     host_memory: float | None = None,
     nvme: float | None = None,
 ) -> Cluster:
-    """Return the cluster that `ds-recipes plan`'s flags describe.
+    """Return the cluster that `ds-recipes plan`'s flags describe; memory is in GiB, per node but for the GPU's.
 
-    Args:
-        gpu: a GPU or a cloud instance (`H100`, `p5.48xlarge`), or None for this machine's GPU or `gpu_memory`.
-        gpus: GPUs per node, or None for all GPUs of the instance or of this machine, otherwise 1.
-        nodes: number of equal nodes.
-        gpu_memory: GiB of an unlisted GPU, which is assumed to be as fast as the slowest GPU with that memory.
-        host_memory: GiB per node, or None for the instance's or a desktop computer's, otherwise unknown.
-        nvme: GiB per node, or None for the instance's, otherwise none.
+    Without a name or a memory of the GPU it is this machine's. All GPUs of an instance or of this machine count,
+    otherwise one; host memory is the instance's or a desktop computer's, otherwise unknown.
 
     Raises:
         UserError: the flags contradict each other, name an unknown GPU, or exceed the instance's resources.
@@ -98,9 +93,23 @@ def cluster(
             raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
     if gpu is not None and gpu_memory is not None:
         raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name implies its memory.")
-    _refuse_count(gpu)
-    node = _node(gpu, gpu_memory)
-    if gpus is not None and gpu is not None and instance_name(gpu) and gpus > node.gpus_per_node:
+    instance = instance_name(gpu) if gpu else None
+    if gpu_memory is not None:
+        node = Cluster(with_memory(gpu_memory))
+    elif gpu is None:
+        here = this_machine()
+        if here is None:
+            raise UserError(
+                f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.\n"
+                "After ds-recipes doctor --measure, --gpu cpu plans for this machine's CPU ranks."
+            )
+        node = here
+    elif instance is None:
+        _refuse_count(gpu)
+        node = Cluster(find(gpu))
+    else:
+        node = of_instance(instance)
+    if gpus is not None and instance and gpus > node.gpus_per_node:
         raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
     known = node.host_memory_gib or (DESKTOP_HOST if gpu is not None and node.gpu in DESKTOP else 0.0)
     return replace(
@@ -121,10 +130,8 @@ def of_cpus(machine: Machine, ranks: int | None = None) -> Cluster:
     return Cluster(machine.measured(gpu), ranks, host_memory_gib=machine.host_memory_gib, machine=machine)
 
 
-def _refuse_count(gpu: str | None) -> None:
+def _refuse_count(gpu: str) -> None:
     """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`."""
-    if gpu is None or instance_name(gpu):
-        return
     before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)
     after = re.fullmatch(r"(.*\d)\s*x\s*(\d{1,2})", gpu, re.IGNORECASE)
     count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
@@ -132,23 +139,6 @@ def _refuse_count(gpu: str | None) -> None:
         raise UserError(
             f"--gpu {gpu}: give the number as a separate option: --gpu {name.replace(' ', '-')} --gpus {count}."
         )
-
-
-def _node(gpu: str | None, gpu_memory: float | None) -> Cluster:
-    if gpu_memory is not None:
-        return Cluster(with_memory(gpu_memory))
-    if gpu is None:
-        here = this_machine()
-        if here is None:
-            raise UserError(
-                f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.\n"
-                "After ds-recipes doctor --measure, --gpu cpu plans for this machine's CPU ranks."
-            )
-        return here
-    name = instance_name(gpu)
-    if name is None:
-        return Cluster(find(gpu))
-    return of_instance(name)
 
 
 def of_instance(name: str) -> Cluster:
@@ -193,12 +183,9 @@ def with_measurements(
 ) -> Cluster:
     """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
 
-    Args:
-        cluster: the cluster to plan for.
-        file: a file from `ds-recipes doctor --measure`, or None for this machine's own if it was measured.
-        elsewhere: whether the user named the GPU, so that this machine's measurements need not apply.
-        say: receives the reason if a file is not used.
-        machine: the file's content, if it was read already.
+    They are in `file`, or are this machine's own; `say` receives the reason if a file is not used. Without a file those
+    of this machine need not apply if the GPU is `elsewhere`, by its name. `machine` is the content of a file that was
+    read already.
     """
     place = file or machine_file.default_file()
     if file is None and not place.exists():

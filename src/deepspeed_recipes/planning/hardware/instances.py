@@ -33,18 +33,18 @@ class Instance:
     """Month in which the price was recorded."""
 
 
-def _gib(size: str) -> float:
-    return float(size[:-2]) * 1e9 / 2**30 if size.endswith("GB") else float(size)
-
-
 def _read() -> dict[str, Instance]:
     lines = (line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+
+    def gib(size: str) -> float:
+        return float(size[:-2]) * 1e9 / 2**30 if size.endswith("GB") else float(size)
+
     return {
         row["instance"]: Instance(
             row["gpu"],
             int(row["gpus"]),
-            _gib(row["host_memory"]),
-            _gib(row["nvme"]),
+            gib(row["host_memory"]),
+            gib(row["nvme"]),
             float(row["network_gbits"]),
             int(row["cores"]),
             float(row["dollars"]) if row["dollars"] else None,

@@ -134,16 +134,6 @@ def read(file: Path) -> Machine:
     return machine
 
 
-def of_this_machine() -> Machine | None:
-    """Return the measurements of this machine, or None if there are none.
-
-    Raises:
-        UserError: as `read`.
-    """
-    file = default_file()
-    return read(file) if file.exists() else None
-
-
 def _flat(seconds: JsonView, prefix: str = "") -> list[tuple[str, float]]:
     found = []
     for name, value in seconds.items():

@@ -33,7 +33,8 @@ def machines(gpus: int, nodes: int = 1) -> Cluster | None:
 def cpus_here() -> Machine | None:
     """Return the measurements of this machine's CPU, or None; print why a file is not used."""
     try:
-        machine = machine_file.of_this_machine()
+        file = machine_file.default_file()
+        machine = machine_file.read(file) if file.exists() else None
     except UserError as error:
         print(f"{error} It is not used.", file=sys.stderr, flush=True)
         return None
@@ -49,11 +50,7 @@ def cpu_ranks(ranks: int) -> Cluster | None:
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
     """Return the recipe with the settings of the best plan, or of a tight plan if none fits (`line` warns about that).
 
-    Args:
-        recipe: includes its model's dimensions.
-        given: the keys that the user has set; their values are kept.
-        cluster: the machines to run on.
-        document_length: as in `TrainingSetup`.
+    The values of the keys that the user has `given` are kept; `document_length` is as in `TrainingSetup`.
 
     Raises:
         UserError: nothing fits; the message names changes that would.
@@ -69,11 +66,6 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
 
 def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
     """Return the predicted cost of a run, or None for a draft or a model whose dimensions are unknown.
-
-    Args:
-        recipe: includes its model's dimensions.
-        cluster: the machines to run on.
-        document_length: as in `TrainingSetup`.
 
     Raises:
         UserError: the run does not fit; the message names the nearest settings that do.
@@ -107,12 +99,7 @@ def line(plan: Plan) -> str:
 
 
 def compare(run: RunFolder, plan: Plan | None) -> None:
-    """Add the predicted and the measured values to the summary of a finished run.
-
-    Args:
-        run: its folder.
-        plan: the prediction, or None if there was none.
-    """
+    """Add the predicted values, if there was a plan, and the measured ones to the summary of a finished run."""
     if not is_finished(run):
         return
     summary: Json = read_json(run.summary)
@@ -122,21 +109,19 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
         "gpu_reserved_gib": summary.get("gpu_reserved_gib"),
         "tokens_per_second": summary["tokens_per_second"],
     }
-    predicted = _predicted(plan) if plan else dict.fromkeys(measured)
-    if plan and (steady := plans.steady_speed(run)):
-        measured["steady_tokens_per_second"] = steady
+    predicted: Json = dict.fromkeys(measured)
+    if plan:
+        parts = {} if plan.cluster.on_cpus else dict(plan.components)
+        reserved = sum(parts.values()) - parts["runtime"] if parts else None
+        predicted = {
+            "gpu_allocated_gib": None if reserved is None else reserved - parts["fragmentation"],
+            "gpu_reserved_gib": reserved,
+            "tokens_per_second": plan.speed * plan.setup.world_size,
+            "uncorrected_tokens_per_second": plan.time.tokens_per_second_per_gpu * plan.setup.world_size,
+            "kind": plans.kind_of(plan.setup),
+            "rates": plans.rates_of(plan.cluster),
+            "components_gib": parts,
+        }
+        if steady := plans.steady_speed(run):
+            measured["steady_tokens_per_second"] = steady
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})
-
-
-def _predicted(plan: Plan) -> Json:
-    reserved = plan.gpu_gib - plan.components["runtime"]
-    on_cpus = plan.cluster.on_cpus
-    return {
-        "gpu_allocated_gib": None if on_cpus else reserved - plan.components["fragmentation"],
-        "gpu_reserved_gib": None if on_cpus else reserved,
-        "tokens_per_second": plan.speed * plan.setup.world_size,
-        "uncorrected_tokens_per_second": plan.time.tokens_per_second_per_gpu * plan.setup.world_size,
-        "kind": plans.kind_of(plan.setup),
-        "rates": plans.rates_of(plan.cluster),
-        "components_gib": {} if on_cpus else dict(plan.components),
-    }

@@ -107,7 +107,7 @@ def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -
         "checkpoint_gib": plan.checkpoint_gib,
         "tokens_per_second_per_gpu": plan.speed,
         "tokens_per_second_per_gpu_range": list(plan.speed_range),
-        "step_seconds": plan.time.seconds / plan.correction.factor,
+        "step_seconds": plan.seconds,
         "corrected_by": {"runs": plan.correction.runs, "factor": plan.correction.factor},
         "fits": plan.fits,
         "tight": plan.tight,
@@ -232,7 +232,7 @@ def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
     kept = 2 * sum(map(profile.cached_per_token, profile.layers))
     seconds = method.max_new_tokens * (token + answers * kept * plan.recipe.sequence_length / (gpu.memory_gbs * 1e9))
     written = (
-        f"Speeds are for training only, {plan.time.seconds / plan.correction.factor:,.0f} s per step. Writing the "
+        f"Speeds are for training only, {plan.seconds:,.0f} s per step. Writing the "
         f"answers takes at least {seconds:,.0f} s more, {where}."
     )
     if method.vllm is None:
@@ -326,7 +326,7 @@ def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | Non
             *([_size(plan.nvme_gib)] if drives else ()),
             "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
             "" if plan.shortfalls else _range(*plan.speed_range),
-            "" if plan.shortfalls else f"{plan.time.seconds / plan.correction.factor:.3g}",
+            "" if plan.shortfalls else f"{plan.seconds:.3g}",
             *(cost(plan, workload) if workload and not plan.shortfalls else ()),
             style=None if plan.fits else "yellow" if plan.tight else "red",
         )
