@@ -70,7 +70,7 @@ def allocated(hidden: int, tokens: int, lora: Lora | None, head=transforms.tile_
         model = adapters.add(model, lora)
     with Kernels("cuda"):
         found = measure(model, layers, 1, tokens)
-    return found.saved_outside_layers + found.loss_peak
+    return found["saved_outside_layers"] + found["loss_peak"]
 
 
 def predicted(hidden: int, tokens: int, lora: Lora | None, tiled: bool = True) -> float:
@@ -157,7 +157,7 @@ def weighed(lever: str, lora: Lora | None) -> tuple[float, float]:
         model = adapters.add(model, lora)
     with Kernels("cuda"):
         found = measure(model, layers, SEQUENCES, LENGTH)
-    return found.saved[0], found.saved[0] + found.backward_peak[0]
+    return found["saved", 0], found["saved", 0] + found["backward_peak", 0]
 
 
 def planned(lever: str, lora: Lora | None) -> tuple[float, float]:

@@ -1,12 +1,16 @@
 """The planner's catalogue of GPUs, from their makers' datasheets, with look-up by name or by memory."""
 
+import csv
 import re
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from pathlib import Path
 
 from ...recipe.errors import UserError
 from ...recipe.gpus import peak_flops
 from .instances import INSTANCES
+
+FILE = Path(__file__).with_name("gpus.csv")
 
 
 @dataclass(frozen=True)
@@ -44,61 +48,20 @@ class Gpu:
         return peak / 1e12
 
 
-_PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0  # GB/s in one direction over 16 lanes: PCI-SIG
-_DGX_A100, _DGX_H100 = 25.0, 50.0  # DGX A100: a 200 Gb/s card per GPU; DGX H100, H200 and B200: 400 Gb/s
-_CLOUD = 12.5 / 8  # AWS p3dn.24xlarge, g5.48xlarge, g6.48xlarge: 100 Gb/s for 8 GPUs
-_OFFICE = 1.25 / 4  # ten-gigabit Ethernet for 4 GPUs
+def _read() -> dict[Gpu, str]:
+    """Return the GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
+    _, *rows = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+    return {
+        Gpu(name, *map(float, rates), int(units), float(network), source, bf16 == "yes"): kind
+        for name, kind, *rates, units, network, bf16, source in rows
+    }
 
-_GEFORCE = (
-    Gpu("RTX 2080 Ti", 10.75, 616, 0, _PCIE3, 68, _OFFICE, "Turing whitepaper; its bridge joins only pairs", False),
-    Gpu("RTX 3060", 11.76, 360, 0, _PCIE4, 28, _OFFICE, "GeForce specifications, 12 GB; rates: GA102 whitepaper's"),
-    Gpu("RTX 3080", 9.76, 760, 0, _PCIE4, 68, _OFFICE, "GA102 whitepaper, 10 GB"),
-    Gpu("RTX 3090", 23.69, 936, 0, _PCIE4, 82, _OFFICE, "GA102 whitepaper; its NVLink bridge joins only pairs"),
-    Gpu("RTX 3090 Ti", 23.68, 1008, 0, _PCIE4, 84, _OFFICE, "GeForce specifications; its bridge joins only pairs"),
-    Gpu("RTX 4060", 7.75, 272, 0, _PCIE3, 24, _OFFICE, "GeForce specifications; 8 lanes of PCIe 4"),
-    Gpu("RTX 4060 Ti 16GB", 15.6, 288, 0, _PCIE3, 34, _OFFICE, "GeForce specifications; 8 lanes of PCIe 4"),
-    Gpu("RTX 4070", 11.7, 504, 0, _PCIE4, 46, _OFFICE, "GeForce specifications"),
-    Gpu("RTX 4080", 15.7, 717, 0, _PCIE4, 76, _OFFICE, "Ada whitepaper"),
-    Gpu("RTX 4090", 23.65, 1008, 0, _PCIE4, 128, _OFFICE, "Ada whitepaper"),
-    Gpu("RTX 5090", 31.37, 1792, 0, _PCIE5, 170, _OFFICE, "RTX Blackwell whitepaper"),
-)
-_WORKSTATION = (
-    Gpu("A5000", 23.68, 768, 0, _PCIE4, 64, _OFFICE, "RTX A5000 datasheet; its NVLink bridge joins only pairs"),
-    Gpu("A6000", 47.43, 768, 0, _PCIE4, 84, _OFFICE, "RTX A6000 datasheet; its NVLink bridge joins only pairs"),
-    Gpu("RTX 6000 Ada", 47.4, 960, 0, _PCIE4, 142, _OFFICE, "RTX 6000 Ada Generation datasheet"),
-    Gpu("RTX PRO 6000", 94.97, 1792, 0, _PCIE5, 188, 6.25, "RTX PRO 6000 Blackwell datasheet; network: g7e.48xlarge"),
-)
-_DATA_CENTRE = (
-    Gpu("T4", 14.56, 300, 0, _PCIE3, 40, _CLOUD, "T4 datasheet", False),
-    Gpu("V100 16GB", 15.77, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2; AWS on p3, 2017", False),
-    Gpu("V100 32GB", 31.74, 900, 150, _PCIE3, 80, _CLOUD, "V100 datasheet, SXM2", False),
-    Gpu("L4", 22.03, 300, 0, _PCIE4, 58, _CLOUD, "L4 datasheet"),
-    Gpu("A10", 21.99, 600, 0, _PCIE4, 72, _CLOUD, "A10 datasheet"),
-    Gpu("A10G", 21.99, 600, 0, _PCIE4, 80, _CLOUD, "A10G datasheet"),
-    Gpu("A30", 23.5, 933, 0, _PCIE4, 56, _CLOUD, "A30 datasheet; its bridge joins only pairs"),
-    Gpu("L40", 44.39, 864, 0, _PCIE4, 142, _CLOUD, "L40 datasheet"),
-    Gpu("L40S", 44.39, 864, 0, _PCIE4, 142, 6.25, "L40S datasheet; network: AWS g6e.48xlarge"),
-    Gpu("A100 40GB", 39.39, 1555, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
-    Gpu("A100 80GB", 79.14, 2039, 300, _PCIE4, 108, _DGX_A100, "A100 datasheet, SXM"),
-    Gpu("A100 40GB PCIe", 39.39, 1555, 0, _PCIE4, 108, 2.5, "A100 datasheet; its bridge joins only pairs"),
-    Gpu("A100 80GB PCIe", 79.14, 1935, 0, _PCIE4, 108, 2.5, "A100 datasheet; network: Azure NC96ads_A100_v4"),
-    Gpu("A800", 79.14, 2039, 200, _PCIE4, 108, _DGX_A100, "A800 datasheet, SXM, 80 GB: an A100 with 400 GB/s NVLink"),
-    Gpu("H100", 79.10, 3350, 450, _PCIE5, 132, _DGX_H100, "H100 datasheet, SXM"),
-    Gpu("H100 PCIe", 79.10, 2000, 0, _PCIE5, 114, 2.5, "H100 datasheet; its bridge joins only pairs"),
-    Gpu("H100 NVL", 93.1, 3938, 0, _PCIE5, 132, 2.5, "H100 datasheet, NVL; its bridge joins only pairs"),
-    Gpu("H800", 79.10, 3350, 200, _PCIE5, 132, _DGX_H100, "H800 datasheet, SXM: an H100 with 400 GB/s NVLink"),
-    Gpu("H20", 95.0, 4000, 450, _PCIE5, 78, _DGX_H100, "H20 datasheet, 96 GB"),
-    Gpu("H200", 139.72, 4800, 450, _PCIE5, 132, _DGX_H100, "H200 datasheet, SXM"),
-    Gpu("GH200", 94.50, 4000, 450, 450, 132, _DGX_H100, "GH200 datasheet, 96 GB; the host is reached over NVLink-C2C"),
-    Gpu("B200", 178.35, 8000, 900, _PCIE5, 148, _DGX_H100, "DGX B200 datasheet"),
-    Gpu("GB200", 184.31, 8000, 900, 225, 148, _DGX_H100, "GB200 NVL72 datasheet; two GPUs share 450 GB/s to the host"),
-    Gpu("B300", 267.69, 8000, 900, _PCIE5, 148, 100.0, "HGX B300; 270 GB: MLPerf Inference 6.0; 800 Gb/s per GPU"),
-    Gpu("MI300X", 191.69, 5300, 448, _PCIE5, 304, 50.0, "MI300X datasheet; seven Infinity Fabric links"),
-    Gpu("MI325X", 255.69, 6000, 448, _PCIE5, 304, 50.0, "MI325X datasheet; seven Infinity Fabric links"),
-)
-DESKTOP = (*_GEFORCE, *_WORKSTATION)
+
+_KINDS = _read()
+GPUS = tuple(_KINDS)
+DESKTOP = tuple(gpu for gpu, kind in _KINDS.items() if kind != "server")
 """GPUs that are sold for desktop computers and workstations."""
-GPUS = (*DESKTOP, *_DATA_CENTRE)
+_PCIE5 = 63.0
 DESKTOP_HOST = 64.0
 """GiB of host memory that a desktop computer is assumed to have."""
 DESKTOP_GPUS = 2
@@ -179,10 +142,9 @@ def host_gbs(gpu: Gpu, gpus: int) -> float:
     (DeepSpeed's blog of 2025-10-06, two ranks).
     """
     name = gpu.like or gpu.name
-    if gpus <= DESKTOP_GPUS and name in {one.name for one in _GEFORCE}:
-        return 90
-    if name in {one.name for one in DESKTOP}:
-        return 205
+    kind = next((kind for one, kind in _KINDS.items() if one.name == name), "server")
+    if kind != "server":
+        return 90 if gpus <= DESKTOP_GPUS and kind == "geforce" else 205
     return 614 if gpu.pcie_gbs >= _PCIE5 else 256
 
 

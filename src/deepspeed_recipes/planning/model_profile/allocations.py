@@ -8,7 +8,6 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -148,29 +147,22 @@ class LiveBytes(TorchDispatchMode):
         return self.bytes
 
 
-@dataclass(frozen=True)
-class MeasuredBytes:
-    """Bytes of one forward and backward pass."""
+SEQUENCES, LENGTH = 8, 512
+"""Size of the smallest batch: realistic, with a length that is a multiple of 64, the chunk of linear attention."""
+PARAMETERS = "adapter_parameters"
 
-    saved: tuple[int, ...]
-    """Bytes saved by autograd, by kind of layer."""
-    backward_peak: tuple[int, ...]
-    """Bytes at the peak of the backward pass beyond the saved ones, by kind of layer."""
-    trained: tuple[int, ...]
-    """Number of trained parameters, by kind of layer."""
-    saved_outside_layers: int
-    loss_peak: int
-    """Bytes beyond the saved ones at the peak between the end of the last layer and the arrival of its gradient."""
+Key = tuple[str, int] | str
+"""What is measured. By kind of layer: `saved` (by autograd), `backward_peak` (beyond the saved bytes) and
+`adapter_parameters` (a number, of trained ones). Once: `saved_outside_layers`, and `loss_peak`, the bytes beyond the
+saved ones at the peak between the end of the last layer and the arrival of its gradient."""
+Fit = Mapping[Key, SavedBytes]
+"""Memory of a training mode as a function of the batch, or its difference from another mode."""
 
 
-def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, length: int) -> MeasuredBytes:
+def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, length: int) -> dict[Key, float]:
     """Run a causal language model with pairs of equal layers on the meta device, and measure the second of each pair.
 
-    Args:
-        model: a model on the meta device.
-        layers: the model's layers, two of each kind in succession.
-        sequences: number of sequences in the batch.
-        length: tokens per sequence.
+    `layers` are the model's, two of each kind in succession; the batch has `sequences` of `length` tokens.
     """
     live, count, position = LiveBytes(), len(layers), {"layer": OUTSIDE}
     alive: dict[int, int] = {}
@@ -222,33 +214,15 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
         loss.backward()
     for handle in handles:
         handle.remove()
-    seconds = range(1, count, 2)
-    return MeasuredBytes(
-        saved=tuple(saved[number] for number in seconds),
-        backward_peak=tuple(peaks[number] - alive[number + 1] for number in seconds),
-        trained=tuple(sum(one.numel() for one in layers[at].parameters() if one.requires_grad) for at in seconds),
-        saved_outside_layers=sum(saved.values()) - 2 * sum(saved[number] for number in seconds),
-        loss_peak=peaks[count] - alive[AFTER_LAYERS] - saved[count],
-    )
-
-
-SEQUENCES, LENGTH = 8, 512
-"""Size of the smallest batch: realistic, with a length that is a multiple of 64, the chunk of linear attention."""
-
-
-Fit = Mapping[tuple[str, int] | str, SavedBytes]
-"""Memory of a training mode as a function of the batch, or its difference from another mode: by kind of layer `saved`,
-`backward_peak` and `adapter_parameters` (a number, as `fixed`), and `saved_outside_layers` and `loss_peak`."""
-PARAMETERS = "adapter_parameters"
-
-
-def by_key(measured: MeasuredBytes) -> dict[tuple[str, int] | str, float]:
-    """Return the measurements by the keys of a `Fit`."""
-    layers = {"saved": measured.saved, "backward_peak": measured.backward_peak, PARAMETERS: measured.trained}
-    found: dict[tuple[str, int] | str, float] = {
-        (name, kind): size for name, sizes in layers.items() for kind, size in enumerate(sizes)
+    found: dict[Key, float] = {
+        "saved_outside_layers": sum(saved.values()) - 2 * sum(saved[number] for number in range(1, count, 2)),
+        "loss_peak": peaks[count] - alive[AFTER_LAYERS] - saved[count],
     }
-    return found | {"saved_outside_layers": measured.saved_outside_layers, "loss_peak": measured.loss_peak}
+    for kind, number in enumerate(range(1, count, 2)):
+        found["saved", kind] = saved[number]
+        found["backward_peak", kind] = peaks[number] - alive[number + 1]
+        found[PARAMETERS, kind] = sum(one.numel() for one in layers[number].parameters() if one.requires_grad)
+    return found
 
 
 def combined(one: Fit, factor: float, other: Fit) -> Fit:
@@ -256,9 +230,9 @@ def combined(one: Fit, factor: float, other: Fit) -> Fit:
     return {key: value + factor * other[key] for key, value in one.items()}
 
 
-def difference(measured: MeasuredBytes, fitted: Fit) -> Fit:
+def difference(measured: Mapping[Key, float], fitted: Fit) -> Fit:
     """Return by how much `measured`, of the smallest batch, exceeds a fit, per token; parameters in total."""
-    more = {key: size - fitted[key].of(SEQUENCES, LENGTH) for key, size in by_key(measured).items()}
+    more = {key: size - fitted[key].of(SEQUENCES, LENGTH) for key, size in measured.items()}
     return {
         key: SavedBytes(0, 0, size) if key[0] == PARAMETERS else SavedBytes(size / (SEQUENCES * LENGTH))
         for key, size in more.items()
@@ -273,15 +247,21 @@ def fit(model: nn.Module, device: str, mask: bool = False) -> Fit:
         device: the device whose kernels to imitate, "cuda" or "cpu".
         mask: whether attention gets a mask, as for packed sequences.
     """
-    one = by_key(measure_batch(model, device, mask))
-    twice = by_key(measure_batch(model, device, mask, sequences=2 * SEQUENCES))
-    long = by_key(measure_batch(model, device, mask, length=2 * LENGTH))
-    return {key: solve(size, twice[key], long[key]) for key, size in one.items()}
+    measured = measure_batch(model, device, mask)
+    twice = measure_batch(model, device, mask, sequences=2 * SEQUENCES)
+    long = measure_batch(model, device, mask, length=2 * LENGTH)
+    found = {}
+    for key, one in measured.items():
+        sequence = (twice[key] - one) / SEQUENCES
+        fixed = one - SEQUENCES * sequence
+        per_pair = ((long[key] - fixed) / SEQUENCES - 2 * sequence) / (2 * LENGTH**2)
+        found[key] = SavedBytes(sequence / LENGTH - per_pair * LENGTH, per_pair, fixed)
+    return found
 
 
 def measure_batch(
     model: nn.Module, device: str, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
-) -> MeasuredBytes:
+) -> dict[Key, float]:
     """Measure a model that has two layers of each kind with one batch."""
     # transformers detects packed sequences by the values of positions, which the meta device lacks: replace the check.
     packed = torch.zeros_like if mask else lambda positions: None
@@ -292,20 +272,6 @@ def measure_batch(
         Kernels(device),
     ):
         return measure(model, decoder_layers(base), sequences, length)
-
-
-def solve(one: float, twice: float, long: float) -> SavedBytes:
-    """Return the function of the batch that reproduces three measurements.
-
-    Args:
-        one: bytes for `SEQUENCES` sequences of `LENGTH` tokens.
-        twice: bytes for twice as many sequences.
-        long: bytes for sequences twice as long.
-    """
-    sequence = (twice - one) / SEQUENCES
-    fixed = one - SEQUENCES * sequence
-    per_pair = ((long - fixed) / SEQUENCES - 2 * sequence) / (2 * LENGTH**2)
-    return SavedBytes(sequence / LENGTH - per_pair * LENGTH, per_pair, fixed)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

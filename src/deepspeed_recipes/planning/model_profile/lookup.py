@@ -28,13 +28,10 @@ PROFILES = Path(__file__).parent / "profiles"
 
 
 def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
-    """Return a decoder's profile for training all weights or, if `lora` is given, such adapters.
+    """Return a decoder's profile for training all weights or, if `lora` is given, such adapters, of any rank.
 
-    It takes milliseconds for models of the catalogue, and seconds (mostly imports) the first time for others.
-
-    Args:
-        config: as in a `config.json`; `model_type` and the dimensions are enough.
-        lora: the adapters; their rank and alpha do not matter.
+    It takes milliseconds for models of the catalogue, and seconds (mostly imports) the first time for others. Of a
+    `config.json`, `model_type` and the dimensions are enough.
 
     Raises:
         UserError: transformers has no such decoder, the decoder cannot have these adapters, or it has no profile yet

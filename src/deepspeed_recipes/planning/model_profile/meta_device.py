@@ -71,13 +71,15 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
     widths = [_attention_width(layers[index], inner) for index in first]
     embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
     tied = bool(inner.tie_word_embeddings)
-    before, after = (sum(map(parameter_count, modules)) for modules in _around_layers(whole))
+    children = list(whole.base_model.children())
+    at = children.index(layers)
+    before, after = (sum(map(parameter_count, modules)) for modules in (children[:at], children[at + 1 :]))
     return ModelProfile(
         model_type=inner.model_type,
         hidden_size=inner.hidden_size,
         vocab_size=embedding.shape[0],
         attention_heads=inner.num_attention_heads,
-        key_value_heads=_key_value_heads(inner),
+        key_value_heads=int(getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads),
         layer_kinds=tuple(
             replace(
                 _layer_profile(layers[index], inner, index, widths[number]),
@@ -143,13 +145,6 @@ def tower_parameters(config: JsonView) -> int:
         return 0
     language = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}
     return sum(one.numel() for one in model.parameters() if id(one) not in language)
-
-
-def _around_layers(model: PreTrainedModel) -> tuple[list[nn.Module], list[nn.Module]]:
-    """Return the modules before and after the layers, without the head."""
-    children = list(model.base_model.children())
-    at = children.index(decoder_layers(model))
-    return children[:at], children[at + 1 :]
 
 
 def parameter_count(module: nn.Module) -> int:
@@ -218,10 +213,6 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
     )
 
 
-def _key_value_heads(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
 def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | None:
     own: list[int | None] = [
         vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)
@@ -261,7 +252,8 @@ def _modes(config: JsonView, lora: Lora | None, first: Sequence[int], device: st
     if model.config._attn_implementation == "sdpa":
         modes["masked"] = combined(fit(model, device, mask=True), -1, full)
         modes["eager"] = combined(fit(_two_of_each_kind(build(config, "eager"), first), device), -1, full)
-    if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or _key_value_heads(model.config) % 2):
+    shared = getattr(model.config, "num_key_value_heads", None) or 2
+    if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or shared % 2):
         half = difference(measure_batch(_half(model), device), full)
         modes["split"] = {key: -2 * size for key, size in half.items()}
     return modes
