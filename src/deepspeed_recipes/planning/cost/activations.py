@@ -139,8 +139,8 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes kept of a layer after its forward pass: all saved tensors, or with checkpointing its input."""
     if setup.selective:  # the results of matrix products and of attention, too
         adapters = sum(setup.lora.rank + outputs for _, outputs in kind.linears) if setup.lora else 0
-        results = sum(outputs for _, outputs in kind.linears) + adapters
-        results += _attention_results(kind, setup) + _expert_results(kind)
+        dense = sum(outputs for _, outputs in kind.linears) + adapters
+        results = dense + _attention_results(kind, setup) + _expert_results(kind)
         return _in_precision((kind.checkpoint_bytes + 2 * results) * _tokens(setup), setup)
     if setup.recomputes_layers:
         width = FP32 if setup.software.frozen_fp32 else 1

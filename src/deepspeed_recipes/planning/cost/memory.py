@@ -192,8 +192,8 @@ def gpu_moments(
     if setup.rollout_answers:  # their keys and values, at full length; linear attention's small state is not counted
         tokens = WIDTH[setup.precision] * setup.rollout_answers * setup.sequence_length
         cache = tokens * sum(count * profile.cached_per_token(kind) for kind, count in shard.layer_counts)
-        live = max(gathered, weights.gathered_for_answers(shard, setup))
-        found.append(at("rollout", forward, key_value_cache=cache, live_parameters=live))
+        whole = max(gathered, weights.gathered_for_answers(shard, setup))
+        found.append(at("rollout", forward, key_value_cache=cache, live_parameters=whole))
     live, buckets = {"live_parameters": between_passes}, permanent_buckets
     everything = reduce_buckets + _all_reduce_buffer(shard, setup)
     return (

@@ -51,10 +51,11 @@ class Gpu:
 def _read() -> dict[Gpu, str]:
     """Return the GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
     _, *rows = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    return {
-        Gpu(name, *map(float, rates), int(units), float(network), source, bf16 == "yes"): kind
-        for name, kind, *rates, units, network, bf16, source in rows
-    }
+    found = {}
+    for name, kind, *rates, units, network, bf16, source in rows:
+        memory, bandwidth, link, pcie = map(float, rates)
+        found[Gpu(name, memory, bandwidth, link, pcie, int(units), float(network), source, bf16 == "yes")] = kind
+    return found
 
 
 _KINDS = _read()

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...recipe import limits
 from ...recipe.compatibility import positions
@@ -77,8 +78,8 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
         UserError: no cluster meets the deadline; the message names the fastest.
     """
 
-    def on(cluster: Cluster) -> Found:
-        changed = replace(request, cluster=cluster)
+    def on(cluster: Cluster, nodes: int | None = None) -> Found:
+        changed = replace(request, cluster=replace(cluster, nodes=nodes or cluster.nodes))
         return changed, search(changed)
 
     def taken(found: Found) -> float:
@@ -94,7 +95,7 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
                 least,
                 cluster.nodes,
                 tried[-1],
-                lambda nodes, cluster=cluster: on(replace(cluster, nodes=nodes)),
+                partial(on, cluster),
                 lambda found: taken(found) <= hours,
             )
     nearest, name = min(tried, key=taken), request.cluster.gpu.name

@@ -76,7 +76,10 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 def _first_fit(changes: Iterable[tuple[str, PlanRequest]]) -> Iterator[str]:
     """Yield the first change with which anything fits, with the speed of its best plan."""
     for change, request in changes:
-        if best := search(request).best:
+        best = None
+        with contextlib.suppress(UserError):  # the change contradicts what the search would try
+            best = search(request).best
+        if best:
             yield f"{change} ({_speed(best)})"
             return
 
