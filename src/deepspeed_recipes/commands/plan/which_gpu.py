@@ -165,7 +165,17 @@ def what_fits(arguments: argparse.Namespace, console: Console) -> int:
                 found[method] = best
                 break
     if arguments.json:
-        print(json.dumps({method: _fits_as_json(plan) for method, plan in found.items()}, indent=2))
+        rows = {
+            method: {
+                "model": pages.typed(plan.recipe),
+                "parameters": plan.recipe.model.parameters,
+                "config": plan.recipe.deepspeed,
+                "gpu_peak_gib": plan.gpu_gib,
+                "tokens_per_second_per_gpu": plan.speed,
+            }
+            for method, plan in found.items()
+        }
+        print(json.dumps(rows, indent=2))
         return 0 if found else 1
     console.print(f"The largest of {', '.join(FAMILIES)} that fit without offloading, on {hardware_in_words(hardware)}")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -184,13 +194,3 @@ def what_fits(arguments: argparse.Namespace, console: Console) -> int:
             f"\nPlans for one of them: {command('plan')} {name} {next(reversed(found))}{place}", soft_wrap=True
         )
     return 0 if found else 1
-
-
-def _fits_as_json(plan: Plan) -> Json:
-    return {
-        "model": pages.typed(plan.recipe),
-        "parameters": plan.recipe.model.parameters,
-        "config": plan.recipe.deepspeed,
-        "gpu_peak_gib": plan.gpu_gib,
-        "tokens_per_second_per_gpu": plan.speed,
-    }

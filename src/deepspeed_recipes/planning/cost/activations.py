@@ -1,5 +1,6 @@
 """Activation memory on one rank: tensors that layers save for the backward pass, and the peaks of both passes."""
 
+import math
 from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TypeVar
@@ -181,7 +182,10 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
 def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a layer's recomputed activations; a tiled feed-forward part is recomputed tile by tile."""
     feed_forward = feed_forward_bytes(kind, setup)
-    tile = feed_forward / setup.feed_forward_tiles(kind.checkpoint_bytes // 2)
+    tiles, own_length = 1, setup.sequence_length / setup.layout.sequence
+    if setup.tiled_mlp:  # `training.model.transforms.tile_count`
+        tiles = max(2, math.ceil(own_length / (kind.checkpoint_bytes // 2)))
+    tile = feed_forward / tiles
     if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _expert_results(kind) + _attention_results(kind, setup)
         return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)

@@ -129,7 +129,8 @@ def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
     world_size = about.get("world_size", 1)
-    group = _replicas(layout, rank, world_size)
+    parts = [replace(rank_position(layout, one, world_size), data=0, sequence=0) for one in range(world_size)]
+    group = tuple(one for one in range(world_size) if parts[one] == parts[rank])  # ZeRO shards their part of the model
     if len(group) == 1 or layout.pipeline > 1 or layout.expert > 1:
         return {}
     held, weight_bytes, micro_batches = about["held"], about["weight_bytes"], about["micro_batches"]
@@ -150,12 +151,3 @@ def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
         found["all-gather", group] = far
         found["all-gather", tuple(range(first, first + near))] = sent["all-gather"] - far
     return {key: size for key, size in found.items() if size}
-
-
-def _replicas(layout: Layout, rank: int, world_size: int) -> Ranks:
-    """Return the ranks that hold the same part of the model as `rank`, over which ZeRO shards it."""
-
-    def part(one: int) -> object:
-        return replace(rank_position(layout, one, world_size), data=0, sequence=0)
-
-    return tuple(one for one in range(world_size) if part(one) == part(rank))

@@ -130,7 +130,12 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     """
     stages = stage_shards(profile, setup)
     room = cluster.gpu.memory_gib * 2**30
-    moments = {stage: gpu_moments(profile, stages[stage], setup, room) for stage in first_stages(stages)}
+    first: dict[object, int] = {}  # of each group of equal stages: later ones have fewer micro-batches in flight
+    for index, shard in enumerate(stages):
+        counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
+        held = (counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last)
+        first.setdefault(held, index)
+    moments = {stage: gpu_moments(profile, stages[stage], setup, room) for stage in first.values()}
     fullest = max(moments, key=lambda stage: max(moment.total for moment in moments[stage]))
     ranks_per_node = min(cluster.gpus_per_node, setup.world_size)
     whole = stage_shards(profile, setup, Layout())[0]
@@ -145,16 +150,6 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     )
 
 
-def first_stages(stages: Sequence[StageShard]) -> list[int]:
-    """Return the first of each group of equal stages, since later ones have fewer micro-batches in flight."""
-    first: dict[object, int] = {}
-    for index, shard in enumerate(stages):
-        counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
-        held = (counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last)
-        first.setdefault(held, index)
-    return list(first.values())
-
-
 def gpu_moments(
     profile: ModelProfile, shard: StageShard, setup: TrainingSetup, room: float = math.inf
 ) -> tuple[GpuMoment, ...]:
@@ -167,7 +162,10 @@ def gpu_moments(
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
     loss = activations.loss_bytes(profile, setup) if shard.is_last else 0.0
-    gathered, between_passes = weights.gathered(shard, setup), weights.gathered_between_passes(shard, setup)
+    between_passes = gathered = weights.gathered(shard, setup)
+    if setup.gathers:  # between the forward and the backward pass
+        kept_whole = min(WIDTH[setup.precision] * setup.kept_weights, weights.loaded_bytes(shard, setup))
+        between_passes = max(gathered + weights.held_by_autograd(shard.expert_parameters, setup), kept_whole)
     held = weights.held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
@@ -192,10 +190,15 @@ def gpu_moments(
     if setup.rollout_answers:  # their keys and values, at full length; linear attention's small state is not counted
         tokens = WIDTH[setup.precision] * setup.rollout_answers * setup.sequence_length
         cache = tokens * sum(count * profile.cached_per_token(kind) for kind, count in shard.layer_counts)
-        whole = max(gathered, weights.gathered_for_answers(shard, setup))
+        whole = gathered
+        if setup.zero_stage == 3 and setup.rollout_gathers:  # beyond a rank's shards
+            whole = max(whole, WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks))
         found.append(at("rollout", forward, key_value_cache=cache, live_parameters=whole))
     live, buckets = {"live_parameters": between_passes}, permanent_buckets
-    everything = reduce_buckets + _all_reduce_buffer(shard, setup)
+    everything = reduce_buckets
+    if setup.zero_ranks > 1 and _is_unbucketed(setup):  # a copy is reduced after the backward pass
+        width = 4 if setup.fp32_accumulation else WIDTH[setup.precision]
+        everything += min(shard.trained(setup), ALL_REDUCE) * width
     return (
         *found,
         at("loss", forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
@@ -267,10 +270,3 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
 
 def _is_unbucketed(setup: TrainingSetup) -> bool:
     return setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)
-
-
-def _all_reduce_buffer(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of the copy that is reduced after the backward pass if gradients are not bucketed."""
-    if setup.zero_ranks == 1 or not _is_unbucketed(setup):
-        return 0.0
-    return min(shard.trained(setup), ALL_REDUCE) * (4 if setup.fp32_accumulation else WIDTH[setup.precision])

@@ -194,12 +194,7 @@ class TrainingSetup:
         return sequences * self.sequence_length
 
     def prefetched(self, hidden: int, layer: float) -> float:
-        """Return the number of elements that ZeRO-3 prefetches.
-
-        Args:
-            hidden: the model's hidden size.
-            layer: weights of a layer.
-        """
+        """Return the number of elements that ZeRO-3 prefetches, by the hidden size and a layer's weights."""
         if self.prefetch_bucket_size is not None:
             return self.prefetch_bucket_size
         return prefetch_size(hidden, int(layer)) if self.gathers_layers else 0.9 * hidden**2
@@ -207,11 +202,6 @@ class TrainingSetup:
     def reduced(self, hidden: int) -> int:
         """Return the number of gradients reduced at once, for a model of this hidden size."""
         return hidden**2 if self.reduce_bucket_size is None else self.reduce_bucket_size
-
-    def feed_forward_tiles(self, hidden: int) -> int:
-        """Return the number of tiles of a sequence in feed-forward layers (`training.model.transforms.tile_count`)."""
-        length = self.sequence_length / self.layout.sequence
-        return max(2, math.ceil(length / hidden)) if self.tiled_mlp else 1
 
     def tiles(self, vocabulary: int) -> bool:
         """Return whether the loss is computed in tiles."""

@@ -170,15 +170,6 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
 
 
-def gathered_between_passes(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of weights that exist whole between the forward and the backward pass."""
-    one = gathered(shard, setup)
-    if not setup.gathers:
-        return one
-    kept = min(WIDTH[setup.precision] * setup.kept_weights, loaded_bytes(shard, setup))
-    return max(one + held_by_autograd(shard.expert_parameters, setup), kept)
-
-
 def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     """Return the bytes of gathered expert weights that ZeRO-3 cannot free between the forward and the backward pass.
 
@@ -189,10 +180,3 @@ def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     if not setup.gathers or setup.gradient_checkpointing or setup.software.quantized_experts:
         return 0.0
     return WIDTH[setup.precision] * experts / setup.layout.expert
-
-
-def gathered_for_answers(shard: StageShard, setup: TrainingSetup) -> float:
-    """Return the bytes of whole weights beyond a rank's shards, if ZeRO-3 gathers them to generate answers."""
-    if setup.zero_stage < 3 or not setup.rollout_gathers:
-        return 0.0
-    return WIDTH[setup.precision] * shard.parameters * (1 - 1 / setup.zero_ranks)

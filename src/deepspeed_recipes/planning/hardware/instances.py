@@ -82,11 +82,6 @@ class Prices:
         """Return the instances that have a price."""
         return [name for name in INSTANCES if self.of_node(name) is not None]
 
-    def smallest_with(self, gpu: str) -> list[str]:
-        """Return the two smallest instances with this GPU and a price."""
-        equipped = [name for name in self.known() if INSTANCES[name].gpu == gpu]
-        return sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
-
     def source(self, instance: str) -> str:
         """Return the source of a node's price, as the end of a sentence."""
         own = self.any_node is not None or instance in self.given

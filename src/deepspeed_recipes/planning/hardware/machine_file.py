@@ -64,19 +64,11 @@ class Machine:
         taken = {int(name.split()[0]): each for name, each in self.seconds["products"].items() if dtype in name}
         return [(side, 2 * side**3 / taken[side]) for side in sorted(taken)]
 
-    def best_product(self) -> float:
-        """Return the highest operations per second of a product in bf16."""
-        return max(rate for _, rate in self.product_rates("bf16"))
-
     @property
     def host_adam(self) -> float:
         """Parameters per second that Adam updates on the host, all ranks together; 0 if it was not measured."""
         taken = self.seconds.get("host_adam")
         return self.ranks * self.sizes["adam"] / taken if taken else 0.0
-
-    def with_ranks(self, ranks: int) -> "Machine":
-        """Return the measurements for a number of CPU ranks: those of a single one, or those of several."""
-        return replace(self, ranks=1, seconds=self.alone) if ranks == 1 else self
 
     def measured(self, gpu: Gpu) -> Gpu:
         """Return the GPU with the bandwidths that were measured instead of its datasheet's."""

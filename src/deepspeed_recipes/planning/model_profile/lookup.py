@@ -84,17 +84,12 @@ def shipped(config: JsonView) -> list[ModelProfile]:
 
 def key(config: JsonView) -> str:
     """Return the key of a stored profile: the version of transformers, or `any` without it, and a digest."""
-    return f"{_transformers()} {digest(config)}"
-
-
-@lru_cache
-def _transformers() -> str:
     from importlib.metadata import PackageNotFoundError, version  # 30 ms, which shipped profiles need not wait for
 
     try:
-        return version("transformers")
+        return f"{version('transformers')} {digest(config)}"
     except PackageNotFoundError:
-        return "any"
+        return f"any {digest(config)}"
 
 
 def digest(config: JsonView) -> str:

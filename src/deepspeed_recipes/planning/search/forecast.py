@@ -1,5 +1,6 @@
 """The planner's answers to the launcher: a run's forecast, settings that fit, and the prediction's error afterwards."""
 
+import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, replace
@@ -10,7 +11,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe
-from ...recipe.run_folder import RunFolder, is_finished, read_json, write_json
+from ...recipe.run_folder import RunFolder, is_finished, read_json, read_jsonl, write_json
 from ..hardware import machine_file
 from ..hardware.cluster import Cluster, of_cpus, this_machine, with_measurements
 from ..hardware.machine_file import Machine
@@ -122,6 +123,7 @@ def compare(run: RunFolder, plan: Plan | None) -> None:
             "rates": plans.rates_of(plan.cluster),
             "components_gib": parts,
         }
-        if steady := plans.steady_speed(run):
-            measured["steady_tokens_per_second"] = steady
+        speeds = [row["tokens_per_second"] for row in read_jsonl(run.metrics) if row.get("tokens_per_second")]
+        if len(speeds) > 1:  # the first logged step compiles kernels and fills caches
+            measured["steady_tokens_per_second"] = statistics.median(speeds[1:])
     write_json(run.summary, summary | {"predicted": predicted, "measured": measured})

@@ -11,7 +11,7 @@ from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.recipe import Recipe
-from ...recipe.run_folder import RunFolder, read_json, read_jsonl
+from ...recipe.run_folder import read_json
 from ..cost.constants import memory_range, speed_range
 from ..cost.memory import Memory
 from ..cost.step_time import StepTime
@@ -59,12 +59,6 @@ def rates_of(cluster: Cluster) -> str:
     """Return the GPU and where its rates are from; predictions by other rates are corrected by other factors."""
     source = f"measured on {cluster.machine.date}" if cluster.machine else "datasheet"
     return f"{cluster.gpu.name}, {source}"
-
-
-def steady_speed(run: RunFolder) -> float | None:
-    """Return the median tokens per second after the first logged step, which compiles kernels and fills caches."""
-    speeds = [row["tokens_per_second"] for row in read_jsonl(run.metrics) if row.get("tokens_per_second")]
-    return statistics.median(speeds[1:]) if len(speeds) > 1 else None
 
 
 REFUSE = 0.95

@@ -10,7 +10,7 @@ from rich.table import Table
 from ...recipe import overrides, pages, project
 from ...recipe.files import Json
 from ...recipe.methods.grpo import Grpo
-from ...recipe.recipe import Checkpointing, Layout, Recipe
+from ...recipe.recipe import Layout, Recipe
 from ..cost.compute_time import KERNELS
 from ..cost.constants import constants
 from ..hardware.cluster import Cluster
@@ -267,7 +267,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     hourly = workload.per_hour(plan.cluster)
     if hourly is None:
-        instances = workload.prices.smallest_with(plan.cluster.gpu.name)
+        equipped = [name for name in workload.prices.known() if INSTANCES[name].gpu == plan.cluster.gpu.name]
+        instances = sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
         named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
         what = plan.cluster.instance or plan.cluster.gpu.name
         yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{named}."
@@ -319,7 +320,7 @@ def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | Non
             ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
             layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
-            _checkpointing(plan.setup.gradient_checkpointing),
+            how if isinstance(how := plan.setup.gradient_checkpointing, str) else "yes" if how else "no",
             f"{plan.gpu_gib:.1f}",
             f"{plan.share:.0%}",
             _size(plan.host_gib),
@@ -340,10 +341,6 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
         f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}",
         "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}",
     )
-
-
-def _checkpointing(how: Checkpointing) -> str:
-    return how if isinstance(how, str) else "yes" if how else "no"
 
 
 def _range(low: float, high: float) -> str:
