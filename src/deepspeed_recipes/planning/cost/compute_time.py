@@ -235,7 +235,7 @@ ADDED_UP = 8
 """Bytes moved per element of the fp32 gradients to which each tile adds: read and written."""
 
 COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "launch")
-"""What the seconds of a layer and of the head are divided into."""
+"""The components of the seconds of a layer and of the head."""
 
 
 def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
@@ -261,7 +261,7 @@ def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return the seconds of a decoder layer's passes for one micro-batch, by the names in `COMPUTE`."""
     setup, known, tokens, tensor = job.setup, job.known, job.tokens, job.setup.layout.tensor
     dense = sum(map(prod, kind.linears))
-    routed = max(0.0, kind.active_weights - dense)  # fused experts are no linear layers for torch and PEFT
+    routed = max(0.0, kind.active_weights - dense)  # torch and PEFT do not count fused experts among the linear layers
     read = 2 * kind.expert_parameters / setup.layout.expert / job.bandwidth
     tiles = 1.0
     if experts := experts_on_rank(kind, setup):  # partly filled tiles are computed as a whole

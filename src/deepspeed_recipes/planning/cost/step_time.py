@@ -202,7 +202,7 @@ def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Const
 
 
 def _stages(job: Job) -> list[dict[str, float]]:
-    """Return what one micro-batch takes and a rank holds, for each kind of pipeline stage.
+    """Return the costs of one micro-batch and the parameters of a rank, for each kind of pipeline stage.
 
     These are the sums of `_layer` over the stage's layers, those of its ends included, and the number of `layers`,
     `sent`, and the `micro_batch` as a whole.

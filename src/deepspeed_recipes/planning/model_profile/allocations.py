@@ -152,8 +152,8 @@ SEQUENCES, LENGTH = 8, 512
 PARAMETERS = "adapter_parameters"
 
 Key = tuple[str, int] | str
-"""What is measured. By kind of layer: `saved` (by autograd), `backward_peak` (beyond the saved bytes) and
-`adapter_parameters` (a number, of trained ones). Once: `saved_outside_layers`, and `loss_peak`, the bytes beyond the
+"""The names of measurements. By kind of layer: `saved` (by autograd), `backward_peak` (beyond the saved bytes) and
+`adapter_parameters` (the number of trained ones). Once: `saved_outside_layers`, and `loss_peak`, the bytes beyond the
 saved ones at the peak between the end of the last layer and the arrival of its gradient."""
 Fit = Mapping[Key, SavedBytes]
 """Memory of a training mode as a function of the batch, or its difference from another mode."""
