@@ -394,5 +394,6 @@ def test_what_other_software_does_with_logits_and_frozen_weights_is_counted():
     said = published_errors.predicted_gib(row)
     assert published_errors.predicted_gib(replace(row, frozen_fp32=False)) < 0.9 * said
     assert published_errors.predicted_gib(replace(row, logit_bytes=row.logit_bytes + 4)) > 1.03 * said
-    mixture = next(row for row in ROWS if row.quantized_experts and row.memory)
-    assert published_errors.predicted_gib(replace(mixture, quantized_experts=False)) > 2 * mixture.memory_gib
+    quantized = (row for row in ROWS if row.method == "qlora" and not row.grouped_experts and row.memory)
+    mixture = next(row for row in quantized if published_models.profile_of(row).is_moe)
+    assert published_errors.predicted_gib(replace(mixture, grouped_experts=True)) > 2 * mixture.memory_gib

@@ -95,8 +95,7 @@ class PublishedRow:
     fp32_activations: bool = False
     """As in `Software`."""
     frozen_fp32: bool = False
-    quantized_experts: bool = False
-    """Both as in `Software`."""
+    """As in `Software`."""
     grouped_experts: bool = False
     """Experts are one tensor and multiplied together, as in transformers 5; assumed for all other software."""
     liger: bool = False
@@ -235,7 +234,6 @@ class PublishedRow:
             software=Software(
                 tensor_splits_all=self.stack in SPLIT_ALL,
                 frozen_fp32=self.frozen_fp32,
-                quantized_experts=self.quantized_experts,
                 fsdp=self.sharding == "fsdp",
                 logit_bytes=self.logit_bytes,
                 foreach_adam=self.foreach_adam,

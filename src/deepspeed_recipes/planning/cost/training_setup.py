@@ -36,10 +36,8 @@ class Software:
     """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan.
     DeepSpeed's AutoTP only divides the activations inside a layer's matrices."""
     grouped_experts: bool = True
-    """All experts of a layer are computed in one product, as in transformers 5; otherwise one after the other."""
-    quantized_experts: bool = False
-    """Routed experts are in 4 bits too: the case for experts made of linear layers (transformers before 5), but not for
-    fused experts."""
+    """All experts of a layer are computed in one product, as in transformers 5. Otherwise they are modules of linear
+    layers: computed one after the other, and in 4 bits like other linear layers."""
 
 
 OWN = Software()
@@ -48,7 +46,7 @@ KNOWN: Mapping[str, Software] = {
     "trl": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True),
     "llama-factory": Software(logit_bytes=18, fp32_adapters=True, foreach_adam=True),
     "fsdp": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True, fsdp=True),
-    "transformers-4": Software(logit_bytes=14, foreach_adam=True, grouped_experts=False, quantized_experts=True),
+    "transformers-4": Software(logit_bytes=14, foreach_adam=True, grouped_experts=False),
     "megatron": Software(tensor_splits_all=True),
 }
 """By the name in `plan.py software=NAME`: PEFT in an own loop or Trainer, TRL's SFTTrainer, LLaMA-Factory, TRL

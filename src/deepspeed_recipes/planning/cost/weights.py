@@ -107,7 +107,7 @@ NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 
 def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of a stage's loaded weights, with quantised ones in 4 bits."""
-    experts = shard.expert_parameters if setup.software.quantized_experts else 0
+    experts = shard.expert_parameters if not setup.software.grouped_experts else 0
     quantized = shard.linear_parameters + experts if setup.quantized else 0
     width = WIDTH["fp32" if setup.software.frozen_fp32 else setup.precision]
     return width * (shard.parameters - quantized) + NF4 * quantized
@@ -177,6 +177,6 @@ def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     weight alive, and the backward pass gathers it a second time. Recomputed layers save nothing. Observed with
     DeepSpeed 0.19.8 in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` prevents it for dense layers.
     """
-    if not setup.gathers or setup.gradient_checkpointing or setup.software.quantized_experts:
+    if not setup.gathers or setup.gradient_checkpointing or not setup.software.grouped_experts:
         return 0.0
     return WIDTH[setup.precision] * experts / setup.layout.expert
