@@ -185,7 +185,7 @@ def test_of_a_gpu_all_counts_and_of_a_node_95_percent():
 def memory(gpu=0, host=0, nvme=0):
     """Return a memory of so many GiB."""
     moments = (GpuMoment("step", {"optimizer": gpu * GIB}), GpuMoment("loss", {"activations": gpu * GIB / 2}))
-    return Memory(moments, 0, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
+    return Memory(moments, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
 
 
 def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_lean():

@@ -238,20 +238,6 @@ COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "lau
 """The components of the seconds of a layer and of the head."""
 
 
-def model_flops(profile: ModelProfile, setup: TrainingSetup) -> float:
-    """Return the operations of an optimizer step over all ranks, counted as in `training.callbacks.metrics` for MFU.
-
-    They are two per weight in the forward pass, two for the gradient of the input and two for that of a trained weight.
-    Recomputation is not counted, since it is not progress; windows of attention are ignored.
-    """
-    per_weight = 4 + 2 * setup.trained_share if setup.lora is None else 4
-    layers = profile.layer_counts
-    weights = sum(count * kind.active_weights for kind, count in layers) + profile.hidden_size * profile.vocab_size
-    adapters = sum(count * linear_adapter_parameters(kind, setup) for kind, count in layers)
-    attention = 6 * sum(count * kind.attention_width for kind, count in layers) * setup.sequence_length
-    return (per_weight * weights + 6 * adapters + attention) * setup.tokens_per_step
-
-
 def linear_adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> int:
     """Return the number of adapter parameters on all linear layers of a decoder layer, or 0 without adapters."""
     return setup.lora.rank * sum(sum(shape) for shape in kind.linears) if setup.lora else 0

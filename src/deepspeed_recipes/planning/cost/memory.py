@@ -108,8 +108,6 @@ class Memory:
 
     moments: tuple[GpuMoment, ...]
     """Moments of the fullest GPU, in the order of a run."""
-    stage: int
-    """The pipeline stage of that GPU."""
     host: Mapping[str, float]
     """Host memory of one node, by moment."""
     nvme: float
@@ -141,7 +139,6 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     whole = stage_shards(profile, setup, Layout())[0]
     return Memory(
         moments=moments[fullest],
-        stage=fullest,
         host=host_bytes(whole, stages, setup, ranks_per_node),
         nvme=ranks_per_node * max(nvme_bytes(shard, setup) for shard in stages),
         checkpoint=checkpoint_bytes(

@@ -118,10 +118,6 @@ class StepTime:
     tokens: float
     """Tokens per step over all ranks."""
     gpus: int
-    model_flops: float
-    """Operations per step over all ranks, without recomputation."""
-    peak_flops: float
-    """Operations per second of one GPU."""
     measured: bool
     """True if the constants of this GPU were measured."""
 
@@ -134,11 +130,6 @@ class StepTime:
     def tokens_per_second_per_gpu(self) -> float:
         """Throughput, padding included."""
         return self.tokens / self.seconds / self.gpus
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the GPUs' peak that is progress."""
-        return self.model_flops / self.seconds / self.gpus / self.peak_flops
 
 
 def step_time(
@@ -183,8 +174,6 @@ def step_time(
         components,
         tokens=setup.tokens_per_step,
         gpus=setup.world_size,
-        model_flops=compute_time.model_flops(profile, setup),
-        peak_flops=job.peak,
         measured=known.measured,
     )
 
