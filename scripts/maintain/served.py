@@ -175,8 +175,10 @@ def table(results: Mapping[str, Any]) -> str:
     numbered = [f"{number}. {why}" for why, number in notes.items()]
     missing = sorted(set(pages.families()) - set(results))
     versions = ", ".join(sorted({one["version"] for one in every}))
+    least = min((one["training"] for one in every if "training" in one), default=0.0)
     about = [
         f"With {versions}, on a CPU in fp32. `-`: not run, or no such form.",
+        f"Training had changed the answers by {least:.1g} nats and more.",
         f"Not run: {', '.join(missing)}." if missing else "",
     ]
     return "\n".join([*lines, "", *numbered, *([""] if numbered else []), *filter(None, about), ""])

@@ -240,7 +240,9 @@ def load(
             raise UserError(f"{adapter}: its base model is larger than the GPUs' and the host's memory; use more GPUs.")
         names = load_model.adapter_names(base)
         model = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False, key_mapping=names)
-    return model.to(distributed.device()).eval() if placed and not split else model
+    if placed and not split:
+        model = model.to(distributed.device())
+    return model.eval() if placed else model
 
 
 def device_map(folder: Path) -> Json:
