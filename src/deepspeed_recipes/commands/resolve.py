@@ -162,15 +162,8 @@ def architecture(name: str) -> Json:
     Raises:
         UserError: neither a readable file nor a recipe.
     """
-    return model_config(name) if Path(name).exists() else recipe_model(name)
-
-
-def recipe_model(name: str) -> Json:
-    """Return the dimensions on a recipe's page.
-
-    Raises:
-        UserError: no such recipe.
-    """
+    if Path(name).exists():
+        return model_config(name)
     from ..recipe import pages
 
     try:

@@ -125,7 +125,16 @@ class _Template:
     """Stands for a tokenizer whose `apply_chat_template` returns text."""
 
     def __init__(self, text: str, folder: Path) -> None:
-        self.text, self.special = text, _special_tokens(folder)
+        self.text = text
+        found: Json = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            with contextlib.suppress(UserError):
+                found |= {key: value for key, value in read_json(folder / name).items() if key.endswith("_token")}
+        self.special = {
+            key: value["content"] if isinstance(value, dict) else value
+            for key, value in found.items()
+            if value is not None
+        }
 
     def apply_chat_template(
         self,
@@ -142,17 +151,6 @@ class _Template:
             [turns], tools or None, None, chat_template or self.text, **self.special, **options
         )
         return str(rendered[0][0])
-
-
-def _special_tokens(folder: Path) -> Json:
-    """Return the special tokens in a tokenizer's files, by their names in templates."""
-    found: Json = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        with contextlib.suppress(UserError):
-            found |= {key: value for key, value in read_json(folder / name).items() if key.endswith("_token")}
-    return {
-        key: value["content"] if isinstance(value, dict) else value for key, value in found.items() if value is not None
-    }
 
 
 def _folder(recipe: Recipe) -> Path:

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ..recipe.project import CONSTRAINTS, command
 from . import ops as built_ops
-from .ops import Op
 from .system import Check, output
 
 RANGES = {
@@ -202,14 +201,13 @@ def build() -> list[Check]:
     """Build all ops that runs on this machine may need, one after the other."""
     accelerator = built_ops.kind()
     os.environ.setdefault("DS_ACCELERATOR", accelerator)
-    return [_build(op) for op in built_ops.OPS[accelerator]]
-
-
-def _build(op: Op) -> Check:
-    started = time.monotonic()
-    try:
-        with built_ops.lock(op.name):
-            built_ops.load(op)
-    except Exception as error:  # a compiler can fail in any way
-        return Check(f"build {op.name}", "error", built_ops.why(error), "see g++, ninja, libaio and nvcc above")
-    return Check(f"build {op.name}", "ok", f"{time.monotonic() - started:.0f} s")
+    checks = []
+    for op in built_ops.OPS[accelerator]:
+        name, started = f"build {op.name}", time.monotonic()
+        try:
+            with built_ops.lock(op.name):
+                built_ops.load(op)
+            checks.append(Check(name, "ok", f"{time.monotonic() - started:.0f} s"))
+        except Exception as error:  # a compiler can fail in any way
+            checks.append(Check(name, "error", built_ops.why(error), "see g++, ninja, libaio and nvcc above"))
+    return checks

@@ -252,15 +252,10 @@ BASE_MODEL = dict.fromkeys(
 """`WITHOUT` of a page of base models."""
 
 
-def is_mixture(model: Model) -> bool:
-    """Return True if a model is an MoE model."""
-    return any("experts" in key for key in model.config)
-
-
 def ruled_out(models: Mapping[str, Model]) -> dict[str, str]:
     """Return the inherited variants that a page's models do not support, each with the reason."""
     reasons: dict[str, str] = {}
-    if any(map(is_mixture, models.values())):
+    if any("experts" in key for model in models.values() for key in model.config):
         reasons |= {"qlora": MOE_4_BITS, "dora": MOE_DORA}
     if any(model.vision for model in models.values()):
         reasons |= {name: NO_IMAGES for name in INHERITED if name != "qlora"}

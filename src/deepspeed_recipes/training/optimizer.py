@@ -88,17 +88,13 @@ def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
         names: all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
     """
     known = list(names)
-    return {name: depth * _lora_plus(recipe, name) for name, depth in _by_layer(known, recipe.layer_decay).items()}
-
-
-def _by_layer(names: list[str], decay: float) -> dict[str, float]:
-    """Return `decay` to the number of steps from the head down to each weight; the last layer is one step below it."""
-    layers = {name: int(found[1]) for name in names if (found := LAYER.search(name))}
+    layers = {name: int(found[1]) for name in known if (found := LAYER.search(name))}
     count = 1 + max(layers.values(), default=-1)
-    first = next((index for index, name in enumerate(names) if name in layers), 0)
+    first = next((index for index, name in enumerate(known) if name in layers), 0)
+    # The steps from the head down to each weight; the last layer is one step below the head.
     below = {name: count - layers[name] for name in layers}
-    ends = {name: count + 1 if index < first else 0 for index, name in enumerate(names) if name not in layers}
-    return {name: decay ** (below | ends)[name] for name in names}
+    below |= {name: count + 1 if index < first else 0 for index, name in enumerate(known) if name not in layers}
+    return {name: recipe.layer_decay ** below[name] * _lora_plus(recipe, name) for name in known}
 
 
 def _lora_plus(recipe: Recipe, name: str) -> float:

@@ -8,7 +8,7 @@ routers of an MoE model distribute the tokens: each expert's load, and the route
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -281,7 +281,12 @@ class Routing(TrainerCallback):
     def on_log(self, args: object, state: TrainerState, control: TrainerControl, logs: Json, **_: object) -> None:
         """Add the numbers to a training log, for the callbacks that follow; called on every rank."""
         if self.counts and "loss" in (logs or {}):
-            logs |= routing_summary(self.counts, self.entropies)
+            loads, sums = torch.stack(self.counts).double(), torch.stack(self.entropies)
+            dist.all_reduce(loads)
+            dist.all_reduce(sums)
+            loads = loads / loads.mean(-1, keepdim=True)
+            shown = torch.stack([loads.max(), loads.min(), (sums[:, 0] / sums[:, 1]).mean()]).tolist()
+            logs |= dict(zip(("expert_load_max", "expert_load_min", "router_entropy"), shown, strict=True))
             for tensor in (*self.counts, *self.entropies):
                 tensor.zero_()
 
@@ -293,18 +298,3 @@ def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
     transformers return logits, weights and choice.
     """
     return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-
-
-def routing_summary(counts: Sequence[torch.Tensor], entropies: Sequence[torch.Tensor]) -> dict[str, float]:
-    """Return the three numbers over all ranks; a collective.
-
-    Args:
-        counts: per layer, tokens per expert, [experts].
-        entropies: per layer, the sum over tokens in nats, and the number of tokens, [2].
-    """
-    loads, sums = torch.stack(list(counts)).double(), torch.stack(list(entropies))
-    dist.all_reduce(loads)
-    dist.all_reduce(sums)
-    loads = loads / loads.mean(-1, keepdim=True)
-    numbers = torch.stack([loads.max(), loads.min(), (sums[:, 0] / sums[:, 1]).mean()]).tolist()
-    return dict(zip(("expert_load_max", "expert_load_min", "router_entropy"), numbers, strict=True))

@@ -8,7 +8,7 @@ sequences that caused it.
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,7 +153,9 @@ class LossGuard(TrainerCallback):
             return []
         if gather([seen.step for seen in self.seen if math.isfinite(seen.loss.item())]):
             return []
-        return sorted(set(gather(damaged_weights(self.engine))))
+        held = self.engine.module.named_parameters()
+        damaged = [name for name, part in held if not getattr(part, "ds_tensor", part).isfinite().all()]
+        return sorted(set(gather(damaged)))
 
     def _spike(self, step: int, loss: float) -> None:
         """Act on a loss that has jumped; a collective."""
@@ -210,42 +212,30 @@ def listed(numbers: Sequence[int]) -> str:
     return (", ".join(map(str, ordered[:SHOWN])) or "unknown") + more
 
 
-def damaged_weights(engine: DeepSpeedEngine) -> list[str]:
-    """Return the names of the weights of which this rank holds numbers that are not finite."""
-    return [
-        name for name, held in engine.module.named_parameters() if not getattr(held, "ds_tensor", held).isfinite().all()
-    ]
-
-
 def not_finite(engine: DeepSpeedEngine) -> list[str]:
     """Return the names of those groups among the gradients that this rank holds.
 
     Must be called before DeepSpeed discards the gradients (`upstream.before_refused_updates`).
     """
-    return [_group_name(engine, index) for index in sorted(set(_bad_groups(engine.optimizer)))]
-
-
-def _bad_groups(optimizer: torch.optim.Optimizer) -> Iterator[int]:
+    optimizer, bad = engine.optimizer, set()
     sub_groups = getattr(optimizer, "sub_group_to_group_id", {})  # ZeRO-3 cuts groups into smaller ones
     flat = getattr(optimizer, "single_partition_of_fp32_groups", None)
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", []) if flat is None else flat
     for index in range(len(flat)):
         held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter under offload
         if any(gradient is not None and not torch.isfinite(gradient).all() for gradient in held):
-            yield sub_groups.get(index, index)
+            bad.add(sub_groups.get(index, index))
+    return [_group_name(engine, index) for index in sorted(bad)]
 
 
 def _group_name(engine: DeepSpeedEngine, index: int) -> str:
     """Return `group 0 (model.embed_tokens.weight and 14 more)`."""
-    groups = engine.optimizer.optimizer.param_groups
-    names = [name for name, parameter in engine.module.named_parameters() if parameter in _group_members(engine, index)]
+    optimizer, groups = engine.optimizer, engine.optimizer.optimizer.param_groups
+    if hasattr(optimizer, "bit16_groups"):
+        members = set(optimizer.bit16_groups[index])
+    else:
+        ids = optimizer.sub_group_to_group_id
+        members = {one for sub, group in enumerate(optimizer.fp16_groups) if ids[sub] == index for one in group}
+    names = [name for name, parameter in engine.module.named_parameters() if parameter in members]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"group {index} of {len(groups)} ({names[0]}{more})" if names else f"group {index} of {len(groups)}"
-
-
-def _group_members(engine: DeepSpeedEngine, index: int) -> set[Any]:
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "bit16_groups"):
-        return set(optimizer.bit16_groups[index])
-    ids = optimizer.sub_group_to_group_id
-    return {one for sub, group in enumerate(optimizer.fp16_groups) if ids[sub] == index for one in group}

@@ -197,12 +197,12 @@ def found_at(
     for example in examples:
         own.setdefault(example["anchor"], set()).add(place[example["positive"]])
     rows = dict(zip(anchors, similar, strict=True))
-    return [_before(rows[one["anchor"]], place[one["positive"]], own[one["anchor"]]) for one in examples]
-
-
-def _before(similar: torch.Tensor, right: int, own: set[int]) -> int:
-    before = similar >= similar[right]  # all of them, if a model gives all texts the same vector
-    return int(before.sum()) - int(before[list(own)].sum())
+    found = []
+    for one in examples:
+        to_texts = rows[one["anchor"]]
+        before = to_texts >= to_texts[place[one["positive"]]]  # all of them, if a model gives all texts the same vector
+        found.append(int(before.sum()) - int(before[list(own[one["anchor"]])].sum()))
+    return found
 
 
 @torch.no_grad()

@@ -94,10 +94,7 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     Raises:
         UserError: the weights are missing, or exist only as pickles.
     """
-    return transforms.apply(_pretrained(recipe, kind or heads.CLASSES[heads.trained_by(recipe)], labels), recipe)
-
-
-def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedModel:
+    loaded: Any = kind or heads.CLASSES[heads.trained_by(recipe)]
     dtype = DTYPES[recipe.precision]
     weights.check_intact(Path(recipe.model.path))
     config = load_config(recipe)
@@ -112,7 +109,7 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
     quiet = errors_only("transformers") if recipe.method.headless else nullcontext()
     try:
         with quiet, upstream.reading_any_index(), upstream.reading_state(state):
-            model, about = kind.from_pretrained(
+            model, about = loaded.from_pretrained(
                 recipe.model.path,
                 dtype=dtype,
                 quantization_config=quantization(recipe, config),
@@ -140,12 +137,12 @@ def _pretrained(recipe: Recipe, kind: Any, labels: Sequence[str]) -> PreTrainedM
             heads.start(model, recipe.seed)
     if missing:
         raise UserError(missing_weights(recipe, sorted(missing)))
-    if kind in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
+    if loaded in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generate.correct_settings(model, recipe.model.path):
         say(line)
     new_tokens.start(model, recipe)
-    return model
+    return transforms.apply(model, recipe)
 
 
 def with_classes(part: Json, options: Json) -> Json:

@@ -91,8 +91,11 @@ def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) 
         from compressed_tensors.quantization import QuantizationConfig
 
         layer = name.removesuffix(".weight")
-        groups = QuantizationConfig.model_validate(dict(block)).config_groups.values()
-        scheme = next((group for group in groups if any(_targets(one, layer) for one in group.targets)), None)
+        scheme = None
+        for group in QuantizationConfig.model_validate(dict(block)).config_groups.values():
+            patterns = [one[3:] for one in group.targets if one.startswith("re:")]  # the others are names or classes
+            if {"Linear", layer} & set(group.targets) or any(re.match(pattern, layer) for pattern in patterns):
+                scheme = scheme or group
         if scheme is None:
             raise UserError(f"{name}: packed, but no group of its quantization_config targets {layer}.")
         held = {f"weight_{role}": part for role, part in parts.items()}
@@ -104,11 +107,6 @@ def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) 
     if "zero_point" in parts:
         weight = weight - _spread(name, parts["zero_point"].float(), weight.shape, block)
     return weight * _spread(name, scale, weight.shape, block)
-
-
-def _targets(target: str, layer: str) -> bool:
-    """Return whether a group's target, a class or a pattern, may be this layer."""
-    return bool(re.match(target[3:], layer)) if target.startswith("re:") else target in ("Linear", layer)
 
 
 def _spread(name: str, scale: torch.Tensor, shape: torch.Size, block: JsonView) -> torch.Tensor:

@@ -54,18 +54,6 @@ def by_tensor(engine: DeepSpeedEngine, layout: Layout) -> dict[int, list[Fragmen
     optimizer holds the weights is not supported here: without ZeRO, in fp16.
     """
     found: dict[int, list[Fragment]] = {}
-    for held, fragment in _fragments(engine, layout):
-        found.setdefault(id(held), []).append(fragment)
-    return found
-
-
-def copies(engine: DeepSpeedEngine, layout: Layout) -> int:
-    """Return how many ranks update the same elements: one with any kind of ZeRO, else all data-parallel ranks."""
-    shared = any(hasattr(weight, "ds_tensor") or hasattr(weight, "_hp_mapping") for _, weight in _trained(engine))
-    return 1 if shared else dist.get_world_size() // (layout.tensor * layout.pipeline)
-
-
-def _fragments(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[torch.Tensor, Fragment]]:
     split = {weight for layer in tensor.layers(engine.module).values() for weight in layer.parameters()}
     counted_elsewhere = distributed.place(layout).tensor > 0
     whole = _whole(engine)
@@ -77,7 +65,14 @@ def _fragments(engine: DeepSpeedEngine, layout: Layout) -> Iterator[tuple[torch.
         if place is None:
             place = (whole[weight], 0, weight.numel()) if weight in whole else None
         if place and place[2]:
-            yield place[0], Fragment(_layer(name), *place[1:])
+            found.setdefault(id(place[0]), []).append(Fragment(_layer(name), *place[1:]))
+    return found
+
+
+def copies(engine: DeepSpeedEngine, layout: Layout) -> int:
+    """Return how many ranks update the same elements: one with any kind of ZeRO, else all data-parallel ranks."""
+    shared = any(hasattr(weight, "ds_tensor") or hasattr(weight, "_hp_mapping") for _, weight in _trained(engine))
+    return 1 if shared else dist.get_world_size() // (layout.tensor * layout.pipeline)
 
 
 def _sharded(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:

@@ -275,7 +275,16 @@ def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
         group: the two ranks.
     """
     attend(model, group)
-    return max(_difference(model, batch, group) for batch in (_batch(model, True), _batch(model, False)))
+    rank, found = dist.get_rank(group), []
+    for batch in (_batch(model, True), _batch(model, False)):
+        count = (batch["labels"][:, 1:] != IGNORED).sum()
+        whole = _computed(model.eval(), batch, count)
+        part = _computed(model.train(), cut(batch, RankPosition(0, 0, rank, 0), PAIR), count)
+        for value in part[1:]:
+            dist.all_reduce(value, group=group)
+        whole[0] = whole[0].chunk(PAIR.sequence, dim=1)[rank]
+        found.append(probe.worst(max(probe.off(a, b) for a, b in zip(part, whole, strict=True)), group))
+    return max(found)
 
 
 def _batch(model: torch.nn.Module, packed: bool) -> Batch:
@@ -292,17 +301,6 @@ def _batch(model: torch.nn.Module, packed: bool) -> Batch:
     batch = Collator(0, multiple=8 * PAIR.sequence, boundaries=needs_boundaries(model))(sequences)
     inputs = {name: value for name, value in batch.items() if name not in ("tokens", "squared_lengths")}
     return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-
-
-def _difference(model: torch.nn.Module, batch: Batch, group: dist.ProcessGroup) -> float:
-    rank = dist.get_rank(group)
-    count = (batch["labels"][:, 1:] != IGNORED).sum()
-    whole = _computed(model.eval(), batch, count)
-    part = _computed(model.train(), cut(batch, RankPosition(0, 0, rank, 0), PAIR), count)
-    for value in part[1:]:
-        dist.all_reduce(value, group=group)
-    whole[0] = whole[0].chunk(PAIR.sequence, dim=1)[rank]
-    return probe.worst(max(probe.off(a, b) for a, b in zip(part, whole, strict=True)), group)
 
 
 def _computed(model: torch.nn.Module, batch: Batch, count: torch.Tensor) -> list[torch.Tensor]:
