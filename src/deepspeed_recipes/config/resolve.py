@@ -147,15 +147,12 @@ def _fill(node: Any, fillings: dict[str, object], path: Key = ()) -> None:
         elif value == "auto" and dotted(where) in fillings:
             node[name] = copy.deepcopy(fillings[dotted(where)])
         elif value == "auto":
-            raise Unresolvable(_unfilled(dotted(where)))
-
-
-def _unfilled(key: str) -> str:
-    if key.endswith(("bucket_size", "persistence_threshold")):
-        return f'{key} is "auto", and the model\'s hidden size is unknown; add --model or hidden_size=N'
-    if key == "scheduler.params.total_num_steps":
-        return f'{key} is "auto", and the number of steps is unknown; add max_steps=N'
-    return f'{key} is "auto", but the Trainer has no value for it; write a value'
+            key, why = dotted(where), "but the Trainer has no value for it; write a value"
+            if key.endswith(("bucket_size", "persistence_threshold")):
+                why = "and the model's hidden size is unknown; add --model or hidden_size=N"
+            elif key == "scheduler.params.total_num_steps":
+                why = "and the number of steps is unknown; add max_steps=N"
+            raise Unresolvable(f'{key} is "auto", {why}')
 
 
 def _add(config: Json, numbers: Numbers) -> None:

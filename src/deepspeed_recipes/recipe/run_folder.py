@@ -445,7 +445,14 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """
     last = step_of(checkpoint) if checkpoint else -1
     if checkpoint is None:
-        _check_never_saved(run)
+        with explained(run.path):
+            trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
+        every = read_recipe(run).save_steps if trained else 0
+        if every and trained > every:
+            raise UserError(
+                f"{run.checkpoints} has no checkpoint, although the run has trained {trained} steps and saves every "
+                f"{every}; is its disk mounted? To start again from step 0, remove {run.metrics}."
+            )
     for folder in checkpoints(run):
         if step_of(folder) > last or not is_marked(folder):
             with explained(folder):
@@ -458,18 +465,6 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
                 log.unlink()
         if run.summary.exists() and not (has_ended(run) and read_json(run.summary).get("steps", -1) <= last):
             run.summary.unlink()
-
-
-def _check_never_saved(run: RunFolder) -> None:
-    """Refuse to start again from step 0 because a disk with the checkpoints is not mounted."""
-    with explained(run.path):
-        trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
-    every = read_recipe(run).save_steps if trained else 0
-    if every and trained > every:
-        raise UserError(
-            f"{run.checkpoints} has no checkpoint, although the run has trained {trained} steps and saves every "
-            f"{every}; is its disk mounted? To start again from step 0, remove {run.metrics}."
-        )
 
 
 def remove_checkpoint(folder: Path) -> None:

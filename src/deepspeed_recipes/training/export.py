@@ -374,17 +374,15 @@ def load_merged(folder: Path) -> PreTrainedModel:
     return merged
 
 
-def _bare(layer: torch.nn.Module | None) -> torch.nn.Module | None:
-    """Return the base model's layer inside PEFT's adapter layer."""
-    while layer is not None and (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))):
-        layer = inner
-    return layer
-
-
 def _part_tied(model: PreTrainedModel) -> None:
     """Give the head its own weight if it shares the embedding's and one of them has an adapter."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    embedding, output = map(_bare, ends)
+    bare = []
+    for layer in ends:  # the base model's layers inside PEFT's
+        while layer is not None and (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))):
+            layer = inner
+        bare.append(layer)
+    embedding, output = bare
     if output is None or embedding is None or (embedding, output) == ends:
         return
     if embedding.weight is output.weight:

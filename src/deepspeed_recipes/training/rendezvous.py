@@ -105,18 +105,15 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
     if local.isdecimal():  # SLURM writes `2(x3)` for three nodes
         found["LOCAL_SIZE"] = local
     if "MASTER_ADDR" not in environment:
-        found["MASTER_ADDR"] = _address(environment, launcher, alone=local == found["WORLD_SIZE"])
+        if local == found["WORLD_SIZE"]:
+            found["MASTER_ADDR"] = "127.0.0.1"
+        elif launcher.name == "srun":
+            found["MASTER_ADDR"] = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+        else:
+            raise UserError("MASTER_ADDR: not set; add -x MASTER_ADDR=HOST, the host of rank 0, to mpirun.")
     job = environment.get(launcher.job, "")
     found["MASTER_PORT"] = environment.get("MASTER_PORT", str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]))
     return found
-
-
-def _address(environment: Mapping[str, str], launcher: Launcher, alone: bool) -> str:
-    if alone:
-        return "127.0.0.1"
-    if launcher.name == "srun":
-        return first_host(environment.get("SLURM_STEP_NODELIST", ""))
-    raise UserError("MASTER_ADDR: not set; add -x MASTER_ADDR=HOST, the host of rank 0, to mpirun.")
 
 
 def first_host(nodes: str) -> str:

@@ -217,7 +217,12 @@ def job_command(address: str, words: Sequence[str], environment: Mapping[str, st
     """
     given = command.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
-    job += [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *without_address(words), "--address", "auto"]
+    own, skip = [], False  # without `--address A` and `--submit`
+    for word in words:
+        if not skip and word != "--submit" and not word.startswith("--address"):
+            own.append(word)
+        skip = word == "--address"
+    job += [sys.executable, "-m", "deepspeed_recipes.commands", "launch", *own, "--address", "auto"]
     for word in words:
         if redact(word) != word:
             raise UserError(f"{redact(word)}: its credential could be read in the Ray job's command; leave it out.")
@@ -226,16 +231,6 @@ def job_command(address: str, words: Sequence[str], environment: Mapping[str, st
             raise UserError(f"{word}: a Ray job's words may not have {' '.join(SHELL)}; choose another name or value.")
     ray = Path(sys.executable).with_name("ray")
     return [str(ray) if ray.exists() else "ray", "job", "submit", "--address", address, "--", *job]
-
-
-def without_address(words: Sequence[str]) -> list[str]:
-    """Return a command line without `--address A` and `--submit`."""
-    kept, skip = [], False
-    for word in words:
-        if not skip and word != "--submit" and not word.startswith("--address"):
-            kept.append(word)
-        skip = word == "--address"
-    return kept
 
 
 def submit_job(address: str, words: Sequence[str], submit: bool) -> int:

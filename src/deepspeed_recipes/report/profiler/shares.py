@@ -151,9 +151,13 @@ class _Open:
 def most_expensive(trace: RankTrace, count: int = 10) -> list[Operator]:
     """Return the operators in which a rank spent the most time."""
     calls: dict[tuple[str, str], list[float]] = defaultdict(list)
-    kernels = _kernel_seconds(trace) if on_gpu(trace) else None
+    gpu = on_gpu(trace)
+    kernels: dict[object, float] = defaultdict(float)  # seconds by the operator that launched them
+    for event in trace.events:
+        if event.kind == "kernel" and not is_collective(event):
+            kernels[event.arguments.get("External id")] += (event.end - event.begin) / 1e6
     for event, module, seconds in _operators(trace):
-        spent = seconds if kernels is None else kernels.get(event.arguments.get("External id"), 0.0)
+        spent = kernels.get(event.arguments.get("External id"), 0.0) if gpu else seconds
         calls[event.name, re.sub(r"\.\d+(?=\.|$)", ".*", module)].append(spent)
     found = [Operator(name, module, len(spent), sum(spent)) for (name, module), spent in calls.items()]
     return sorted(found, key=lambda one: -one.seconds)[:count]
@@ -196,12 +200,3 @@ def _module(stack: list[_Open], modules: dict[int, str]) -> str:
         if one.event.name.startswith(BACKWARD):
             return modules.get(one.event.arguments.get(SEQUENCE, -1), "")
     return ""
-
-
-def _kernel_seconds(trace: RankTrace) -> dict[object, float]:
-    """Return the seconds of a GPU's kernels by the operator that launched them."""
-    found: dict[object, float] = defaultdict(float)
-    for event in trace.events:
-        if event.kind == "kernel" and not is_collective(event):
-            found[event.arguments.get("External id")] += (event.end - event.begin) / 1e6
-    return found

@@ -275,7 +275,15 @@ def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
     try:
         found = conclude(run.profile, predict)
         write_json(run.profile / "verdict.json", found)
-        print("\n".join(["", *verdict_lines(found), f"traces       {run.profile}  (open one in ui.perfetto.dev)"]))
+        lines = [
+            "",
+            f"profile      {span(found)}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}",
+            *(*_bars(found), *_operators(found), *_traffic(found)),
+            *([f"  {pipeline(found)}"] if found["pipeline"] else []),
+            f"change       {found['change']}",
+            f"traces       {run.profile}  (open one in ui.perfetto.dev)",
+        ]
+        print("\n".join(lines))
     except Exception as error:
         print(f"no verdict on {run.profile}: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
 
@@ -333,18 +341,6 @@ NAMES = {
     "host": "host",
     "idle": "idle",
 }
-
-
-def verdict_lines(found: JsonView) -> list[str]:
-    """Return the lines to print for `verdict.json`."""
-    return [
-        f"profile      {span(found)}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}",
-        *_bars(found),
-        *_operators(found),
-        *_traffic(found),
-        *([f"  {pipeline(found)}"] if found["pipeline"] else []),
-        f"change       {found['change']}",
-    ]
 
 
 def span(found: JsonView) -> str:

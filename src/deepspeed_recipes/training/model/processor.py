@@ -227,19 +227,16 @@ def load_without_videos(path: str) -> ProcessorMixin | None:
     Raises:
         OSError: it has none.
     """
-    known = None if is_torchvision_available() else _class_of(path)
+    if is_torchvision_available():
+        return None
+    files = [ProcessorMixin.get_processor_dict(path)[0]]
+    with suppress(OSError):  # not a vision-language model
+        files.append(ImageProcessingMixin.get_image_processor_dict(path)[0])
+    name = next((one["processor_class"] for one in files if one.get("processor_class")), None)
+    known = processor_class_from_name(name) if name else None  # as in `AutoProcessor`; None: not transformers' own
     if known is None or tuple(inspect.signature(known.__init__).parameters) != PARTS:
         return None
     found = pictures_only(known).from_pretrained(path)
     with suppress(OSError):  # it has no settings for videos
         found.video_settings, _ = BaseVideoProcessor.get_video_processor_dict(path)
     return found
-
-
-def _class_of(path: str) -> type[ProcessorMixin] | None:
-    """Return the class in a processor's files, found as in `AutoProcessor`, or None if it is not transformers' own."""
-    files = [ProcessorMixin.get_processor_dict(path)[0]]
-    with suppress(OSError):  # not a vision-language model
-        files.append(ImageProcessingMixin.get_image_processor_dict(path)[0])
-    name = next((one["processor_class"] for one in files if one.get("processor_class")), None)
-    return processor_class_from_name(name) if name else None

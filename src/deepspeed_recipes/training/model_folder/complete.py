@@ -249,21 +249,16 @@ def of_tokenizer(tokenizer: Any) -> Json | None:
     close = answer.strip().removesuffix(stop).strip() or stop
     if not start.strip() or not close:
         return None
-    content = {**_closed(close, stop), "content": "text"}
+    content = {"close": close, "content": "text"}
+    if stop not in ("", close):
+        # Otherwise white space between the two would be an empty answer that replaces the previous one.
+        content = {"close_pattern": rf"\s*(?:{re.escape(close)}|{re.escape(stop)})", "content": "text"}
     spec: Json = {"defaults": {"role": "assistant"}, "start_anchor": start, "fields": {"content": content}}
     for name, field, message in _FIELDS:
         wider = spec | {"fields": {name: field, **spec["fields"]}}
         if name not in spec["fields"] and _parses(tokenizer, wider, message):
             spec = wider
     return spec if _parses(tokenizer, spec, {"content": _SAID}) else None
-
-
-def _closed(close: str, stop: str) -> dict[str, str]:
-    """Return where the parser ends an answer: at the text that the template writes, or where the model stops."""
-    if stop in ("", close):
-        return {"close": close}
-    # Otherwise white space between the two would be an empty answer that replaces the previous one.
-    return {"close_pattern": rf"\s*(?:{re.escape(close)}|{re.escape(stop)})"}
 
 
 def _parses(tokenizer: Any, spec: Json, message: Json) -> bool:

@@ -87,34 +87,29 @@ def save(trainer: Trainer, folder: Path) -> None:
 
     `Trainer.save_model` would clone the whole state on every rank below ZeRO-3, and store tied weights twice.
     """
-    model = trainer.model
+    model, recipe = trainer.model, trainer.context.recipe
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
-        with transforms.balancing_declared(model, load_config(trainer.context.recipe)):
+        with transforms.balancing_declared(model, load_config(recipe)):
             # PEFT would add the embeddings to an adapter if new tokens have made them larger; it has the new rows.
             options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
             model.save_pretrained(folder, state_dict=state, **options)
-        if trainer.context.recipe.model.vision:
+        if recipe.model.vision:
             trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
         else:
             trainer.processing_class.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
-        adapter = trainer.context.recipe.lora
+        adapter = recipe.lora
         if adapter is not None and adapter.init == "pissa":
             lora.export_pissa(model, folder)
         if isinstance(model, PeftModel) and getattr(model, "hf_quantizer", None):
             write_json(folder / QUANTIZATION, model.hf_quantizer.quantization_config.to_dict())
-        _describe_outputs(trainer, folder)
-
-
-def _describe_outputs(trainer: Trainer, folder: Path) -> None:
-    """Write the meaning of the outputs where `config.json` does not have it."""
-    model, recipe = trainer.model, trainer.context.recipe
-    if isinstance(recipe.method, Embed):
-        hidden_size = model.config.get_text_config().hidden_size
-        complete.write_pooling(folder, recipe.method, hidden_size, recipe.sequence_length)
-    if recipe.method.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
-        write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
+        # What `config.json` does not say of the outputs.
+        if isinstance(recipe.method, Embed):
+            hidden_size = model.config.get_text_config().hidden_size
+            complete.write_pooling(folder, recipe.method, hidden_size, recipe.sequence_length)
+        if recipe.method.scores and isinstance(model, PeftModel) and model.config.num_labels > 1:
+            write_json(folder / LABELS, [model.config.id2label[at] for at in range(model.config.num_labels)])
 
 
 def _state(engine: DeepSpeedEngine, model: PreTrainedModel | PeftModel) -> dict[str, torch.Tensor] | None:

@@ -186,11 +186,17 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
     found: list[Any] = [None]
     if distributed.is_first():
         distill = Distill.of(recipe)
+        teacher: str | None = distill.teacher
+        if not distill.served:
+            loaded = recipe_of(recipe)
+            files = sorted(Path(loaded.model.path).glob("*.safetensors"))
+            commit = None if files else getattr(load.load_config(loaded), "_commit_hash", None)  # of a model on the Hub
+            teacher = " ".join(map(digests.of_file, files)) or f"{loaded.model.path}@{commit}"
         found = [
             {
                 "data": fingerprint.of_data(training),
                 "tokenizer": fingerprint.of_tokenizer(tokenizer),
-                "teacher": distill.teacher if distill.served else _of_model(recipe_of(recipe)),
+                "teacher": teacher,
                 "precision": f"{recipe.precision} {distill.teacher_quantization}",
                 "temperature": distill.temperature,
                 "top_k": distill.top_k,
@@ -198,13 +204,6 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
         ]
     dist.broadcast_object_list(found)
     return found[0]
-
-
-def _of_model(recipe: Recipe) -> str:
-    """Return a digest of a folder's weights, or the name and commit of a model on the Hub."""
-    if files := sorted(Path(recipe.model.path).glob("*.safetensors")):
-        return " ".join(digests.of_file(file) for file in files)
-    return f"{recipe.model.path}@{getattr(load.load_config(recipe), '_commit_hash', None)}"
 
 
 def known(folder: Path, mark: Json) -> bool:
