@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..machine import children
 from ..recipe.errors import UserError, first_line
-from ..recipe.files import Json, JsonView
+from ..recipe.files import JsonView
 from ..recipe.layout import per_layer
 from ..recipe.run_folder import read_json
 from ..training.export import move
@@ -96,10 +96,14 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     state = _with_layers(state, names[0], kept)
     if width < sizes["intermediate_size"]:
         state = _narrowed(source, state, width)
+    listed = per_layer(sizes, sizes["num_hidden_layers"])  # lists with an entry per layer
+    changed = sizes | {name: [sizes[name][number] for number in kept] for name in listed}
+    changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
+    config = config | {"text_config": changed} if sizes is not config else changed
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
         part = place / "part"
-        _write(folder, part, _resized(config, kept, width), state)
+        _write(folder, part, config, state)
         _check(source, part)
         move(part, output)
     return Shrunken(kept, width, before, _count(state))
@@ -197,15 +201,6 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
             "biases); leave it out."
         )
     return result
-
-
-def _resized(config: Json, kept: Sequence[int], width: int) -> Json:
-    """Return the configuration with the new sizes; lists with an entry per layer keep only the kept layers' entries."""
-    sizes = text_of(config)
-    listed = per_layer(sizes, sizes["num_hidden_layers"])
-    changed = sizes | {name: [sizes[name][number] for number in kept] for name in listed}
-    changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
-    return config | {"text_config": changed} if sizes is not config else changed
 
 
 def _write(folder: Path, output: Path, config: JsonView, state: dict[str, torch.Tensor]) -> None:

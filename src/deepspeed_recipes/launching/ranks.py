@@ -36,16 +36,14 @@ def of_run(folder: str, *kinds: list[str]) -> Iterator[psutil.Process]:
     for kind in kinds:
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if command[1:4] == kind and folder in command and _of_this_node(process):
+            if command[1:4] != kind or folder not in command:
+                continue
+            try:  # several slurmd may share a machine
+                here = process.environ().get("SLURM_NODEID") == os.environ.get("SLURM_NODEID")
+            except psutil.Error:  # the process has just ended
+                continue
+            if here:
                 yield process
-
-
-def _of_this_node(process: psutil.Process) -> bool:
-    """Return True if a rank belongs to this SLURM node: several slurmd may share a machine."""
-    try:
-        return process.environ().get("SLURM_NODEID") == os.environ.get("SLURM_NODEID")
-    except psutil.Error:  # the process has just ended
-        return False
 
 
 def numbered(processes: Iterator[psutil.Process]) -> list[tuple[int, int]]:

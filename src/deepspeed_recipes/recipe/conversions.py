@@ -44,15 +44,15 @@ def from_dict(values: JsonView, kind: type = Recipe) -> Any:
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise UserError(f"recipe.json: unknown field {unknown[0]!r} in {kind.__name__}; written by another version?")
+    rebuilt = dict(values)
+    for key, value in values.items():
+        nested = dataclass_in(hints[key])
+        if nested and value is not None and not isinstance(value, Method):
+            rebuilt[key] = from_dict(value, nested)
     try:
-        return kind(**{key: _rebuild(hints[key], value) for key, value in values.items()})
+        return kind(**rebuilt)
     except TypeError as error:
         raise UserError(f"recipe.json: {error}") from error
-
-
-def _rebuild(hint: Any, value: Any) -> Any:
-    nested = dataclass_in(hint)
-    return from_dict(value, nested) if nested and value is not None and not isinstance(value, Method) else value
 
 
 SECTIONS = {name: kind for name, kind in METHODS.items() if dataclasses.fields(kind)}

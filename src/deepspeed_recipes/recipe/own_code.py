@@ -87,16 +87,18 @@ def digests(recipe: object) -> dict[str, str]:
     Raises:
         UserError: a file cannot be read.
     """
-    return {key: ",".join(map(_digest, found)) for key, found in of_recipe(recipe).items()}
-
-
-def _digest(function: Function) -> str:
-    try:
-        return hashlib.sha256(Path(function.path).read_bytes()).hexdigest()
-    except FileNotFoundError:
-        return "unknown"
-    except OSError as error:
-        raise UserError(f"{function.path}: cannot be read ({error.strerror}); check its permissions.") from None
+    found = {}
+    for key, functions_of_key in of_recipe(recipe).items():
+        hashes = []
+        for function in functions_of_key:
+            try:
+                hashes.append(hashlib.sha256(Path(function.path).read_bytes()).hexdigest())
+            except FileNotFoundError:
+                hashes.append("unknown")
+            except OSError as error:
+                raise UserError(f"{function.path}: cannot be read ({error.strerror}); check its permissions.") from None
+        found[key] = ",".join(hashes)
+    return found
 
 
 def changed(recipe: object, then: Mapping[str, str], now: Mapping[str, str]) -> Iterator[str]:

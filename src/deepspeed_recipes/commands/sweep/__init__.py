@@ -278,7 +278,10 @@ def at_random(space: Space, count: int, seed: int, most: int) -> list[list[str]]
     chance = random.Random(seed)
     for _ in range(100 * count):
         trial = [f"{key}={chance.choice(values)}" for key, values in space.lists.items()]
-        trial += [f"{key}={_drawn(chance, *ends)}" for key, ends in space.ranges.items()]
+        for key, ends in space.ranges.items():
+            low, high = map(float, ends)
+            value = math.exp(chance.uniform(math.log(low), math.log(high))) if low > 0 else chance.uniform(low, high)
+            trial.append(f"{key}={round(value) if all(end.isdigit() for end in ends) else format(value, '.3g')}")
         found[tuple(trial)] = None
         if len(found) == count:
             return [list(trial) for trial in found]
@@ -286,12 +289,6 @@ def at_random(space: Space, count: int, seed: int, most: int) -> list[list[str]]
         f"--random {count}: there are only {len(found)} different trials; list more values, or use --random "
         f"{max(2, len(found))}."
     )
-
-
-def _drawn(chance: random.Random, lowest: str, highest: str) -> str:
-    low, high = float(lowest), float(highest)
-    value = math.exp(chance.uniform(math.log(low), math.log(high))) if low > 0 else chance.uniform(low, high)
-    return str(round(value)) if lowest.isdigit() and highest.isdigit() else f"{value:.3g}"
 
 
 def _is_number(text: str) -> bool:

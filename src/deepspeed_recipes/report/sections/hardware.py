@@ -5,7 +5,7 @@ from statistics import fmean
 
 from ..page import Bars, Block, Cell, Chart, Curve, Note, Number, Parts, Section, Table, number
 from ..profiler.verdict import NAMES, SUMMED, pipeline, slower, span
-from ..run_data import PROFILE, Row, RunData
+from ..run_data import PROFILE, RunData
 from .curves import finite
 
 MEASURED = {
@@ -102,29 +102,27 @@ Lines = dict[str, list[tuple[float, float]]]
 
 def in_use(run: RunData) -> Iterator[Section]:
     """Yield the section with the use of GPUs and nodes, if the run took samples."""
-    if blocks := tuple(_in_use(run.system)):
-        yield Section("Hardware in use", blocks)
-
-
-def _in_use(samples: tuple[Row, ...]) -> Iterator[Block]:
     rows: list[tuple[Cell, ...]] = []
+    blocks: list[Block] = []
     for owner, keys in SAMPLED.items():
         for key, (title, unit) in keys.items():
             found: Lines = {}
-            for row in samples:
+            for row in run.system:
                 if finite(row.get(key)):
-                    minutes = (row["time"] - samples[0]["time"]) / 60
+                    minutes = (row["time"] - run.system[0]["time"]) / 60
                     found.setdefault(f"{owner} {row.get(owner)}", []).append((minutes, row[key] / unit))
             if found and key in CHARTS:
                 drawn = Chart(title, "minutes", tuple(_curves(found))).block()
-                yield from [drawn] if isinstance(drawn, Chart) else []  # the table has the rest
+                blocks += [drawn] if isinstance(drawn, Chart) else []  # the table has the rest
             for who, line in found.items():
                 values = [value for _, value in line]
                 extent = {"mean": fmean(values), "highest": max(values)}
                 cells = (Number(one, f"{one:,.4g}", f"system.jsonl:{of}:{key}:{who}") for of, one in extent.items())
                 rows.append((title, who, *cells))
     if rows:
-        yield Table(("", "", "mean", "highest"), tuple(rows), folded="" if len(rows) <= MOST_ROWS else "The numbers")
+        folded = "" if len(rows) <= MOST_ROWS else "The numbers"
+        blocks.append(Table(("", "", "mean", "highest"), tuple(rows), folded=folded))
+        yield Section("Hardware in use", tuple(blocks))
 
 
 def _curves(found: Lines) -> Iterator[Curve]:

@@ -199,7 +199,9 @@ def _sums(
         zeros = size - torch.count_nonzero(gradient)
         sums = [_square(gradient), zeros.double(), torch.full_like(zeros, size, dtype=torch.float64)]
         if is_adam:
-            before, update = _adam_update(after, mean, square, _steps(state, group), group)
+            steps = state.get("step", group.get("step"))  # left on its device
+            steps = steps.double() if torch.is_tensor(steps) else steps  # 1 - 0.999**1 needs more digits than fp32 has
+            before, update = _adam_update(after, mean, square, steps, group)
             sums += [_square(update), _square(before), sums[2]]
         else:
             sums += [torch.zeros_like(sums[2])] * 3
@@ -217,12 +219,6 @@ def _adam_update(
     moved = mean * (rate / (1 - beta1**steps)) / (square.sqrt() / (1 - beta2**steps) ** 0.5 + group["eps"])
     before = (after + moved) / (1 - rate * group["weight_decay"])
     return before, before * (-rate * group["weight_decay"]) - moved
-
-
-def _steps(state: JsonView, group: JsonView) -> torch.Tensor | float:
-    """Return the number of updates, left on its device; 1 - 0.999**1 needs more digits than fp32 has."""
-    steps = state.get("step", group.get("step"))
-    return steps.double() if torch.is_tensor(steps) else steps
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

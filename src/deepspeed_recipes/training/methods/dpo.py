@@ -62,20 +62,15 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         pairs, ordinary = len(inputs["input_ids"]) // 2, super().compute_loss
         if not self.one_by_one:
             return self.mean(ordinary(model, inputs, *arguments, **options).expand(pairs))
-        losses = [
-            ordinary(model, _one(inputs, at % pairs), *arguments, **options) * (at < pairs)
-            for at in range(self.context.recipe.micro_batch_size)
-        ]
+        losses = []
+        for number in range(self.context.recipe.micro_batch_size):
+            at = number % pairs
+            one = {  # a micro-batch has all better answers, then all worse ones
+                name: value[[at]] if name in REFERENCE else value[[at, pairs + at]] if torch.is_tensor(value) else value
+                for name, value in inputs.items()
+            }
+            losses.append(ordinary(model, one, *arguments, **options) * (number < pairs))
         return self.mean(torch.stack(losses))
-
-
-def _one(inputs: Batch, at: int) -> Batch:
-    """Return one pair of a micro-batch, which has all better answers, then all worse ones."""
-    pairs = len(inputs["input_ids"]) // 2
-    return {
-        name: value[[at]] if name in REFERENCE else value[[at, pairs + at]] if torch.is_tensor(value) else value
-        for name, value in inputs.items()
-    }
 
 
 def arguments(common: Json, recipe: Recipe) -> DPOConfig:

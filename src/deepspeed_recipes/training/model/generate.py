@@ -173,7 +173,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_settings(path: str) -> None:
-    """Refuse a generation_config.json that transformers cannot read; `correct` handles settings that cause warnings.
+    """Refuse a generation_config.json that transformers cannot read; `correct_settings` handles what causes warnings.
 
     Args:
         path: a model's folder; a Hub id is not checked.
@@ -204,7 +204,12 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
     config: GenerationConfig | None = getattr(model, "generation_config", None)
     if config is None:  # the model does not generate
         return None
-    _check_types(config, path)
+    for name in (*LIMITS, *TOKENS):
+        given = getattr(config, name, None)
+        many = given if name in TOKENS and isinstance(given, list) else [given]
+        kinds = int if name in TOKENS else int | float
+        if given is not None and not all(isinstance(one, kinds) and not isinstance(one, bool) for one in many):
+            raise UserError(f"{path}: {FILE}: {name}={given!r} is not a number; correct the file.")
     changed = _known_tokens(model, config, path)
     changed |= {"do_sample": False} if config.do_sample and config.temperature == 0 else {}
     changed |= {"top_k": 0} if config.top_k == -1 else {}
@@ -285,12 +290,3 @@ def _issues(config: GenerationConfig, path: str) -> Mapping[str, str]:
             raise UserError(f"{path}: {FILE}: {first_line(error)} Correct the file.") from error
         return found
     return {}
-
-
-def _check_types(config: GenerationConfig, path: str) -> None:
-    for name in (*LIMITS, *TOKENS):
-        value = getattr(config, name, None)
-        many = value if name in TOKENS and isinstance(value, list) else [value]
-        kinds = int if name in TOKENS else int | float
-        if value is not None and not all(isinstance(one, kinds) and not isinstance(one, bool) for one in many):
-            raise UserError(f"{path}: {FILE}: {name}={value!r} is not a number; correct the file.")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from ...recipe.errors import first_line, redact
@@ -137,22 +136,17 @@ def other_nodes(run: RunFolder) -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for path in sorted(run.ranks.glob(run.system_of("*").name)):
-        sample = _newest(path)
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                lines = file.read().decode().splitlines(keepends=True)
+        except OSError:  # a temporary error of a shared file system
+            continue
+        whole = [line for line in lines if line.startswith("{") and line.endswith("}\n")]
+        sample = json.loads(whole[-1]) if whole else {}
         if sample.get("node", socket.gethostname()) == socket.gethostname():
             continue
         for name in sample.keys() - set(PLACE):
             rank = f"rank-{sample['rank']}/" if name.startswith(OF_RANK) else ""
             found[f"nodes/{sample['node']}/{rank}{name}"] = sample[name]
     return found
-
-
-def _newest(path: Path) -> Json:
-    """Return the last whole sample in a file, or an empty one if there is none or the file cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            lines = file.read().decode().splitlines(keepends=True)
-    except OSError:  # a temporary error of a shared file system
-        return {}
-    whole = [line for line in lines if line.startswith("{") and line.endswith("}\n")]
-    return json.loads(whole[-1]) if whole else {}
