@@ -141,6 +141,10 @@ def products() -> dict[str, dict[str, float]]:
 
 def attentions() -> dict[str, dict[str, float]]:
     """Return the seconds of causal attention, forward and both passes, by kernel; of one sequence."""
+
+    def both_passes(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> None:
+        forward().backward(gradient)
+
     size, found = sizes(), {}
     for dtype in dtypes():
         for name, kernel in kernels(dtype).items():
@@ -152,14 +156,10 @@ def attentions() -> dict[str, dict[str, float]]:
             try:
                 gradient = torch.randn_like(forward())
                 found[f"{name} {short(dtype)} forward"] = median_seconds(forward)
-                found[f"{name} {short(dtype)} both"] = median_seconds(partial(_both_passes, forward, gradient))
+                found[f"{name} {short(dtype)} both"] = median_seconds(partial(both_passes, forward, gradient))
             except RuntimeError:  # this GPU has no such kernel
                 found.pop(f"{name} {short(dtype)} forward", None)
     return {"attention": found}
-
-
-def _both_passes(forward: Callable[[], torch.Tensor], gradient: torch.Tensor) -> None:
-    forward().backward(gradient)
 
 
 def kernels(dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:

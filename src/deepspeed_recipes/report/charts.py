@@ -123,10 +123,6 @@ def _for_page(text: str, chart: Chart, name: str, log: bool) -> str:
         if LINK in element.attrib:
             element.set("href", f"#{name}-{element.attrib.pop(LINK).removeprefix('#')}")
         for key, given in element.attrib.items():
-            element.set(key, _styled(given.replace("url(#", f"url(#{name}-")))
+            own = re.sub(r"font-family:[^;]*; ", "", given.replace("url(#", f"url(#{name}-"))  # the page has a font
+            element.set(key, re.sub("#0a0[bc]0[0-9]", lambda found: PAGE_COLOURS[found[0]], own))
     return ElementTree.tostring(root, encoding="unicode")
-
-
-def _styled(value: str) -> str:
-    value = re.sub(r"font-family:[^;]*; ", "", value)  # the page's own
-    return re.sub("#0a0[bc]0[0-9]", lambda found: PAGE_COLOURS[found[0]], value)

@@ -176,26 +176,6 @@ def whole_shape(weight: torch.Tensor) -> torch.Size:
     return getattr(weight, "ds_shape", weight.shape)
 
 
-def muon_groups(given: Iterable[Group], chosen: set[nn.Parameter]) -> list[Group]:
-    """Return the groups, each divided into Adam's weights and, by their widths, Muon's matrices.
-
-    DeepSpeed scales an update by sqrt(max(1, rows / columns)), so its root mean square is 1 / sqrt(columns) of the
-    intended one. The inverse factor in the rate makes it AdamW's, and is divided out of the decay.
-    """
-    found: list[Group] = []
-    for group in given:
-        widths = {weight: whole_shape(weight)[1] for weight in group["params"] if weight in chosen}
-        rest = [weight for weight in group["params"] if weight not in chosen]
-        if rest:
-            found.append({**group, "params": rest, "use_muon": False})
-        for width in sorted(set(widths.values())):
-            factor = AS_ADAMW * math.sqrt(width)
-            own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": MOMENTUM}
-            of_width = [weight for weight, columns in widths.items() if columns == width]
-            found.append({"params": of_width, "use_muon": True, **own})
-    return found
-
-
 def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.optim.Optimizer:
     """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles its kernels when it is imported
@@ -206,7 +186,19 @@ def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.
     for weight in model.parameters():
         weight.use_muon = weight in chosen  # read by DeepSpeed's ZeRO
     adam = {name: options[name] for name in ("betas", "eps")}
-    parts = [group if group["use_muon"] else {**group, **adam} for group in muon_groups(given, chosen)]
+    # DeepSpeed scales an update by sqrt(max(1, rows / columns)), so its root mean square is 1 / sqrt(columns) of the
+    # intended one. The inverse factor in the rate makes it AdamW's, and is divided out of the decay.
+    parts: list[Group] = []
+    for group in given:
+        widths = {weight: whole_shape(weight)[1] for weight in group["params"] if weight in chosen}
+        rest = [weight for weight in group["params"] if weight not in chosen]
+        if rest:
+            parts.append({**group, "params": rest, "use_muon": False, **adam})
+        for width in sorted(set(widths.values())):
+            factor = AS_ADAMW * math.sqrt(width)
+            own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": MOMENTUM}
+            of_width = [weight for weight, columns in widths.items() if columns == width]
+            parts.append({"params": of_width, "use_muon": True, **own})
     sizes = [sum(math.prod(whole_shape(weight)) for weight in some) for some in (chosen, model.parameters())]
     say(f"optimizer=muon: {len(chosen)} matrices, {sizes[0] / sizes[1]:.0%} of the weights; AdamW has the others")
     return MuonWithAuxAdam(parts, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": options["fused"]})

@@ -138,8 +138,11 @@ def borrow(model: str, variant: str) -> Recipe:
     )
     if not pages.is_own_model(recipe):
         recipe = replace(recipe, borrower=_title(recipe.model.path))
-    if recipe.packs and not _is_of_page(recipe) and not _keeps_documents_apart(recipe):
-        return replace(recipe, packing=False)
+    if recipe.packs:
+        page = pages.find(pages.typed(recipe), recipe.variant)  # with whose architecture packing is tested
+        same = page.model.config["model_type"] == recipe.model.config["model_type"]
+        if not same and not _keeps_documents_apart(recipe):
+            return replace(recipe, packing=False)
     return recipe
 
 
@@ -229,12 +232,6 @@ def _title(path: str) -> str:
     if len(parts) > 2 and parts[-2] == "snapshots":  # huggingface_hub's cache: models--OWNER--NAME/snapshots/REVISION
         return re.sub(r"[^\w.-]+", "_", parts[-3].rpartition("--")[2])
     return re.sub(r"[^\w.-]+", "_", parts[-1]).strip("._-") or "model"
-
-
-def _is_of_page(recipe: Recipe) -> bool:
-    """Return True if the model's architecture is the page's, with which packing is tested."""
-    page = pages.find(pages.typed(recipe), recipe.variant)
-    return bool(page.model.config["model_type"] == recipe.model.config["model_type"])
 
 
 def _keeps_documents_apart(recipe: Recipe) -> bool:

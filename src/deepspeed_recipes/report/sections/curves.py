@@ -47,7 +47,24 @@ def section(run: RunData) -> Section:
     blocks = [chart.block() for chart in _charts(run) if any(curve.points for curve in chart.curves)]
     charts = [block for block in blocks if isinstance(block, Chart)]
     notes = [block for block in blocks if isinstance(block, Note)] or ([] if charts else [Note("No logged values.")])
-    return Section("Curves", (*charts, *notes, *_tables(run)))
+    tables = []
+    for name, rows in (("metrics.jsonl", run.metrics), ("evaluations.jsonl", run.evaluations)):
+        if not rows:
+            continue
+        every = -(-len(rows) // MOST_ROWS)
+        # Values by layer have their own section.
+        columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
+        cells = tuple(
+            tuple(
+                number(value, FORMS.get(key, ".4g"), f"{name}:{at}:{key}") or (None if value is None else str(value))
+                for key, value in ((key, row.get(key)) for key in columns)
+            )
+            for at, row in enumerate(rows, 1)
+            if (at - 1) % every == 0 or at == len(rows)
+        )
+        which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
+        tables.append(Table(columns, cells, folded=f"The numbers: {name}{which}"))
+    return Section("Curves", (*charts, *notes, *tables))
 
 
 def _charts(run: RunData) -> Iterator[Chart]:
@@ -113,25 +130,6 @@ def waits(rows: Iterable[Row]) -> Iterator[tuple[float, float]]:
             if seconds > before:
                 yield row["step"], waited / (seconds - before)
             before = seconds
-
-
-def _tables(run: RunData) -> Iterator[Table]:
-    for name, rows in (("metrics.jsonl", run.metrics), ("evaluations.jsonl", run.evaluations)):
-        if not rows:
-            continue
-        every = -(-len(rows) // MOST_ROWS)
-        # Values by layer have their own section.
-        columns = tuple(dict.fromkeys(key for row in rows for key, value in row.items() if type(value) is not dict))
-        cells = tuple(
-            tuple(
-                number(value, FORMS.get(key, ".4g"), f"{name}:{at}:{key}") or (None if value is None else str(value))
-                for key, value in ((key, row.get(key)) for key in columns)
-            )
-            for at, row in enumerate(rows, 1)
-            if (at - 1) % every == 0 or at == len(rows)
-        )
-        which = f", every {every}th of {len(rows)} rows" if every > 1 else ""
-        yield Table(columns, cells, folded=f"The numbers: {name}{which}")
 
 
 MOST_CELLS = 3000

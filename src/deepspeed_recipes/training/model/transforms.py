@@ -234,15 +234,13 @@ def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
         return fitting and not name.endswith((".gate", ".router"))
 
     convert_to_float8_training(model.base_model, config=Float8LinearConfig(emulate=not on_gpu), module_filter_fn=fits)
+
+    def exact_in_evaluation(layer: torch.nn.Linear, train: Callable[..., torch.Tensor], inputs: torch.Tensor) -> Any:
+        return train(inputs) if layer.training else linear(inputs, layer.weight, layer.bias)
+
     for layer in model.modules():
         if isinstance(layer, Float8Linear):
-            layer.forward = partial(_exact_in_evaluation, layer, layer.forward)
-
-
-def _exact_in_evaluation(
-    layer: torch.nn.Linear, train: Callable[..., torch.Tensor], inputs: torch.Tensor
-) -> torch.Tensor:
-    return train(inputs) if layer.training else linear(inputs, layer.weight, layer.bias)
+            layer.forward = partial(exact_in_evaluation, layer, layer.forward)
 
 
 def compile_layers(model: PreTrainedModel) -> None:
