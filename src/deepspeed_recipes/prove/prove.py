@@ -233,7 +233,13 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
         for folder in write_reports(reports, environment, list(zip(looked_for, found, strict=True))):
             console.print(f"report: {folder}", highlight=False, soft_wrap=True)
     if result_file:
-        result = as_data(environment, proven, found, time.monotonic() - begun)
+        result = {
+            "environment": dict(environment),
+            "techniques": [one.as_json() for one in proven],
+            "defects": [one.as_json() for one in found],
+            "seconds": round(time.monotonic() - begun, 1),
+            "status": exit_status(proven),
+        }
         if to_screen:
             print(json.dumps(result, indent=2))
         else:
@@ -336,17 +342,6 @@ def summary(techniques: Sequence[Finding], defects: Sequence[Finding]) -> str:
 def exit_status(techniques: Sequence[Finding]) -> int:
     """Return the exit status: 1 if a technique trains something else, or fails."""
     return int(any(one.state in ("different", "failed") for one in techniques))
-
-
-def as_data(environment: Json, techniques: Sequence[Finding], defects: Sequence[Finding], seconds: float) -> Json:
-    """Return everything as JSON."""
-    return {
-        "environment": dict(environment),
-        "techniques": [one.as_json() for one in techniques],
-        "defects": [one.as_json() for one in defects],
-        "seconds": round(seconds, 1),
-        "status": exit_status(techniques),
-    }
 
 
 def write_reports(folder: Path, environment: Json, defects: Sequence[tuple[Defect, Finding]]) -> list[Path]:

@@ -136,7 +136,12 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
         if head:  # the files hold a language model
             heads.start(model, recipe.seed)
     if missing:
-        raise UserError(missing_weights(recipe, sorted(missing)))
+        names = sorted(missing)
+        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+        raise UserError(
+            f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, "
+            "or correct its config.json."
+        )
     if loaded in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generate.correct_settings(model, recipe.model.path):
@@ -259,15 +264,6 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     elif "internet connection" in str(error) or "couldn't connect" in str(error).lower() or "offline" in reason:
         reason = "no network, and not in the cache; download it elsewhere and give its folder as model.path=FOLDER"
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
-
-
-def missing_weights(recipe: Recipe, names: Sequence[str]) -> str:
-    """Return the message that a model's files lack weights, which would start from random numbers."""
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return (
-        f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, or "
-        "correct its config.json."
-    )
 
 
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:

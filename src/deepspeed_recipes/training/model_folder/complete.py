@@ -113,7 +113,18 @@ def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
 def _finish(folder: Path, place: Path) -> None:
     record.add(folder, {record.CERTIFICATES: None})
     base_model.make_portable(folder, place)
-    write_response_template(folder)
+    file = folder / CONFIG
+    if file.exists():
+        from transformers import AutoTokenizer
+
+        values = {key: value for key, value in read_json(file).items() if key not in HERE_ONLY}
+        if values.get(KEY) is None:
+            try:
+                found = of_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+            except (OSError, ValueError):  # a tokenizer with its own code, which is not run for this
+                found = None
+            values |= {KEY: found} if found else {}
+        write_json(file, values)
     card.write(folder)
 
 
@@ -207,27 +218,6 @@ _FIELDS: tuple[tuple[str, Json, Json], ...] = (
     ("tool_calls", _TAGGED_CALLS, _CALLED),
 )
 """Fields in addition to the answer, in the forms of Qwen's and Hermes' templates, and a message with them."""
-
-
-def write_response_template(folder: Path) -> bool:
-    """Write the response template of the tokenizer in `folder` into its configuration; return whether it has one now.
-
-    A template that the tokenizer already has is kept.
-    """
-    file = folder / CONFIG
-    if not file.exists():
-        return False
-    from transformers import AutoTokenizer
-
-    values = {key: value for key, value in read_json(file).items() if key not in HERE_ONLY}
-    if values.get(KEY) is None:
-        try:
-            found = of_tokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
-        except (OSError, ValueError):  # a tokenizer with its own code, which is not run for this
-            found = None
-        values |= {KEY: found} if found else {}
-    write_json(file, values)
-    return KEY in values
 
 
 def of_tokenizer(tokenizer: Any) -> Json | None:
