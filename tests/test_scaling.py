@@ -55,6 +55,10 @@ def test_the_prediction_is_the_planners_once_the_cpu_is_measured(tmp_path, monke
     weak, strong = (scaling.predicted(bench, [1, 2, 4])[kind] for kind in ("weak", "strong"))
     assert weak["1"] == strong["1"] == 1 > weak["2"] > strong["2"] > 0.8, "ZeRO-2 averages after each micro-batch"
     assert 0.4 < weak["4"] < 0.5, "two ranks to a core"
+    stored = read_json(cpu_speed.MEASUREMENTS / "scaling_cpu.json")
+    for kind in scaling.KINDS:
+        for _, _, measured, predicted in scaling.efficiencies(stored, kind):
+            assert predicted == pytest.approx(measured, abs=0.05)
 
 
 def test_the_table_says_where_ranks_share_cores(result):
