@@ -176,6 +176,7 @@ PERMISSIONS = {
     "config.json": ("launch", "tiny", "full", "--dry-run", "model.path=model"),
     "deepspeed.json": ("launch", "tiny", "full", "--dry-run", "deepspeed=deepspeed.json"),
     "hosts": ("launch", "tiny", "full", "--dry-run", "--hostfile", "hosts"),
+    "old.yaml": ("launch", "--from", "old.yaml"),
 }
 UNPRIVILEGED = """
 import contextlib, io, json, os, sys
@@ -200,7 +201,7 @@ def test_files_that_may_not_be_read(tmp_path):
     append_jsonl(run.metrics, {"step": 1})
     for folder in ("data", "model"):
         (tmp_path / folder).mkdir()
-    for name in ("data/a.jsonl", "data.jsonl", "page.py", "deepspeed.json", "hosts"):
+    for name in ("data/a.jsonl", "data.jsonl", "page.py", "deepspeed.json", "hosts", "old.yaml"):
         (tmp_path / name).write_text("{}")
     shutil.copy(TINY_MODEL / "config.json", tmp_path / "model")
     places = {"recipe.json": run.recipe, "metrics.jsonl": run.metrics, "config.json": tmp_path / "model/config.json"}

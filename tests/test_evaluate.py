@@ -218,7 +218,7 @@ SAID = {**CALL, "id": "1", "function": {"name": "add", "arguments": '{"first":1}
     ],
 )
 def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path, monkeypatch, wanted, said, right):
-    """The server gets the tools and everything before the last answer, in OpenAI's form."""
+    """The server gets the tools and everything before the last answer that is learned, in OpenAI's form."""
     address, handler = server
     asked = []
 
@@ -233,7 +233,8 @@ def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "2"},
     ]
-    turns = [*before, {"role": "assistant", **wanted}, {"role": "user", "content": "Thanks."}]
+    after = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "No.", "train": False}, before[0]]
+    turns = [*before, {"role": "assistant", **wanted}, *after]
     file = tmp_path / "tools.jsonl"
     file.write_text(json.dumps({"messages": turns, "tools": TOOLS}) + "\n")
     found = score.of(Server(address, "parrot"), read(None, file, "exact_match", None))

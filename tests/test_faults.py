@@ -333,6 +333,7 @@ def test_a_run_that_has_saved_does_not_start_again_without_its_disk(tmp_path):
     write_jsonl(run.metrics, rows[:2])
     run_folder.forget_after(run, None)
     assert not run.metrics.exists(), "it died before its first checkpoint was complete"
+    run_folder.accept_recipe(run)
     write_jsonl(run.metrics, rows)
     for there in (False, True):
         if there:

@@ -76,6 +76,9 @@ def test_valid_settings_stay_as_they_are(tmp_path):
         ('{"bad_words_ids": [2]}', "bad_words_ids"),
         ('{"forced_eos_token_id": 99999}', "out of bounds"),
         ('{"do_sample": true, "top_k": 50.0}', "top_k"),
+        ('{"stop_strings": [5]}', "stop_strings=[5]: must be text"),
+        ('{"stop_strings": {"a": 1}}', "must be text or a list of texts"),
+        ('{"stop_strings": ["ok", ""]}', "must be text or a list of texts"),
         ('{"exponential_decay_length_penalty": [1]}', "cannot generate with these settings"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -391,11 +392,16 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         {"rope_scaling": {"rope_type": "linear", "factor": "2"}},
         {"output_attentions": True},
         {"return_dict": False},
+        {"is_encoder_decoder": True},
+        {"rms_norm_eps": -1e-6},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
     ):
         with pytest.raises(UserError) as caught:
             load.load_model(changed(model, **keys))
         one_line(caught, "its config.json")
-        assert "is wrong: " in str(caught.value) or "return_dict=false" in str(caught.value)
+        wrong = r"is wrong: |return_dict=false|is_encoder_decoder=true|rms_norm_eps=-1e-06: |rope_theta=(0|-10000.0): "
+        assert re.search(wrong, str(caught.value))
         shutil.copy(TINY_MODEL / "config.json", model)
 
 
@@ -404,7 +410,7 @@ def test_sizes_that_are_no_numbers_are_refused(model):
     [
         ({"rope_parameters": None, "rope_scaling": {"rope_type": "yarm", "factor": 2.0}}, "KeyError: 'yarm'"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "{'factor'}"),
-        ({"rms_norm_eps": -1.0}, "make no model (a random model of it computes no finite logits)"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0: must be at least 0"),
     ],
 )
 def test_the_check_of_packing_names_a_model_that_cannot_be_built(keys, hint, model):

@@ -86,18 +86,22 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     recipe = replace(recipe, schedule=Schedule("constant", warmup=0))
     write_recipe(run, recipe)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    for log in (run.metrics, run.rollouts):
+        append_jsonl(log, read_jsonl(run.metrics)[-1] | {"step": 5})  # trained after the last checkpoint
     before = {file: file.read_bytes() for file in sorted(run.path.rglob("*")) if file.is_file()}
-    forget_after(run, newest_checkpoint(run))
     states = [file for file in before if file.name.endswith("_states.pt") and "checkpoint-4" in str(file)]
     assert states
     for seed, where in ((recipe.seed + 1, "before there is an engine"), (recipe.seed, "by the engine")):
         if seed == recipe.seed:
             for file in states:
                 file.write_bytes(pickle.dumps(print).ljust(len(before[file]), b"\0"))
+        forget_after(run, newest_checkpoint(run))
         write_recipe(run, replace(recipe, seed=seed, max_steps=9))
         assert ranks.run(training_run.main, str(run.path), log=tmp_path / "refused.log") == [2, 2], where
         for file in states:
             file.write_bytes(before[file])
+        assert [row["step"] for row in read_jsonl(run.metrics)] == [1, 2, 3, 4] and not run.rollouts.exists()
+        run_folder.discard_requested(run, recipe=False)
         after = {file: file.read_bytes() for file in before}
         assert run.summary in before and not run_folder.is_finished(run)
         changed = {file for file in before if before[file] != after[file]}
@@ -106,7 +110,7 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     forget_after(run, newest_checkpoint(run))
     write_recipe(run, resumed)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
-    assert read_recipe(run) == resumed and not list(run.path.glob("*.requested.json"))
+    assert read_recipe(run) == resumed and not [*run.path.glob("*.requested.json"), *run.path.glob("*.before.jsonl")]
     assert read_json(run.environment) != json.loads(before[run.environment])
     assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
     steps = [row["step"] for row in read_jsonl(run.metrics)]

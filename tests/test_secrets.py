@@ -52,6 +52,14 @@ SECRETS = {
     "Kaggle's file": f'{{"username": "ada", "key": "{"aB1" * 8}"}}',
     "curl's option": f"curl -u ada:{PASSWORD} https://host/x",
     "sshpass": f"sshpass -p {PASSWORD} ssh host",
+    "mysql's option": f"mysql -u ada -p{PASSWORD} -h db",
+    "mysqldump's option": f"mysqldump -p'{PASSWORD}' all",
+    "a block in YAML": f"  password: |-\n    {PASSWORD}\n    {PASSWORD}\n",
+    "a folded block in YAML": f"hf_token: >\n  {PASSWORD}\n",
+    "passwort": f"passwort={PASSWORD}",
+    "a number as passwort": "db_passwort=12345",
+    "hexadecimal digits of a key": f"the encryption-key {'aB1' * 21}0",
+    "hexadecimal digits of a secret": f"api_key {'aB1' * 21}0",
     "a variable's key": f"AZURE_STORAGE_KEY={PASSWORD}",
     "keys of a bucket": f"s3://{'AKIA' + 'AB12' * 4}:{PASSWORD}@bucket/x",
     "header as OTEL writes it": f"authorization=Bearer%20{PASSWORD}",
@@ -93,6 +101,9 @@ PLAIN = (
     "/home/ada/.cache/huggingface",
     "Basic responsibilities; key: model.layers.31.mlp.up_proj, sort_key=loss_at_step_16",
     "-u ada --user ada --max-restarts 2",
+    "mysql -u ada -p -P 3306 && mkdir -p/tmp/x",
+    "password: |\nuser: ada",
+    f"sha256 {'ab1' * 21}0  model.safetensors, key layers.0",
 )
 
 

@@ -5,12 +5,16 @@ import math
 from dataclasses import replace
 
 import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
+from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.methods import Grpo
 from deepspeed_recipes.training.data import load, sources
 from tests.conftest import conversation
 from tests.small import small
@@ -285,6 +289,27 @@ def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, str
         line = source.unread_line("{{ message.mood }}")
         assert line.endswith(f"keys that nothing reads, with their numbers of examples: id ({ids}), source (1)")
         assert f"turns.mood ({ids})" in source.unread_line("{{ message.content }}")
+    path.write_text(lines([{"prompt": f"{n}?", "answer": "a", "level": n, "unit": n % 2 or None} for n in range(4)]))
+    (tmp_path / "own.py").write_text("def judge(answer, example):\n    return 1.0\n")
+    recipe = small(tmp_path, path, method=Grpo(max_new_tokens=64), reward=f"{tmp_path}/own.py:judge")
+    level = "answer (1), level (1)" if streaming else "answer (4), level (4), unit (2)"
+    said = f"keys that only the reward function gets, with their numbers of examples: {level}"
+    assert sources.read(str(path), recipe, streaming)[0].unread_line("{{ level }}").endswith(said)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "csv"])
+def test_a_table_with_a_column_twice_is_refused_by_the_launcher_and_by_the_ranks(tmp_path, kind):
+    path, table = tmp_path / f"a.{kind}", pa.table([["?"], ["a"], ["b"]], names=["prompt", "completion", "completion"])
+    if kind == "arrow":
+        with pa.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    else:
+        (pq.write_table if kind == "parquet" else pa.csv.write_csv)(table, path)
+    recipe = small(tmp_path, path)
+    for read in (lambda: preflight.check_file(path, "sft", recipe.data), lambda: sources.read(str(path), recipe)):
+        with pytest.raises(UserError, match="'completion' twice") as caught:
+            read()
+        assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
 
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):

@@ -189,6 +189,8 @@ def test_an_index_that_does_not_fit_its_files_is_refused(model):
     save_file({**held, DOWN: torch.zeros(1), "model.norm.weight": torch.ones(1)}, model / second)
     write_json(model / weights.INDEX, {"weight_map": found})
     refused(model, second, "as another file of the folder does")
+    save_file({**held, DOWN.removeprefix("model."): torch.zeros(1)}, model / second)
+    refused(model, DOWN.removeprefix("model."), "the same with model. before the name")
     save_file(held, model / second)
     write_json(model / weights.INDEX, {"metadata": {}, "weight_map": {name: second for name in list(found)[:1]}})
     refused(model)

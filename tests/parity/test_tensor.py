@@ -192,16 +192,40 @@ def test_a_loss_in_tiles_reads_the_whole_head(ranks, tmp_path, conversations, fa
     whole = {**next(iter(pages.page(family).SIZES.values())).config, "tie_word_embeddings": tied}
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     config = draft.shrink(AutoConfig.for_model(**whole), Draft(layers=2), tokenizer)
-    config.initializer_range = 0.2
     for name in ("attention_dropout", "residual_dropout"):  # Seed-OSS has both: what is dropped differs from plain
         if hasattr(config, name):
             setattr(config, name, 0.0)
     if getattr(config, "num_key_value_heads", None):
         config.num_key_value_heads = max(2, config.num_key_value_heads)
-    techniques.random_model(tmp_path / "model", config)
-    options = {"tiled_loss": True, "gradient_checkpointing": True}
-    run = train(ranks, tmp_path, exact(tmp_path / "model", conversations, 1, **options), 2)
-    gate.agree(run, *plain.train(tmp_path / "model", conversations, SETTINGS))
+    model = tmp_path / "model"
+    reference = plain_where_fp32_is_exact(model, config, conversations)
+    recipe = exact(model, conversations, 1, tiled_loss=True, gradient_checkpointing=True)
+    gate.agree(train(ranks, tmp_path, recipe, 2), *reference)
+    if not tied:  # a tied head is the embeddings, which are never split
+        (tmp_path / "wrong").mkdir()
+        wrong = train(ranks, tmp_path / "wrong", replace(recipe, max_steps=1), 2, main=split_layers.head_in_parts)
+        assert abs(read_jsonl(wrong.metrics)[0]["loss"] / reference[0][0]["loss"] - 1) > 100 * gate.LOSS
+
+
+def plain_where_fp32_is_exact(model, config, conversations):
+    """Write a model that is as steep as possible, and train it in plain PyTorch, in fp64.
+
+    A gated delta rule that begins as steep as the other layers rounds in fp32 by more than the bounds, in plain PyTorch
+    too: the model is then less steep, until fp32 and fp64 agree within half of them.
+    """
+    for steep in (0.2, 0.1, 0.05):
+        config.initializer_range = steep
+        techniques.random_model(model, config)
+        records, weights = plain.train(model, conversations, SETTINGS)
+        precise, expected = plain.train(model, conversations, SETTINGS, dtype=torch.float64)
+        apart = {
+            key: max(abs(one[key] / other[key] - 1) for one, other in zip(records, precise, strict=True)) / bound
+            for key, bound in (("loss", gate.LOSS), ("grad_norm", gate.NORM))
+        }
+        apart["weights"] = max(plain.worst(weight, expected[name]) for name, weight in weights.items())
+        if max(apart.values()) <= 0.5:
+            return precise, expected
+    raise AssertionError(f"plain PyTorch rounds too much: {apart}")
 
 
 BY_GRAPH = {

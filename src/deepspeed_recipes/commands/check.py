@@ -17,7 +17,7 @@ from pathlib import Path
 from ..config import edits, lint
 from ..config.accelerate import lint as accelerate
 from ..config.lint import Report, ask_deepspeed, describe, judge
-from ..config.read import Document, Unreadable, located, parse, read
+from ..config.read import Document, Unreadable, Unwritable, located, parse, read
 from ..config.resolve import Numbers, Unresolvable, resolve
 from ..config.rule import Facts, Finding, hidden_size, model_config
 from ..config.rules import hf_trainer
@@ -151,7 +151,8 @@ def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
     except Unreadable as error:
         return unreadable(file, error, arguments)
     except OSError as error:
-        return unreadable(file, Unreadable(f"the fixed file cannot be written: {error.strerror}"), arguments)
+        what = f"it cannot be written ({error.strerror}); leave out --fix, or copy it to a place that you may write to"
+        return unreadable(file, Unwritable(what), arguments)
     findings = judge(document, facts)
     objection = ask(document, facts) if arguments.deepspeed else None
     if arguments.format == "text":
@@ -160,9 +161,9 @@ def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
 
 
 def unreadable(file: str, error: Unreadable, arguments: argparse.Namespace) -> Report:
-    """Report a file that is not a JSON object."""
+    """Report a file that is not a JSON object, or that cannot be fixed."""
     if arguments.format == "text":
-        print(f"{file}:{error.line}:{error.column}: cannot be read: {error.what}")
+        print(f"{file}:{error.line}:{error.column}: {error.stopped}: {error.what}")
     return Report(file, stopped=error)
 
 

@@ -170,7 +170,7 @@ class _Note:
 
 def _notes(report: Report) -> Iterator[_Note]:
     if report.stopped:
-        what = f"cannot be read: {report.stopped.what}"
+        what = f"{report.stopped.stopped}: {report.stopped.what}"
         yield _Note(_UNREADABLE, "error", report.stopped.line, report.stopped.column, what)
     for finding in report.findings:
         value = "" if finding.value is None else f" = {shown(finding.value)}"

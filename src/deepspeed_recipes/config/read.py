@@ -33,12 +33,20 @@ _FOREIGN_WORDS = {"True": True, "False": False, "None": None}
 class Unreadable(UserError):
     """The file is not a JSON object; the message gives the position and the reason in one line."""
 
+    stopped = "cannot be read"
+
     def __init__(self, what: str, line: int = 1, column: int = 1, file: str = ""):
         super().__init__(what)
         self.what, self.line, self.column, self.file = what, line, column, file
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}: {self.what}" if self.file else self.what
+
+
+class Unwritable(Unreadable):
+    """The fixed file cannot be written."""
+
+    stopped = "cannot be fixed"
 
 
 @dataclass(frozen=True)

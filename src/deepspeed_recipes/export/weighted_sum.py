@@ -8,7 +8,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from ..recipe.errors import UserError
-from ..recipe.files import Json
 from ..recipe.run_folder import read_json
 from ..training.model_folder import base_model, card
 from ..training.model_folder.base_model import ADAPTER, KEY
@@ -98,17 +97,15 @@ def add(base: object, parts: Sequence[Part], folder: Path) -> None:
         folder: a new folder.
 
     Raises:
+        UserError: an adapter does not belong on the model.
         RuntimeError: a matrix differs from the sum of the parts.
     """
-    from peft import PeftModel
-
-    from ..training.model.load import adapter_names
+    from ..training.export import with_adapter
 
     names = [f"part{number}" for number in range(len(parts))]
-    options: Json = {"autocast_adapter_dtype": False, "key_mapping": adapter_names(base)}
-    model = PeftModel.from_pretrained(base, parts[0].folder, adapter_name=names[0], **options)
+    model = with_adapter(base, parts[0].folder, names[0])
     for name, part in zip(names[1:], parts[1:], strict=True):
-        model.load_adapter(part.folder, adapter_name=name, **options)
+        model = with_adapter(model, part.folder, name)
     weights = [part.weight for part in parts]
     model.add_weighted_adapter(names, weights, SUM, combination_type="cat")
     worst = difference(model, names, weights)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _SECRET_NAME = re.compile(
-    r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WORD|WD|PHRASE|_|$)|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
+    r"TOKEN(?!IZ)|SECRET|(?<!ASK)PASS(?:WOR[DT]|WD|PHRASE|_|$)|KENNWORT|_PW$|(?:API|ACCESS|PRIVATE)_?KEY|CREDENTIAL|HEADERS?(?:_|$)"
     r"|AUTHORIZATION|_AUTH(?:_CONFIG)?$|COOKIE|SIGNATURE|WEBHOOK|_DSN$|_SAS$|CONNECTION_STRING"
     r"|(?-i:(?<!PUBLIC)_(?:KEY|PWD|PAT|CREDS|JWT)$)",  # only variables: a `sort_key` is none
     re.IGNORECASE,
@@ -31,7 +31,8 @@ _SECRET_VALUE = re.compile(
     r"|(?<![\w./@:-])[\w.+%-]+:(?!//)(?!(?:\d{1,2},)*\d{0,2}@)[^\s:@/'\"]+(?=@(?!sha256:)\w)"
 )
 _NAMED = (
-    r"\b(?:[\w-]{0,40}[_-])?(?:password|passwd|passphrase|secret|credentials?|(?:api|access|private|secret|account)[_-]?key"
+    r"\b(?:[\w-]{0,40}[_-])?(?:passwor[dt]|kennwort|passwd|passphrase|secret|credentials?"
+    r"|(?:api|access|private|secret|account|encryption|signing)[_-]?key"
     r"|(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)[_-]?token)"
 )
 _SECRET_PART = re.compile(
@@ -42,13 +43,16 @@ _SECRET_PART = re.compile(
     rf"|({_NAMED}\\?['\"]\s*[:=]\s*\\?['\"])[^'\"\\]+"
     rf"|({_NAMED}\s*[:=]\s*['\"]?)(?!\w+://)(?=\S*\d)[^\s'\",;&]{{8,}}"
     r"|(\b(?:key|token|auth)\\?['\"]?\s*[:=]\s*\\?['\"]?)(?=[A-Za-z_-]*\d)(?=[\d_-]*[A-Za-z])[\w-]{16,}"
+    rf"|({_NAMED}['\"]?\s*:[ \t]*[|>][+-]?\d?[ \t]*\n(?P<indent>[ \t]+))[^\n]+(?:\n(?P=indent)[^\n]*)*"  # YAML's blocks
+    rf"|({_NAMED}\s+(?:is\s+)?['\"]?)[0-9a-f]{{64}}\b"
+    r"|(\b(?:mysql|mariadb)[\w-]*\s(?:[^\n;&|]{0,500}?\s)?(?-i:-p)['\"]?)[^\s;'\"]+"
     rf"|(--(?:{_NAMED}|token)(?:=|\s+)['\"]?)[^\s'\"-][^\s'\"]*"
     r"|((?:\s-u|--user)\s+[^\s:/]+:|\bsshpass\s+-p\s*|\blogin\s+\S+\s+password\s+|;\s*PWD=)[^\s;'\"]+",
     re.IGNORECASE,
 )
 """Values after a name that marks a secret: in a signed URL, a request header, JSON, YAML or an option."""
 _SECRET_KEY = re.compile(
-    r"(?:.*_)?(?:password|passwd|passphrase|pwd|secret|credentials?|cookie|jwt|(?:api|access|private|secret|account)_?key)"
+    r"(?:.*_)?(?:passwor[dt]|kennwort|passwd|passphrase|pwd|secret|credentials?|cookie|jwt|(?:api|access|private|secret|account)_?key)"
     r"|key|token|auth|(?:.*_)?(?:auth|access|api|hub|hf|bearer|refresh|session|secret|security)_?token|authorization",
     re.IGNORECASE,
 )

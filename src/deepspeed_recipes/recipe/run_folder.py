@@ -433,7 +433,8 @@ def step_of(checkpoint: Path) -> int:
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
-    A finished run loses nothing as long as the ranks may still refuse to continue: see `accept_recipe`.
+    As long as the ranks may still refuse to continue, a finished run keeps its summary, and every run a copy of the
+    logs whose rows are removed: see `accept_recipe`.
 
     Args:
         run: the run.
@@ -444,6 +445,8 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
         UserError: there is no checkpoint, although the run has written one.
     """
     last = step_of(checkpoint) if checkpoint else -1
+    with explained(run.path):
+        _restore_logs(run)
     if checkpoint is None:
         with explained(run.path):
             trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
@@ -458,13 +461,29 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
             with explained(folder):
                 remove_checkpoint(folder)
     with explained(run.path):
-        for log in filter(Path.exists, (run.metrics, run.evaluations, run.answers, run.rollouts)):
-            if kept := [row for row in read_jsonl(log) if row["step"] <= last]:
-                write_jsonl(log, kept)
-            else:
+        for log in filter(Path.exists, _logs(run)):
+            kept = "".join(json.dumps(row) + "\n" for row in read_jsonl(log) if row["step"] <= last).encode()
+            if (now := log.read_bytes()) != kept:
+                files.write_bytes(_before(log), now)
+                files.write_bytes(log, kept)
+            if not kept:
                 log.unlink()
         if run.summary.exists() and not (has_ended(run) and read_json(run.summary).get("steps", -1) <= last):
             run.summary.unlink()
+
+
+def _logs(run: RunFolder) -> tuple[Path, ...]:
+    return run.metrics, run.evaluations, run.answers, run.rollouts
+
+
+def _before(log: Path) -> Path:
+    return log.with_suffix(".before.jsonl")
+
+
+def _restore_logs(run: RunFolder) -> None:
+    for log in _logs(run):
+        with contextlib.suppress(FileNotFoundError):
+            _before(log).replace(log)
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -540,9 +559,12 @@ def accept_recipe(run: RunFolder) -> None:
     for path in (run.data, run.deepspeed, run.environment, run.recipe):
         with contextlib.suppress(FileNotFoundError):
             _requested(path).replace(path)
+    for log in _logs(run):
+        _before(log).unlink(missing_ok=True)
 
 
 def discard_requested(run: RunFolder, recipe: bool = True) -> None:
-    """Remove what `accept_recipe` has not accepted, with or without the recipe."""
+    """Remove what `accept_recipe` has not accepted, with or without the recipe; restore the logs' rows."""
+    _restore_logs(run)
     for path in (run.data, run.deepspeed, run.environment, *([run.recipe] if recipe else [])):
         _requested(path).unlink(missing_ok=True)

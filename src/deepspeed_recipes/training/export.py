@@ -2,13 +2,14 @@
 
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -238,8 +239,7 @@ def load(
         base = load_base(folder, adapter, dtype, split)
         if split and "disk" in base.hf_device_map.values():  # PEFT 0.21 would leave those layers' adapters out
             raise UserError(f"{adapter}: its base model is larger than the GPUs' and the host's memory; use more GPUs.")
-        names = load_model.adapter_names(base)
-        model = PeftModel.from_pretrained(base, adapter, autocast_adapter_dtype=False, key_mapping=names)
+        model = with_adapter(base, adapter)
     if placed and not split:
         model = model.to(distributed.device())
     return model.eval() if placed else model
@@ -258,6 +258,48 @@ def device_map(folder: Path) -> Json:
         return {}
     size = untrained.bytes_of(weights.unquantized(weights.tensors(place)))
     return {} if size < WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0] else {"device_map": "auto"}
+
+
+def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "default") -> PeftModel:
+    """Return a model with one more adapter.
+
+    PEFT only warns about tensors that the file lacks, and ignores those that have no place in the model.
+
+    Raises:
+        UserError: the adapter's configuration, its tensors and the model do not belong together.
+    """
+    options: Json = {"autocast_adapter_dtype": False, "key_mapping": load_model.adapter_names(base)}
+    try:
+        if PeftConfig.from_pretrained(adapter).is_prompt_learning:  # has one tensor, and no list of its keys
+            return PeftModel.from_pretrained(base, adapter, name, autocast_adapter_dtype=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Found missing adapter keys")
+            model = base if isinstance(base, PeftModel) else PeftModel.from_pretrained(base, adapter, name, **options)
+        found = model.load_adapter(str(adapter), name, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError, NotImplementedError) as error:
+        lines = str(error).strip().splitlines() or [""]
+        reason = (lines[1] if lines[0].startswith("Error(s)") and lines[1:] else lines[0]).strip().rstrip(".")
+        reason = (
+            "its tensors are not named as PEFT names them" if "PEFT state_dict with key_mapping" in reason else reason
+        )
+        raise UserError(
+            f"{adapter}: PEFT cannot put this adapter on {base.config.name_or_path} ({type(error).__name__}: "
+            f"{reason[:200]}); use the adapter_config.json and the base model with which it was trained."
+        ) from error
+    # With other rows in the embedding, PEFT stores it once more, under the names that it has in memory.
+    left = [name for name in found.unexpected_keys if ".modules_to_save." not in name]
+    for names, what in (
+        (found.missing_keys, f"{ADAPTER} names layers whose tensors the file lacks"),
+        (left, f"the file has tensors without a place in {base.config.name_or_path} or {ADAPTER}"),
+    ):
+        if names:
+            raise UserError(
+                f"{adapter}: {what} ({len(names)}, such as {names[0]}); is the copy complete, and is this its base "
+                "model?"
+            )
+    return model
 
 
 def base_of(adapter: Path) -> Path:
@@ -299,6 +341,11 @@ def load_whole(
     Raises:
         UserError: not a model folder, or weights that cannot be loaded.
     """
+    if of_adapter and (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        raise UserError(
+            f"{of_adapter}: its base model {folder} is an adapter itself; merge that first (ds-recipes export {folder} "
+            "--output FOLDER --merge), and write FOLDER as base_model_name_or_path."
+        )
     if folder.is_absolute() and not (folder / "config.json").exists():
         raise UserError(f"{folder}: not a model folder (it holds neither config.json nor {ADAPTER}).")
     if folder.is_dir():  # and not a Hub id
@@ -353,8 +400,8 @@ def load_merged(folder: Path) -> PreTrainedModel:
     stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
     if getattr(base, "hf_quantizer", None):
         base = base.dequantize()
-    names = load_model.adapter_names(base)
-    adapted = PeftModel.from_pretrained(base, folder, autocast_adapter_dtype=False, key_mapping=names)
+    adapted = with_adapter(base, folder)
+    _check_mergeable(adapted, folder)
     expected = _sample_logits(adapted)
     configs = (base.config, base.config.get_text_config())
     tied = [one.tie_word_embeddings for one in configs]
@@ -372,6 +419,30 @@ def load_merged(folder: Path) -> PreTrainedModel:
             f"(allowed {_allowed(merged.dtype):.0e})"
         )
     return merged
+
+
+def _check_mergeable(adapted: PeftModel, folder: Path) -> None:
+    """Refuse adapters that are no change of the base model's weights, or not always the same change.
+
+    Raises:
+        UserError: names the kind of the adapter.
+    """
+    config = adapted.active_peft_config
+    kind = str(getattr(config, "init_lora_weights", ""))
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        why = "it acts on some tokens only, and is no change of the weights; serve it as an adapter"
+    elif getattr(config, "layer_replication", None):
+        why = "layer_replication gives layers of the base model several changes; serve it as an adapter"
+    elif kind.startswith("pissa_niter"):
+        why = (
+            f"init_lora_weights={kind} takes a random part of the base model away each time it is loaded; convert it "
+            "with PEFT's path_initial_model_for_weight_conversion"
+        )
+    elif bad := next((name for name, one in adapted.named_parameters() if not one.isfinite().all()), None):
+        why = f"{bad} has values that are not finite: its training diverged, or the file is damaged"
+    else:
+        return
+    raise UserError(f"{folder}: this adapter cannot be merged ({config.peft_type.value}): {why}.")
 
 
 def _part_tied(model: PreTrainedModel) -> None:
@@ -410,6 +481,7 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
     Raises:
         UserError: the folder has none.
     """
+    folder = _with_tokenizer(folder)
     if base_model.head_of(folder) == "vision":
         return vision.load(str(folder), base_model.may_run_code(folder))
     return load_tokenizer(folder)
@@ -421,11 +493,18 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the folder has none, or one of its files cannot be used.
     """
+    folder = _with_tokenizer(folder)
     weights.check_intact(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=base_model.may_run_code(folder))
     except Exception as error:  # each kind of tokenizer fails in its own way
         raise UserError(f"{folder}: cannot load the tokenizer: {_reason(error)}") from error
+
+
+def _with_tokenizer(folder: Path) -> Path:
+    """Return the base model's folder for an adapter without a tokenizer, as plain PEFT saves it."""
+    own = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
+    return folder if own or not (folder / ADAPTER).exists() else base_of(folder)
 
 
 def write(source: Path, output: Path, merge: bool) -> str:
@@ -443,6 +522,10 @@ def write(source: Path, output: Path, merge: bool) -> str:
     weights.check_intact(source)
     is_adapter = (source / ADAPTER).exists()
     if not is_adapter and not list(source.glob("*.safetensors")):
+        if found := [
+            file.parent.name for file in sorted(source.glob(f"*/{ADAPTER}")) if not file.parent.match("checkpoint-*")
+        ]:
+            raise UserError(f"{source}: holds adapters in {', '.join(found)}; name one of these folders.")
         if list(source.glob("checkpoint-*")):
             raise UserError(f"{source}: holds checkpoints but no model; name one of them, or the run's folder.")
         raise UserError(

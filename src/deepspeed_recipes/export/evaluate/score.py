@@ -83,12 +83,13 @@ def _shares(right: Sequence[bool], answers: list[str], cut_off: int = 0) -> Scor
 
 
 def _asked(example: JsonView, reasoning_learned: bool) -> tuple[list[Json], Json]:
-    """Return the turns before the assistant's last turn, for the server to answer, and that last turn.
+    """Return the turns before the last answer that training teaches, for the server to answer, and that answer.
 
     The last turn keeps its reasoning, for comparison with the server's, only if training teaches reasoning.
     """
     turns = example["messages"]
-    last = max(at for at, turn in enumerate(turns) if turn["role"] == "assistant")
+    answers = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
+    last = ([at for at in answers if turns[at].get("train") is not False] or answers)[-1]
     return turns[:last], turns[last] if reasoning_learned else stripped([turns[last]])[0]
 
 

@@ -257,8 +257,7 @@ def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
         return
     options = {"batch_size": text_files.READ_AT_ONCE} if kind == "parquet" else {}
     with text_files.damage_named(path, kind):
-        if kind == "parquet":
-            text_files.check_row_groups(path)
+        text_files.check_table(path, kind)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
 

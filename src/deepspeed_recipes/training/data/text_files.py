@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json
 from ...recipe.recipe import Data, names
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 COLUMNAR = {".parquet": "parquet", ".arrow": "arrow"}
 """Files that pyarrow reads; everything else is text."""
@@ -145,20 +148,11 @@ def suffix(path: Path) -> str:
 
 def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:
     """Yield the rows of a file of columns, without the loader of `datasets`, which takes seconds to import."""
-    from pyarrow import ArrowInvalid, RecordBatch, ipc
     from pyarrow.parquet import ParquetFile
 
-    batches: Iterable[RecordBatch]
     with damage_named(path, kind):
-        if kind == "parquet":
-            check_row_groups(path)
-            batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE)
-        else:
-            try:
-                batches = ipc.open_stream(path)
-            except ArrowInvalid:
-                file = ipc.open_file(path)
-                batches = map(file.get_batch, range(file.num_record_batches))
+        check_table(path, kind)
+        batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE) if kind == "parquet" else _arrow(path)[1]
         rows = (row for batch in batches for row in batch.to_pylist())
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
@@ -176,11 +170,33 @@ def damage_named(path: Path, kind: str) -> Iterator[None]:
         ) from error
 
 
-def check_row_groups(path: Path) -> None:
-    """Refuse a file with a row group that would take far more memory than the file's size suggests."""
+def check_columns(where: str, names: list[str]) -> None:
+    """Refuse a table with two columns of one name."""
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"{where}: has the column {twice!r} twice, and one would be lost; rename it.")
+
+
+def _arrow(path: Path) -> tuple[list[str], "Iterable[RecordBatch]"]:
+    """Return the names of the columns and the rows of a file in one of Arrow's two formats."""
+    from pyarrow import ArrowInvalid, ipc
+
+    try:
+        stream = ipc.open_stream(path)
+    except ArrowInvalid:
+        file = ipc.open_file(path)
+        return file.schema.names, map(file.get_batch, range(file.num_record_batches))
+    return stream.schema.names, stream
+
+
+def check_table(path: Path, kind: str) -> None:
+    """Refuse two columns of one name, and a row group that would take far more memory than the file's size suggests."""
     from pyarrow.parquet import ParquetFile
 
+    if kind != "parquet":
+        check_columns(str(path), _arrow(path)[0])
+        return
     about = ParquetFile(path).metadata
+    check_columns(str(path), about.schema.to_arrow_schema().names)
     for number in range(about.num_row_groups):
         columns = [about.row_group(number).column(index) for index in range(about.num_columns)]
         unpacked = sum(column.total_uncompressed_size for column in columns)
@@ -338,8 +354,7 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, J
             continue
         if not names:
             names = row
-            if twice := next((name for name in names if names.count(name) > 1), None):
-                raise UserError(f"{places[0]}: has the column {twice!r} twice, and one would be lost; rename it.")
+            check_columns(places[0], names)
         elif len(row) == len(names):
             yield places[0], dict(zip(names, row, strict=True))
         else:

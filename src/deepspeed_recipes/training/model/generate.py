@@ -210,6 +210,9 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
         kinds = int if name in TOKENS else int | float
         if given is not None and not all(isinstance(one, kinds) and not isinstance(one, bool) for one in many):
             raise UserError(f"{path}: {FILE}: {name}={given!r} is not a number; correct the file.")
+    stops = config.stop_strings or []
+    if not (isinstance(stops, str | list) and all(isinstance(one, str) and one for one in stops)):
+        raise UserError(f"{path}: {FILE}: stop_strings={stops!r}: must be text or a list of texts; correct the file.")
     changed = _known_tokens(model, config, path)
     changed |= {"do_sample": False} if config.do_sample and config.temperature == 0 else {}
     changed |= {"top_k": 0} if config.top_k == -1 else {}

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...recipe import quantization as stored_quantization
+from ...recipe.bounds import Bounds
 from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
 from ...recipe.errors import UserError, errors_only, first_line
 from ...recipe.files import Json
@@ -56,7 +57,26 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
             f"model.path={recipe.model.path}: its config.json has return_dict=false, with which its parts do not find "
             "each other's outputs; remove the key."
         )
+    if config.is_encoder_decoder and not type(config).is_encoder_decoder:
+        raise UserError(
+            f"model.path={recipe.model.path}: its config.json has is_encoder_decoder=true, and {config.model_type} has "
+            "no encoder; remove the key."
+        )
+    _check_numbers(config.to_dict(), recipe.model.path)
     return config
+
+
+_NUMBERS = {r"(\w+_)?eps(ilon)?": Bounds(least=0), r"rope_theta|rotary_emb_base|rope_local_base_freq": Bounds(above=0)}
+"""Numbers that transformers does not check and with which a model computes NaN, at once or for some tokens."""
+
+
+def _check_numbers(section: Json, path: str) -> None:
+    for key, value in section.items():
+        if isinstance(value, dict):
+            _check_numbers(value, path)
+        for name, bounds in _NUMBERS.items():
+            if re.fullmatch(name, str(key)) and isinstance(value, int | float) and bounds.broken_by(value):
+                raise UserError(f"model.path={path}: its config.json has {key}={value}: must be {bounds}; correct it.")
 
 
 def load_model(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:

@@ -140,7 +140,7 @@ def fit(model: PreTrainedModel, adapter: Path) -> None:
     indices = chosen.get("trainable_token_indices") or []
     numbers = [number for own in (indices.values() if isinstance(indices, dict) else [indices]) for number in own]
     needed = max(numbers, default=-1) + 1
-    if chosen.get("modules_to_save") and (file := adapter / "adapter_model.safetensors").exists():
+    if (file := adapter / "adapter_model.safetensors").exists():
         held = weights.header(file)
         ends = [name for name in held if weights.EMBEDDING.search(name) or name.endswith("lm_head.weight")]
         needed = max([needed, *(held[name].shape[0] for name in ends)])

@@ -71,9 +71,11 @@ def find(adapter: Path) -> Path:
     """Return the folder or the Hub id of an adapter's base model.
 
     Raises:
-        UserError: adapter_config.json names a folder that does not exist.
+        UserError: adapter_config.json names no base model, or a folder that does not exist.
     """
-    name = str(read_json(adapter / ADAPTER)[KEY])
+    name = read_json(adapter / ADAPTER).get(KEY)
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{adapter / ADAPTER}: {KEY}={name}: write the folder or the Hub id of its base model there.")
     if own := own_path(name):
         return own
     if PurePath(name).is_absolute():

@@ -135,6 +135,11 @@ def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
                 "or download the folder again."
             )
         found |= held
+    if twice := sorted(name for name in found if f"model.{name}" in found):
+        raise UserError(
+            f"{folder}: holds {twice[0]}{more(twice)}, and the same with model. before the name, of which transformers "
+            "would load one without a word; remove the tensors that are not the model's."
+        )
     index = folder / INDEX
     if index.exists():
         absent = [name for name in _weight_map(index) if name not in found]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ....recipe import files, overrides, pages
-from ....recipe.errors import UserError, first_line, redact
+from ....recipe.errors import UserError, first_line, of_system, redact
 from ....recipe.files import Json, JsonView
 from ....recipe.project import command
 from ....recipe.recipe import Recipe
@@ -107,7 +107,9 @@ def read(file: Path) -> Json:
     files.check_ends(file)
     try:
         text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise UserError(of_system(error, file)) from None
+    except UnicodeDecodeError as error:
         raise UserError(f"{file}: cannot be read: {first_line(error)}.") from None
     what = "JSON" if file.suffix == ".json" else "YAML"
     try:

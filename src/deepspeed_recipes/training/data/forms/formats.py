@@ -249,12 +249,15 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
     return read
 
 
+FOR_REWARD = "reward: "
+
+
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     """Return the keys of an example that no conversion reads, and with a dot those that only a template may read."""
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
-    found = [] if METHODS[method].examples == "prompts" else found
+    found = [FOR_REWARD + name for name in found] if METHODS[method].examples == "prompts" else found
     lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
     turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
     known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
@@ -270,6 +273,8 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
 def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | None:
     """Return a line with the keys of a source that neither this project nor the chat template reads, or None.
 
+    The keys that only a reward function gets are on a line of their own: which of them it reads is not known.
+
     Args:
         name: the source's.
         counts: number of examples by key, from `unread`.
@@ -280,12 +285,14 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
         for key, count in counts.items()
         if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
     }
-    if not found:
-        return None
-    names = sorted(found, key=lambda key: -found[key])
-    listed = ", ".join(f"{name or repr(name)} ({found[name]})" for name in names[:NAMED])
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{name}: keys that nothing reads, with their numbers of examples: {listed}{more}"
+    lines = []
+    for what, of_reward in (("keys that nothing reads", False), ("keys that only the reward function gets", True)):
+        names = sorted((key for key in found if key.startswith(FOR_REWARD) == of_reward), key=lambda key: -found[key])
+        shown = [f"{key.removeprefix(FOR_REWARD) or repr(key)} ({found[key]})" for key in names[:NAMED]]
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        if shown:
+            lines.append(f"{name}: {what}, with their numbers of examples: {', '.join(shown)}{more}")
+    return "\n".join(lines) or None
 
 
 def _serves(form: str) -> str:
