@@ -125,6 +125,17 @@ def test_parallelism_is_paid_for_over_the_right_link():
     )
 
 
+def test_what_sequence_parallelism_exchanges_is_joined_before_and_after():
+    """`torch.stack` and `torch.cat` of `training.parallel.sequence._exchange`: each reads and writes it."""
+    known = replace(constants("H100"), latency=0.0, link=1e9)  # the links take no time
+    setup = TrainingSetup(8, Layout(sequence=8), sequence_length=16384)
+    taken = step_time(llama(), setup, Cluster(find("H100"), 8), known).components["sequence"]
+    heads = llama().attention_heads * 2 + llama().key_value_heads * 2  # queries and outputs, keys and values
+    exchanged = 2 * 16384 / 8 * 128 * heads
+    passes = 3 * len(llama().layer_order)  # forward, recomputed and backward
+    assert taken == pytest.approx(passes * 4 * exchanged / (3350e9 * known.memory), rel=1e-3)
+
+
 def test_groups_follow_the_placement_of_ranks():
     layout, here = Layout(tensor=2, pipeline=2, sequence=2), Cluster(find("H100"), 8, 4)
     places = {rank: rank_position(layout, rank, here.gpus) for rank in range(here.gpus)}

@@ -124,7 +124,7 @@ DATASHEET = "datasheet"
 """The kind of speeds on machines that were not measured: all published runs that can be planned."""
 
 
-CPU_SPEEDS = (0.743, 1.193)
+CPU_SPEEDS = (0.747, 1.192)
 """The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
 

@@ -273,11 +273,14 @@ def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     heads = 2 * profile.attention_heads + 2 * profile.key_value_heads
     head_width = kind.attention_width / profile.attention_heads
     exchanged = size / profile.hidden_size * head_width * heads / layout.tensor
+    # Before and after each exchange, its parts are joined: read and written (`training.parallel.sequence._exchange`).
+    copied = 4 * exchanged if layout.sequence > 1 else 0.0
     routed = 2 * kind.experts_per_token * size
     sequence, expert = Group(layout.sequence, layout.tensor), Group(layout.expert, 1)
     return {
         "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), job.cluster, job.known),
-        "sequence": (forward + 1) * communication.all_to_all(exchanged, sequence, job.cluster, job.known, 4),
+        "sequence": (forward + 1)
+        * (communication.all_to_all(exchanged, sequence, job.cluster, job.known, 4) + copied / job.bandwidth),
         "expert": (forward + 1) * communication.all_to_all(routed, expert, job.cluster, job.known),
     }
 
