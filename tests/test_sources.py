@@ -264,7 +264,21 @@ def test_what_is_held_out_by_itself_is_said(tmp_path, capsys, monkeypatch):
     recipe = overrides.apply(pages.find("tiny", "full"), [f"data.path={path}"])
     examples, held_out = load.read_examples(recipe)
     assert (len(examples), len(held_out)) == (57, 3)
-    assert "held out: 3 of 60 examples, drawn with seed 42; data.validation=FILE" in capsys.readouterr().out
+    assert "held out: 3 of 60 examples, the same ones whatever the seed; data.validation" in capsys.readouterr().out
+
+
+def test_held_out_examples_are_the_same_for_every_seed_and_judged_ones_of_both_kinds(tmp_path):
+    """A sweep over seeds compares scores on them; of ten examples that the usual draw takes, the first is good."""
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": f"a{n}?", "completion": "Yes.", "label": n % 8 == 0} for n in range(80)]
+    path.write_text(lines(rows))
+    found = []
+    for words in (["seed=1"], ["seed=2"], ["seed=2", "data.validation_share=0.05"]):
+        recipe = overrides.apply(pages.find("tiny", "kto_lora"), [f"data.path={path}", *words])
+        found.append(load.read_examples(recipe)[1])
+    first, second, share = ([row["prompt"] for row in one] for one in found)
+    assert first == second and len(first) == len(share) == 4
+    assert all(set(one["label"]) == {True, False} for one in found)
 
 
 def test_the_form_can_be_named(tmp_path):

@@ -153,6 +153,7 @@ def ranked(results: Sequence[Result]) -> list[Result]:
 
     def key(one: Result) -> tuple[bool, float, float, int]:
         score = math.inf if one.score is None else -one.score if higher_is_better(one.metric) else one.score
+        score = math.inf if math.isnan(score) else score
         loss = math.inf if one.held_out_loss is None else one.held_out_loss
         return one.status != 0, score, loss, one.trial
 

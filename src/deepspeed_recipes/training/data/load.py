@@ -1,7 +1,8 @@
 """Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
@@ -13,6 +14,10 @@ from . import sources, text_files, tokenize, updates
 from .report import Pieces, Report
 from .tokenize import Stream
 
+HELD_OUT_SEED = 42
+"""Of the draw of held-out examples, the same for every `seed`, so that runs with different ones compare."""
+Sides: TypeAlias = tuple[list[sources.Source], list[sources.Source]]
+"""Training and held-out sources."""
 SKIPPED: dict[str, Json] = {}
 """Examples that `data.bad=skip` has left out, by source: their `count`, and the `first` ten errors."""
 
@@ -84,14 +89,14 @@ def read_examples(
     return mixed, sources.mix(held_out, None, recipe.seed) if held_out else None
 
 
-def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.Source], list[sources.Source]]:
+def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
     """Return (training, held out) according to `data.validation_share`, and print the number of held-out examples."""
     share = recipe.data.validation_share
     if share != "auto":
-        training, held_out = sources.split(found, share, recipe.seed)
+        training, held_out = _drawn(recipe, lambda seed: sources.split(found, share, seed))
         say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
         return training, held_out
-    training, held_out = sources.split_few(found, recipe.seed)
+    training, held_out = _drawn(recipe, lambda seed: sources.split_few(found, seed))
     if not held_out:
         count = sources.count(found)
         few = f", and {updates.FEW[0]:.0%} of {count} is less than one" if count * updates.FEW[0] < 1 else ""
@@ -102,10 +107,24 @@ def _split(found: list[sources.Source], recipe: Recipe) -> tuple[list[sources.So
         )
         return training, held_out
     say(
-        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, drawn with seed {recipe.seed}; "
+        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, the same ones whatever the seed; "
         "data.validation=FILE names others, and data.validation=none holds out none"
     )
     return training, held_out
+
+
+def _drawn(recipe: Recipe, split: Callable[[int], Sides]) -> Sides:
+    """Return (training, held out) of a draw that does not depend on the recipe's seed, so that runs compare.
+
+    The metric of judged answers compares good ones with bad ones, so draws that have both are preferred.
+    """
+    sides = split(HELD_OUT_SEED)
+    if recipe.method.examples == "judged answers":
+        for seed in range(HELD_OUT_SEED + 1, HELD_OUT_SEED + 100):
+            if len({label for source in sides[1] for label in source.examples["label"]}) > 1:
+                break
+            sides = split(seed)
+    return sides
 
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:

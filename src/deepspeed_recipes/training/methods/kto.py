@@ -93,6 +93,13 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         UserError: too few examples, or all judged alike.
     """
     found, held_out = load.read_examples(recipe, tokenizer)
+    if held_out and len(labels := set(held_out["label"])) == 1:
+        say(
+            f"held out: all {len(held_out)} judged answers are {'good' if labels == {True} else 'bad'}, so nothing is "
+            "measured: the metric compares good ones with bad ones; data.validation=FILE or a larger "
+            "data.validation_share holds out both"
+        )
+        held_out = None
     shown = tokenize.first_judged(found, tokenizer)
     load.show(shown)
     tokens = found.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=found.column_names)
