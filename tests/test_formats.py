@@ -186,7 +186,7 @@ def test_plain_text_is_one_document_until_it_is_long(tmp_path, monkeypatch):
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_judged_answers_are_not_taken_for_answers_to_imitate(label, method):
     row = {"prompt": "Hi?", "completion": "Go away.", "label": label}
-    with pytest.raises(UserError, match="answers that were judged good or bad \\(KTO\\)"):
+    with pytest.raises(UserError, match="answers that were judged good or bad, for the variant kto_lora"):
         formats.form_of("here", row, method)
     assert formats.form_of("here", row, "sft", "prompt_completion") == "prompt_completion"
     assert formats.form_of("here", row | {"label": "billing"}, "sft") == "prompt_completion"
@@ -448,7 +448,11 @@ MISTAKES = {
         "dpo",
         "a flag excludes this answer from the loss",
     ),
-    "judged conversation": (line(messages=SHORT, kto_tag=False), "sft", "answers that were judged good or bad (KTO)"),
+    "judged conversation": (
+        line(messages=SHORT, kto_tag=False),
+        "sft",
+        "answers that were judged good or bad, for the variant kto_lora",
+    ),
     "call": (line(messages=[user("a"), assistant("", tool_calls=[{"name": 1}])]), "sft", "A call needs a name"),
     "arguments": (
         line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": "{"}])]),

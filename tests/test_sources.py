@@ -165,7 +165,7 @@ BAD = {
     bad_example: "a.parquet: row 6: no assistant turn in 'messages'",
     no_examples: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
-    no_such_split: "no file of the split 'train' in this folder",
+    no_such_split: "is named for the split",
     no_saved_split: "has the splits test",
 }
 

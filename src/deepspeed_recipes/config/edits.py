@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..recipe.files import Json
@@ -30,7 +30,12 @@ def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
     before = judge(document)
     wanted = [finding for finding in before if finding.edits][:MOST]
     template = '"auto"' in json.dumps(document.value)
-    fills = [finding for finding in wanted if not template and any(edit.value == "auto" for edit in finding.edits)]
+    renamed = _renamed(edit for finding in wanted for edit in finding.edits)
+    fills = [
+        finding
+        for finding in wanted
+        if not template and any(edit.value == "auto" and edit.path not in renamed for edit in finding.edits)
+    ]
     now = [finding for finding in wanted if finding not in fills]
     text, dropped = _apply(_strict(document), now, judge, _errors(before))
     refused = 'the file has no "auto" yet, and without the Trainer it would no longer load'
@@ -54,9 +59,9 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set[tuple[st
         return text, []
     edited = text
     edits = [edit for finding in findings for edit in finding.edits]
-    renamed = {(*edit.path[:-1], edit.value) for edit in edits if edit.action == "rename"}
+    renamed = _renamed(edits)
     for edit in edits:
-        if edit.action != "set" or edit.path not in renamed:  # a misspelt key is not missing: its value stays
+        if edit.action != "set" or edit.path not in renamed:
             edited = edit_text(edited, edit)
     if _errors(judge(parse(edited))) <= known:
         return edited, []
@@ -66,6 +71,11 @@ def _apply(text: str, findings: list[Finding], judge: Judge, known: set[tuple[st
     text, first = _apply(text, findings[:half], judge, known)
     text, second = _apply(text, findings[half:], judge, known)
     return text, first + second
+
+
+def _renamed(edits: Iterable[Edit]) -> set[Key]:
+    """Return the keys that misspelt ones become: they are not missing, and their values stay."""
+    return {(*edit.path[:-1], str(edit.value)) for edit in edits if edit.action == "rename"}
 
 
 def edit_value(config: Json, edit: Edit) -> Json:

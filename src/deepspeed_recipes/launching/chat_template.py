@@ -51,6 +51,11 @@ class Rendering:
         """Read the template that the ranks will use, unless only they can find it."""
         self.template: _Template | None = None
         self.thinking, self.model = recipe.data.thinking, f"model.path={recipe.model.path}"
+        self.whose = (
+            "the draft's chat template, which is not the model's,"
+            if recipe.draft.enabled
+            else ("the model's chat template")
+        )
         self.kinds: set[object] = set()
         if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("transformers"):
             return
@@ -93,10 +98,10 @@ class Rendering:
         except (TemplateError, UserError) as error:
             # Others may come of a special token that only the ranks' tokenizer knows.
             if type(error) in (TemplateError, UserError):
-                own = " The project's own template has roles for tools: model.chat_template=chatml."
+                own = " The project's own template has tools and reasoning: model.chat_template=chatml."
                 raise UserError(
-                    f"{where}: the model's chat template cannot be trained on this conversation: "
-                    f"{first_line(error).rstrip('.')}.{own if re.search('role|tool', str(error)) else ''}"
+                    f"{where}: {self.whose} cannot be trained on this conversation: "
+                    f"{first_line(error).rstrip('.')}.{own if re.search('role|tool|reasoning', str(error)) else ''}"
                 ) from error
         except (TypeError, ValueError):
             pass

@@ -84,9 +84,14 @@ def too_long(name: str, dropped: int, examples: int, longest: int, sequence_leng
     most = "MOST OF THE DATA IS NOT USED: " if dropped > examples / 2 else ""
     return (
         f"warning: {most}{name}: {share} are dropped, longer than sequence_length={sequence_length}; the longest has "
-        f"{longest:,} tokens. sequence_length={-(-longest // 64) * 64} keeps all, if the model's positions and memory "
+        f"{longest:,} tokens. {enough(longest)} keeps all, if the model's positions and memory "
         "allow it; otherwise raise it less, or shorten them."
     )
+
+
+def enough(longest: int) -> str:
+    """Return the setting with which an example of `longest` tokens fits, in steps of 64."""
+    return f"sequence_length={-(-longest // 64) * 64}"
 
 
 def left_out(count: int, batch: int) -> str:

@@ -310,7 +310,15 @@ def _files(folder: Path, split: str) -> list[Path]:
     ]
     if not chosen:
         kinds = ", ".join(text_files.READ)
-        others = f"; it has {', '.join(map(str, found))}" if found and split not in found else ""
+        others = ""
+        if found and split not in found:
+            kind, named = next(iter(found.items()))
+            free = (file for file in sorted(folder.iterdir()) if text_files.suffix(file) in text_files.READ)
+            left = next((file.name for file in free if file.name != Path(named[0]).name), "FILE")
+            others = (
+                f"; {Path(named[0]).name} is named for the split {kind}, and then files without a split's name are not "
+                f"read; give data.path={folder / left}"
+            )
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen
 

@@ -28,7 +28,7 @@ from ..model_folder import weights
 from . import chat_templates, sources, thinking
 from .collate import IGNORED
 from .image_conversations import conversation
-from .report import NOT_IN_LOSS, Pieces, Report, histogram, pieces, too_long
+from .report import NOT_IN_LOSS, Pieces, Report, enough, histogram, pieces, too_long
 
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "forgets": Value("bool")})
 """`forgets`: the chat template removes reasoning of earlier turns; counted, then removed."""
@@ -100,7 +100,7 @@ def tokenized(
         documents = documents.map(_cut, fn_kwargs={"longest": recipe.sequence_length})
     kept = documents.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     if not len(kept):
-        raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped)}")
+        raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped, int(lengths.max()))}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
     return packed, Report(
         examples=len(raw),
@@ -126,7 +126,7 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
     kept = tokens.filter(_fits, fn_kwargs={"longest": recipe.sequence_length})
     return Stream(
         pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone),
-        f"data.path: {_nothing_left(recipe, None, 0)}",
+        f"data.path: {_nothing_left(recipe, None, 0, 0)}",
     )
 
 
@@ -209,7 +209,7 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     if not len(kept):
         raise UserError(
             f"data.path: all {len(examples)} {recipe.method.examples} have an answer that is longer, with its prompt, "
-            f"than sequence_length={recipe.sequence_length}; raise it."
+            f"than sequence_length={recipe.sequence_length}; {enough(max(lengths))} keeps all."
         )
     if dropped := len(examples) - len(kept):
         say(too_long("training", dropped, len(examples), max(lengths), recipe.sequence_length))
@@ -351,12 +351,12 @@ def _learned(documents: Dataset) -> int:
     return sum(pc.sum(pc.not_equal(column, IGNORED)).as_py() for column in columns)
 
 
-def _nothing_left(recipe: Recipe, examples: int | None, dropped: int) -> str:
+def _nothing_left(recipe: Recipe, examples: int | None, dropped: int, longest: int) -> str:
     longer = f"longer than sequence_length={recipe.sequence_length}"
     if examples is None:
         return f"every example is {longer} or {NOT_IN_LOSS}"
     if dropped == examples:
-        return f"all {examples} examples are {longer}; raise it."
+        return f"all {examples} examples are {longer}; {enough(longest)} keeps all."
     if not dropped:
         return f"all {examples} examples are {NOT_IN_LOSS}"
     return f"{dropped} of {examples} examples are {longer}, and the others {NOT_IN_LOSS}"

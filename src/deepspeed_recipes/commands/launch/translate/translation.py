@@ -129,9 +129,10 @@ class Translation:
         """Let the user's overrides win over what the file says, and supply what it lacks."""
         self.overrides |= changes
         self.by_default -= changes.keys()
-        needed = {"model": "model.path", "dataset": "data.path"}
-        missing = self.missing.items()  # "dataset: NAME" for each that is not there
-        self.missing = {name: why for name, why in missing if needed.get(name.partition(":")[0]) not in changes}
+        for name, why in list(self.missing.items()):
+            key = "model.path" if name == "model" else why.rpartition(" ")[2].partition("=")[0]  # "..., give KEY=VALUE"
+            if key in changes:
+                del self.missing[name]
         for name, became in self.translated.items():
             words = ["model.path="] if became == "the model" else became.split()
             won = {key: f"{key}={changes[key]} (yours)" for word in words if (key := word.partition("=")[0]) in changes}

@@ -174,9 +174,9 @@ def _refuse_judged(where: str, example: Example) -> None:
     """Refuse KTO's forms, whose fields include those of other forms: half of the answers are bad examples."""
     if keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None:
         raise UserError(
-            f"{where}: a 'label' of yes or no marks answers that were judged good or bad (KTO); the method kto reads "
-            "them.\nFor another method keep those whose label is true and remove the label, or make pairs of 'chosen' "
-            "and 'rejected' for dpo; data.form, set to the form without the label, trains on all of them as they are."
+            f"{where}: a 'label' of yes or no marks answers that were judged good or bad, for the variant kto_lora.\n"
+            "For another method keep those whose label is true and remove the label, or make pairs of 'chosen' and "
+            "'rejected' for dpo_lora; data.form, set to the form without the label, trains on all of them as they are."
         )
 
 
