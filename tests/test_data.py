@@ -138,7 +138,7 @@ def test_examples_that_are_too_long_are_dropped_and_counted(tmp_path, model_fold
     assert warning.startswith("warning: training: 1 of 3 examples (33%) are dropped, longer than sequence_length=64; ")
     assert f"the longest has {report.longest} tokens. sequence_length=" in warning and report.longest > 64
     assert "MOST OF THE DATA IS NOT USED" in replace(report, dropped=2).lines("training", 64)[1]
-    with pytest.raises(UserError, match="all 3 examples .* sequence_length=8; sequence_length=512 keeps all"):
+    with pytest.raises(UserError, match=r"all 3 examples .* sequence_length=8; sequence_length=512 keeps all"):
         tokenize.prepare(path, small(model_folder, path, sequence_length=8), tokenizer)
 
 

@@ -31,6 +31,8 @@ NOISE = {
         "AutoEP: ",  # "2.5 overrides 2.5"
         "MPU is not provided",
     ],
+    # TRL's ORPO and CPO map a method of the trainer, which datasets cannot hash: it computes again what it would cache.
+    "datasets.fingerprint": ["Parameter 'function'=<bound method"],
     "bitsandbytes.backends.cpu.ops": ["Failed to load CPU gemm_4bit_forward"],  # a kernel from the Hub, for speed
 }
 """Beginnings of messages that a user cannot act on, by the logger that prints them."""
@@ -40,6 +42,7 @@ WARNINGS = {
         "`torch.distributed.",  # collectives have new names, and DeepSpeed calls the old ones
         "barrier(): using the device under current context",  # `distributed.start` has set it to the rank's device
     ],
+    "dill": ["Cannot locate reference to <class 'builtins.safe", "Cannot pickle <class 'builtins.safe"],  # likewise
     "peft": ["fan_in_fan_out is set to False"],  # of GPT-2
     "trl": ["You are importing from 'trl.experimental'"],  # tests cover parity with it, and its version is pinned
 }

@@ -280,6 +280,9 @@ class RunHooks(Hooked):
             return
         super()._run_epoch(**options)
 
+    def create_model_card(self, *arguments: object, **options: object) -> None:
+        """Write none: the export has a card of its own, and TRL's asks W&B for an address that offline runs lack."""
+
     # In a step
 
     def get_batch_samples(
