@@ -329,9 +329,8 @@ def summary(techniques: Sequence[Finding], defects: Sequence[Finding]) -> str:
         parts.append(f"{', '.join(wrong)}: not what plain PyTorch trains")
     elif tried:
         left = len(techniques) - len(tried)
-        parts.append(
-            f"all {len(tried)} techniques train what plain PyTorch trains" + f" ({left} not tried)" * bool(left)
-        )
+        all_of = f"all {len(tried)} techniques train" if tried[1:] else f"{tried[0].name} trains"
+        parts.append(f"{all_of} what plain PyTorch trains" + f" ({left} not tried)" * bool(left))
     present = sum(one.state == "present" for one in defects)
     looked = sum(one.state in ("present", "absent") for one in defects)
     if looked:

@@ -146,7 +146,7 @@ def show(
     for line in bar(result.best):
         console.print(line)
     for number, plan in enumerate(plans if explain else plans[:1], start=1):
-        rank = f" Behind the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
+        rank = f" Compared with the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
     costs = cost_notes(result.best, workload) if workload else ()
     for note in (*notes(request, result.best), *costs, *remarks):
@@ -251,7 +251,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     padding = "" if plan.recipe.packing else ", and neither is padding (packing is off)"
     steps = _counted(workload.steps(plan), "step")
     fast, slow = (workload.hours(plan) * plan.speed / speed for speed in reversed(plan.speed_range))
-    yield f"By the range of speeds it takes {in_words(fast)} to {in_words(slow)}."
+    if in_words(fast) != in_words(slow):
+        yield f"By the range of speeds it takes {in_words(fast)} to {in_words(slow)}."
     yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
     if (hours := workload.hours(plan)) < SHORT:
         loading = START + plan.checkpoint_gib / DRIVE / 60
