@@ -24,7 +24,7 @@ def main(model: str, questions: str, answers: str) -> None:
     if "sequences" in asked:
         Path(answers).write_text(json.dumps(scored(model, asked["sequences"])))
         return
-    llama = Llama(model, n_ctx=0, verbose=False)  # 0: the model's own context
+    llama = Llama(model, n_ctx=0, verbose=True)  # 0: the model's own context
     found: dict[str, list[list[int]]] = {"prompts": [], "answers": []}
     for text in asked["texts"]:
         prompt = llama.tokenize(text.encode(), add_bos=False, special=True)
@@ -42,7 +42,7 @@ def scored(model: str, sequences: list[dict]) -> list[dict]:
     """Return the log-probabilities of each sequence's tokens from its start; the key/value cache is not rounded."""
     whole = {"type_k": llama_cpp.GGML_TYPE_F32, "type_v": llama_cpp.GGML_TYPE_F32}
     length = max(len(one["tokens"]) for one in sequences)
-    llama = Llama(model, n_ctx=length, n_batch=length, logits_all=True, verbose=False, **whole)
+    llama = Llama(model, n_ctx=length, n_batch=length, logits_all=True, verbose=True, **whole)
     found = []
     for one in sequences:
         tokens, start = one["tokens"], one["start"]

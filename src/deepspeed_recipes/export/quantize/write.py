@@ -199,4 +199,5 @@ def _run(kind: Kind, place: Path, *words: object) -> None:
     if done.returncode:
         lines = [line.strip() for line in done.stdout.splitlines() if line.strip()] or ["no output"]
         errors = [line for line in lines if re.search("Error|ERROR|GGML_ASSERT", line)] or lines
-        raise UserError(f"{kind.typed}: {kind.quantizer} cannot convert this model: {errors[-1][:300]}")
+        why = next((line for line in lines if "error loading model" in line), errors[-1]).replace(f"{place}/", "")
+        raise UserError(f"{kind.typed}: {kind.quantizer} cannot convert this model: {why[:300]}")
