@@ -1,5 +1,6 @@
 """LoRA, QLoRA, DoRA and adapters on experts: what they change, how they merge, and which weights get 4 bits."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,19 @@ def test_the_kinds_whose_kernels_read_a_weight_by_themselves_are_known():
         if "self.out_proj.weight" in (text := file.read_text(encoding="utf-8")) and "mamba" in text
     }
     assert found == set(conversions.MAMBA)
+
+
+def test_a_router_that_returns_more_than_a_product_has_no_adapter():
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("phimoe", **sizes, **heads))
+    lora = pages.find("tiny", "lora").lora
+    with pytest.raises(UserError, match=r"target_modules=q_proj,router: router of phimoe returns more than a product"):
+        adapters.add(model, replace(lora, target_modules="q_proj,router"))
+    adapted = adapters.add(model, replace(lora, target_modules="all-linear", fused=False))
+    assert adapted(input_ids=torch.arange(8)[None]).logits.isfinite().all()
+    names = {name for name, _ in adapted.named_modules()}
+    assert any("q_proj.lora_A" in name for name in names) and not any("router.lora_A" in name for name in names)
 
 
 def test_a_weight_that_kernels_read_by_themselves_has_no_adapter_and_no_4_bits(tmp_path):

@@ -209,6 +209,19 @@ def add(
                 raise UserError(f"lora.modules_to_save={lora.modules_to_save}: the model has no module {absent[0]}.")
             given["ensure_weight_tying"] = bool(model.config.get_text_config().tie_word_embeddings)
         given["trainable_token_indices"] = rows or None
+        # PEFT takes the routers of PhiMoE and Llama 4 for Linear, their base class; they return more than its product.
+        routers = {
+            name.rpartition(".")[2]
+            for name, part in model.named_modules()
+            if isinstance(part, torch.nn.Linear) and type(part).__name__.endswith("Router")
+        }
+        if wrong := routers.intersection(names(lora.target_modules)):
+            raise UserError(
+                f"lora.target_modules={lora.target_modules}: {wrong.pop()} of {model.config.model_type} returns more "
+                "than a product, and PEFT cannot adapt it; leave it out."
+            )
+        if routers:
+            excluded = "|".join([*([excluded] if excluded else []), rf".*\.({'|'.join(sorted(routers))})"])
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
             options._register_custom_module(layers(getattr(model, "is_loaded_in_4bit", False)))
