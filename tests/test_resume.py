@@ -88,6 +88,7 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     for log in (run.metrics, run.rollouts):
         append_jsonl(log, read_jsonl(run.metrics)[-1] | {"step": 5})  # trained after the last checkpoint
+    write_json(run.summary, read_json(run.summary) | {"steps": 5})
     before = {file: file.read_bytes() for file in sorted(run.path.rglob("*")) if file.is_file()}
     states = [file for file in before if file.name.endswith("_states.pt") and "checkpoint-4" in str(file)]
     assert states
@@ -110,7 +111,7 @@ def test_a_resumed_run_saves_and_logs_as_often_as_it_says_now(ranks, tmp_path, m
     forget_after(run, newest_checkpoint(run))
     write_recipe(run, resumed)
     ranks.check(training_run.main, str(run.path), log=tmp_path / "resumed.log")
-    assert read_recipe(run) == resumed and not [*run.path.glob("*.requested.json"), *run.path.glob("*.before.jsonl")]
+    assert read_recipe(run) == resumed and not [*run.path.glob("*.requested.json"), *run.path.glob("*.before.*")]
     assert read_json(run.environment) != json.loads(before[run.environment])
     assert (run.checkpoints / "checkpoint-5").exists() and not (run.checkpoints / "checkpoint-6").exists()
     steps = [row["step"] for row in read_jsonl(run.metrics)]

@@ -433,8 +433,8 @@ def step_of(checkpoint: Path) -> int:
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
-    As long as the ranks may still refuse to continue, a finished run keeps its summary, and every run a copy of the
-    logs whose rows are removed: see `accept_recipe`.
+    As long as the ranks may still refuse to continue, the run keeps a copy of its summary, and of logs whose rows are
+    removed: see `accept_recipe`.
 
     Args:
         run: the run.
@@ -469,7 +469,7 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
             if not kept:
                 log.unlink()
         if run.summary.exists() and not (has_ended(run) and read_json(run.summary).get("steps", -1) <= last):
-            run.summary.unlink()
+            run.summary.replace(_before(run.summary))
 
 
 def _logs(run: RunFolder) -> tuple[Path, ...]:
@@ -477,11 +477,11 @@ def _logs(run: RunFolder) -> tuple[Path, ...]:
 
 
 def _before(log: Path) -> Path:
-    return log.with_suffix(".before.jsonl")
+    return log.with_suffix(f".before{log.suffix}")
 
 
 def _restore_logs(run: RunFolder) -> None:
-    for log in _logs(run):
+    for log in (*_logs(run), run.summary):
         with contextlib.suppress(FileNotFoundError):
             _before(log).replace(log)
 
@@ -559,7 +559,7 @@ def accept_recipe(run: RunFolder) -> None:
     for path in (run.data, run.deepspeed, run.environment, run.recipe):
         with contextlib.suppress(FileNotFoundError):
             _requested(path).replace(path)
-    for log in _logs(run):
+    for log in (*_logs(run), run.summary):
         _before(log).unlink(missing_ok=True)
 
 
