@@ -167,7 +167,8 @@ def table(results: Mapping[str, Any]) -> str:
             elif one["verdict"] == "agrees":
                 cells.append(f"{one['difference']:.0e}" if one["difference"] else "0")
             else:
-                why = re.sub(r"runs/\w+/export", "ADAPTER", one["why"]) or "the folder shows no cause"
+                why = re.sub(r"http://[\d.:]+", "", re.sub(r"runs/\w+/export", "ADAPTER", one["why"]))
+                why = why or "the folder shows no cause"
                 number = notes.setdefault(why, len(notes) + 1)
                 cells.append(f"{'**differs**' if one['verdict'] == 'differs' else 'no'} ({number})")
         lines.append(f"| {family} | {' | '.join(cells)} |")
