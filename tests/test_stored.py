@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +11,21 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from transformers.utils.quantization_config import QuantizationMethod
 
+from deepspeed_recipes.export import shrink
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
+from deepspeed_recipes.planning.search import model_recipe
 from deepspeed_recipes.prove import techniques
 from deepspeed_recipes.prove.techniques import small
-from deepspeed_recipes.recipe import quantization
+from deepspeed_recipes.recipe import pages, quantization
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
+from deepspeed_recipes.recipe.samples import TINY_VISION
+from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import chat_templates, tokenize
 from deepspeed_recipes.training.model import load, stored
-from deepspeed_recipes.training.model_folder import weights
+from deepspeed_recipes.training.model_folder import base_model, weights
+from deepspeed_recipes.training.parallel import stages
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
@@ -223,10 +229,44 @@ def test_what_is_no_whole_model_is_refused_by_what_it_is(model, tmp_path):
     refused(model, "an adapter", "--merge", "owner/base")
 
 
-def test_pickles_beside_safetensors_are_left_alone(model):
+def test_pickles_beside_safetensors_are_left_alone_and_named(model, capsys):
     (model / "pytorch_model.bin").write_bytes(b"not read")
     preflight.check_model(small(model, "unread"))
     assert load.load_model(small(model, "unread"))
+    assert f"{model}: its .safetensors are loaded, not pytorch_model.bin\n" in capsys.readouterr().out
+
+
+FLASH = "flash_attention_2"
+"""Not installed where the tests run."""
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("value", [FLASH, "kernels-community/flash-attn2", "unknown", {"": FLASH}, 7, None], ids=str)
+def test_the_attention_that_a_base_names_is_not_used(key, value, model, tmp_path):
+    write_json(model / "config.json", read_json(model / "config.json") | {key: value})
+    recipe = small(model, "unread")
+    trained = load.load_model(recipe)
+    assert trained.config._attn_implementation == "sdpa" and stages.meta_model(recipe)
+    assert export.load_whole(model, "auto").config._attn_implementation == "sdpa"
+    assert not base_model.config_of(model).keys() & {key} and not model_recipe.config_of(str(model)).keys() & {key}
+    trained.save_pretrained(tmp_path / "saved")
+    shrink.shrink(str(model), tmp_path / "shrunken", None, 8)
+    for written in ("saved", "shrunken"):
+        assert key not in read_json(tmp_path / written / "config.json")
+
+
+@pytest.mark.parametrize("parts", [("",), ("text_config", "vision_config"), ("", "text_config")], ids=str)
+def test_nor_is_that_of_a_vision_language_model_or_its_parts(parts, tmp_path):
+    model = shutil.copytree(TINY_VISION, tmp_path / "model")
+    config = read_json(model / "config.json")
+    for part in parts:
+        (config[part] if part else config)["_attn_implementation"] = FLASH
+    write_json(model / "config.json", config)
+    recipe = pages.find("tiny_vision", "full")
+    for vision in (True, False):
+        loaded = load.load_model(replace(recipe, model=replace(recipe.model, path=str(model), vision=vision))).config
+        assert {loaded._attn_implementation, loaded.get_text_config()._attn_implementation} == {"sdpa"}
+    assert model_recipe.tower_parameters(str(model)) == model_recipe.tower_parameters(TINY_VISION) > 0
 
 
 def test_more_tokens_than_rows_are_refused_with_both_numbers(model):

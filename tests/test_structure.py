@@ -350,7 +350,7 @@ OTHERS = {
     "data/text_files.py": {"error.filename"},
     "methods/classify.py": {"model.config.get_text_config().pad_token_id"},
     "methods/rollouts/hooks.py": {"function.__name__"},
-    "model/load.py": {"text.tie_word_embeddings", "one.quantization_config"},
+    "model/load.py": {"config._attn_implementation", "text.tie_word_embeddings", "one.quantization_config"},
     "model/lora.py": {"ctx.scaling", "parameter.data"},
     "model/probe.py": {"setattr(small)", "small.use_cache"},
     # After training: the merged model.

@@ -22,10 +22,9 @@ from ..machine import children
 from ..recipe.errors import UserError, first_line
 from ..recipe.files import JsonView
 from ..recipe.layout import per_layer
-from ..recipe.run_folder import read_json
 from ..training.export import move
 from ..training.model_folder import complete, weights
-from ..training.model_folder.base_model import text_of
+from ..training.model_folder.base_model import config_of, text_of
 
 INDEX = "model.safetensors.index.json"
 COPIED = (
@@ -76,7 +75,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     """
     folder = _local(source)
     weights.check_intact(folder)
-    config = read_json(folder / "config.json")
+    config = config_of(folder)
     sizes = text_of(config)
     complete.check(folder, output)
     kept = _kept(source, sizes, layers)

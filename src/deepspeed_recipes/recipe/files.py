@@ -33,6 +33,18 @@ def finite(value: object) -> Any:
     return NEVER if isinstance(value, float) and math.isinf(value) else value
 
 
+def without_attention(config: JsonView) -> Json:
+    """Return a config.json without the attention implementations that it names, also in its parts.
+
+    `model.attention` chooses one. A base often names what its trainer had, such as a FlashAttention not installed here.
+    """
+    return {
+        name: without_attention(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in ("attn_implementation", "_attn_implementation")
+    }
+
+
 def check_ends(path: str | os.PathLike[str]) -> None:
     """Refuse a file whose content may never end or never come: a named pipe, or a device such as /dev/zero.
 

@@ -11,7 +11,6 @@ from types import MappingProxyType
 import torch
 from peft import PeftConfig, PeftModel
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     BitsAndBytesConfig,
     PreTrainedModel,
@@ -362,11 +361,11 @@ def load_whole(
         # transformers would list what the trained part of a whole checkpoint lacks, tensor by tensor.
         partial = (of_adapter and found != "vocabulary") or (folder / base_model.PROVENANCE).exists()
         quiet = errors_only("transformers") if partial else nullcontext()
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+        config = load_model.config_of(folder, trusted)
         state = load_model.dequantized_state(str(folder), config, dtype) if of_adapter else None
-        part = {} if state is None else {"config": config}
-        part |= load_model.text_part(config) if found == "vocabulary" else {}
-        options |= load_model.with_classes(part, classes)
+        part = {"config": config} | (load_model.text_part(config) if found == "vocabulary" else {})
+        part["config"].update(classes)
+        options |= part
         with quiet, upstream.reading_any_index(), upstream.reading_state(state):
             model = heads.CLASSES[found].from_pretrained(folder, **options)
     except (OSError, ValueError) as error:

@@ -13,13 +13,15 @@ import torch
 from datasets import Dataset
 from llmcompressor import oneshot
 from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def main(model_folder: str, output: str, scheme: str, calibration: str | None = None) -> None:
     """Write MODEL, quantised, to OUTPUT."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto", trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
+    config._attn_implementation = None  # the file may name a FlashAttention that is not installed here
+    model = AutoModelForCausalLM.from_pretrained(model_folder, config=config, dtype="auto", trust_remote_code=False)
     # In the head small differences change tokens, and the head's weight is often the embedding's too.
     chosen = {"targets": "Linear", "scheme": scheme, "ignore": ["lm_head"]}
     if calibration is None:

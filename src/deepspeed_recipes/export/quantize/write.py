@@ -122,10 +122,11 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
         from ...training import distributed
-        from ...training.model import generate
+        from ...training.model import generate, load
         from ...training.model_folder import base_model
 
-        options: Json = {"trust_remote_code": base_model.may_run_code(whole)}
+        trusted = base_model.may_run_code(whole)
+        options: Json = {"config": load.config_of(whole, trusted), "trust_remote_code": trusted}
         dtype = AutoModelForCausalLM.from_pretrained(whole, dtype="auto", device_map="meta", **options).dtype
         # bitsandbytes' 8-bit product accepts only 16-bit numbers.
         compute = torch.bfloat16 if dtype == torch.float32 else dtype

@@ -140,7 +140,7 @@ def tower_parameters(config: JsonView) -> int:
         if type(known) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
             return 0
         with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16)
+            model = AutoModelForImageTextToText.from_config(known, dtype=torch.bfloat16, attn_implementation=None)
     except Exception:  # models' classes raise exceptions of any type, and the decoder alone may be in order
         return 0
     language = {id(one) for part in (model.get_decoder(), model.get_output_embeddings()) for one in part.parameters()}

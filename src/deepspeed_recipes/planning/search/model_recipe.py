@@ -9,7 +9,7 @@ from pathlib import Path
 from ...recipe import pages
 from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json, JsonView, without_attention
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
@@ -202,12 +202,15 @@ def _download(hub_id: str) -> Json:
 
 
 def _with_floats(config: Json) -> Json:
-    """Return a configuration with infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba."""
+    """Return a configuration with infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba.
+
+    It names no attention implementation.
+    """
 
     def value(one: Json) -> Json | float:
         return float(one["__float__"]) if set(one) == {"__float__"} else one
 
-    found: Json = json.loads(json.dumps(config), object_hook=value)
+    found: Json = json.loads(json.dumps(without_attention(config)), object_hook=value)
     return found
 
 

@@ -40,6 +40,13 @@ WRONG_VALUES = (AttributeError, KeyError, TypeError, StrictDataclassError)
 """The errors of transformers about values of a model's files that it does not check, such as `dtype: float99`."""
 
 
+def config_of(path: str | Path, trusted: bool) -> PreTrainedConfig:
+    """Return the configuration of a folder or Hub id, with transformers' own choice of attention instead of its own."""
+    config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    config._attn_implementation = None  # also of its parts; see `without_attention`
+    return config
+
+
 def load_config(recipe: Recipe) -> PreTrainedConfig:
     """Return the model's configuration.
 
@@ -49,13 +56,19 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     if recipe.model.trust_remote_code:
         base_model.permit_remote_code()
     try:
-        config = AutoConfig.from_pretrained(recipe.model.path, trust_remote_code=recipe.model.trust_remote_code)
+        config = config_of(recipe.model.path, recipe.model.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, *WRONG_VALUES) as error:
         raise UserError(cannot_load("configuration", recipe, error)) from error
     if config.return_dict is False:
         raise UserError(
             f"model.path={recipe.model.path}: its config.json has return_dict=false, with which its parts do not find "
             "each other's outputs; remove the key."
+        )
+    parts = (config, config.get_text_config())
+    if recipe.model.attention != "eager" and any(one.output_attentions for one in parts):
+        raise UserError(
+            f"model.path={recipe.model.path}: its config.json has output_attentions=true, which only "
+            "model.attention=eager computes; remove the key."
         )
     if config.is_encoder_decoder and not type(config).is_encoder_decoder:
         raise UserError(
@@ -123,9 +136,8 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     stored.check_tied(recipe.model.path, config)
     generate.check_settings(recipe.model.path)
     state = dequantized_state(recipe.model.path, config, dtype)
-    part = {} if state is None else {"config": config}
-    part |= {} if recipe.model.vision else text_part(config)
-    part = with_classes(part, heads.options(labels) if recipe.method.scores else {})
+    part = {"config": config} | ({} if recipe.model.vision else text_part(config))
+    part["config"].update(heads.options(labels) if recipe.method.scores else {})
     quiet = errors_only("transformers") if recipe.method.headless else nullcontext()
     try:
         with quiet, upstream.reading_any_index(), upstream.reading_state(state):
@@ -170,14 +182,6 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     return transforms.apply(model, recipe)
 
 
-def with_classes(part: Json, options: Json) -> Json:
-    """Return the arguments of `from_pretrained` with a classifier's, which go into the configuration if it has one."""
-    if "config" not in part:
-        return part | options
-    part["config"].update(options)
-    return part
-
-
 def dequantized_state(path: str, config: PreTrainedConfig, dtype: torch.dtype | str) -> dict[str, torch.Tensor] | None:
     """Return the weights of a folder or Hub id that were published quantised, as ordinary ones; None if they are.
 
@@ -209,6 +213,8 @@ def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
         exported = "the export has them unchanged" if whole else "not in the export"
     if parts:
         say(f"model.path={recipe.model.path}: neither loaded nor trained: {', '.join(parts)}; {exported}")
+    if pickles := [file.name for file in sorted(Path(recipe.model.path).glob("pytorch_model*.bin"))]:
+        say(f"model.path={recipe.model.path}: its .safetensors are loaded, not {pickles[0]}{weights.more(pickles)}")
     if mtp := stored.MTP.get(recipe.model.path):
         say(f"{', '.join(mtp)}: {base_model.DRAFTS}")
 

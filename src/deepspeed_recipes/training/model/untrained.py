@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_utils import str_to_torch_dtype
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import cached_file
@@ -127,7 +127,7 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
     base = stored.folder_of(path)
     if base is None or head != "vocabulary":
         return
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
+    config = load.config_of(base, trusted)
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return
     text, _ = _outline(base, head, trusted)
@@ -195,7 +195,7 @@ def check(folder: Path) -> None:
 
 def _outline(base: Path, head: Head, trusted: bool) -> tuple[PreTrainedModel, dict[str, str] | None]:
     """Return the trained model without weights, and the names with which it is loaded from the base."""
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
+    config = load.config_of(base, trusted)
     part = load.text_part(config) if head == "vocabulary" else {}
     with torch.device("meta"):
         model = heads.CLASSES[head].from_config(part.get("config", config), trust_remote_code=trusted)
@@ -286,7 +286,7 @@ def _write_config(folder: Path, base: Path, head: Head, trusted: bool) -> None:
     whole, trained = base_model.config_of(base), base_model.config_of(folder)
     for one in (whole, *(part for part in whole.values() if isinstance(part, dict))):
         one.pop("quantization_config", None)
-    config = AutoConfig.from_pretrained(base, trust_remote_code=trusted)
+    config = load.config_of(base, trusted)
     loaded = config.get_text_config() if head == "vocabulary" else config
     at = next((key for key in whole if loaded is not config and getattr(config, key, None) is loaded), None)
     part = whole[at] if at else whole

@@ -9,7 +9,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from ...recipe.errors import UserError
-from ...recipe.files import Json
+from ...recipe.files import Json, without_attention
 from ...recipe.run_folder import RunFolder, read_json, read_recipe, write_json
 from .record import own_path, portable_path
 
@@ -23,7 +23,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def config_of(folder: Path) -> Json:
-    """Return the content of a folder's config.json, or an empty one if it has none.
+    """Return the content of a folder's config.json without its attention implementation; empty if it has none.
 
     Raises:
         UserError: it is not one JSON object.
@@ -32,7 +32,7 @@ def config_of(folder: Path) -> Json:
     config = read_json(file) if file.exists() else {}
     if not (isinstance(config, dict) and isinstance(config.get("text_config") or {}, dict)):
         raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
-    return config
+    return without_attention(config)
 
 
 def text_of(config: Json) -> Json:

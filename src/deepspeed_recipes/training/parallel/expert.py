@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups, logger
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusal
 from ...recipe.errors import first_line
@@ -148,7 +148,7 @@ def mixture(recipe: Recipe) -> Mixture:
 
 @cache
 def _mixture(path: str, trust_remote_code: bool) -> Mixture:
-    config = load.language_config(AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    config = load.language_config(load.config_of(path, trust_remote_code))
     for name in JITTER:
         if value := getattr(config, name, 0):
             raise refusal("noisy routers", name=name, value=value, path=path)
