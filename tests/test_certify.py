@@ -219,7 +219,6 @@ ADAPTERS = {
         lambda tensors: [tensor.mul_(2) for name, tensor in tensors.items() if "lora_B" in name],
         "lora_B",
     ),
-    "a layer left out": (lambda tensors: tensors.pop(next(iter(tensors))), "the folder lacks"),
 }
 
 
@@ -240,6 +239,12 @@ def test_a_fault_in_an_adapter_is_found(adapter, tmp_path, fault, capsys):
     shown = capsys.readouterr().out
     assert "DIFFERS" in shown and cause in shown, shown
     assert ("its answers are the base model's" in shown) == (fault == "zeroed")
+
+
+def test_an_adapter_without_a_tensor_is_refused(adapter, tmp_path):
+    change(folder := copied(adapter, tmp_path), lambda tensors: tensors.pop(next(iter(tensors))))
+    with pytest.raises(UserError, match=rf"{folder}: adapter_config.json names layers .* file lacks \(1, such as"):
+        certify.main([str(folder)])
 
 
 @pytest.mark.parametrize(
