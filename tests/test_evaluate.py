@@ -147,7 +147,7 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
     found = json.loads(capsys.readouterr().out)["models"][0]
     with alone():
         held_out = read(None, data, "loss", None)
-        model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(TINY_MODEL)
+        model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(export.Path(TINY_MODEL))
         sequences, _ = tokenize.tokenized(held_out.examples, replace(held_out.recipe, packing=False), tokenizer)
         ours = scores.loss_per_token(model, sequences, Collator(tokenizer.pad_token_id), 2, Layout())
     assert found["score"] == pytest.approx(ours, rel=1e-5)

@@ -318,7 +318,7 @@ UNREAD = [
     ({"instruction": "a", "input": "b", "chosen": "b", "rejected": "c", "output": 1}, "preference", "dpo", ["output"]),
     ({"prompt": "a", "messages": SHORT, "chosen": "b", "rejected": "c"}, "preference", "dpo", ["messages"]),
     ({"text": "a", "url": "b", "system": "c"}, "text", "pretrain", ["url", "system"]),
-    ({"prompt": "a", "answer": "b"}, "prompt", "grpo", []),  # the reward function gets it
+    ({"prompt": "a", "answer": "b"}, "prompt", "grpo", ["reward: answer"]),  # listed apart
     (
         {
             "messages": [user("Hi?") | {"mood": "good", "name": "Jo"}, assistant("Yes.", weight=1)],

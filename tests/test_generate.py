@@ -35,7 +35,7 @@ def typed(monkeypatch):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return export.load(generate.Path(TINY_MODEL)).eval(), export.load_tokenizer(TINY_MODEL)
+    return export.load(generate.Path(TINY_MODEL)).eval(), export.load_tokenizer(generate.Path(TINY_MODEL))
 
 
 @pytest.fixture

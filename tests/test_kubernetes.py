@@ -309,6 +309,7 @@ def test_a_restarted_node_forgets_the_lost_attempt(tmp_path):
     run.metrics.write_text('{"step": 1}\n')
     node.prepare(run, None, 2)  # half a checkpoint and no whole one: from the start
     assert not run.metrics.exists() and not list(run.checkpoints.iterdir())
+    run_folder.accept_recipe(run)  # the ranks do, before their first record
     for step in (5, 10):
         (run.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
     write_json(run.checkpoints / "checkpoint-5" / COMPLETE, {})

@@ -86,9 +86,9 @@ def test_threads_that_exist_and_threads_to_come_are_kept(tmp_path):
     program = """
 import json, os, sys, threading
 import torch
-from deepspeed_recipes.machine import numa
+from deepspeed_recipes.machine import readings
 torch.ones(2000, 2000) @ torch.ones(2000, 2000)
-numa.bind(frozenset([int(sys.argv[1])]))
+readings.bind(frozenset([int(sys.argv[1])]))
 later = []
 thread = threading.Thread(target=lambda: later.append(os.sched_getaffinity(0)))
 thread.start()

@@ -15,7 +15,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.methods import Embed
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of, write_json
-from . import base_model, card, expected, record
+from . import base_model, card, record
 
 
 def check(source: Path, output: Path) -> None:
@@ -71,6 +71,8 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
         source: where they come from.
         place: the folder that it will be renamed to.
     """
+    from . import expected  # imports torch, without which `publish` reads a folder
+
     expected.copy(source, folder)
     if (source / record.FOLDER / record.RECIPE).exists():
         shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
