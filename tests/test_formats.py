@@ -274,6 +274,11 @@ def test_nulls_and_empty_lists_of_a_table_are_not_there():
     kept = {"name": "add", "arguments": '{"c": null}'}
     (read,) = formats.converted([("here", {"messages": [user("a"), assistant("", tool_calls=[kept])]})], "sft")
     assert read["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"c": None}, "as text it is what it says"
+    whole = '{"name": "add", "arguments": {"a": [null], "c": null}}'
+    for turn in ({"from": "function_call", "value": whole}, {"from": "gpt", "value": "", "tool_calls": f"[{whole}]"}):
+        row = {"conversations": [{"from": "human", "value": "a"}, turn]}
+        (read,) = formats.converted([("here", row)], "sft")
+        assert read["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"a": [None], "c": None}, turn
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 import json
 import math
 from dataclasses import replace
+from datetime import datetime, timedelta
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Audio, ClassLabel, Dataset, DatasetDict, Video, load_dataset
 from datasets.exceptions import DatasetNotFoundError
 
 from deepspeed_recipes.launching import preflight
@@ -105,6 +107,36 @@ def test_tool_calls_keep_their_own_arguments(tmp_path):
     [source] = sources.read(str(path), small(tmp_path, path))
     found = [turn["tool_calls"][0]["function"] for turn in source.examples[0]["messages"][1:]]
     assert found == calls
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
+def test_what_tables_hold_and_json_does_not_is_read_as_in_json_lines(tmp_path, streaming):
+    """Turns of WildChat-1M have a timestamp; a class's number alone would make good answers bad ones."""
+    day, sound = datetime(2024, 5, 1, 12), {"path": "a.wav", "bytes": b""}
+    call = {"function": {"name": "f", "arguments": {"day": day, "price": Decimal("1.50")}}}
+    odd = {"timestamp": day, "took": timedelta(seconds=90), "raw": b"a"}
+    turns = [turn | odd for turn in CHATS[0]["messages"]] + [{"role": "assistant", "tool_calls": [call]}]
+    row = {"messages": turns, "tools": [{"name": "f", "default": day}], "sound": sound, "clip": sound}
+    chats = Dataset.from_list([row]).cast_column("sound", Audio()).cast_column("clip", Video())
+    answers = Dataset.from_list([{"prompt": "a", "completion": "b", "label": at} for at in (0, 1)])
+    judged = answers.cast_column("label", ClassLabel(names=["good", "bad"]))
+    chats.to_parquet(tmp_path / "chats.parquet")
+    judged.save_to_disk(tmp_path / "judged")
+    [source] = sources.read(str(tmp_path / "chats.parquet"), small(tmp_path, tmp_path), streaming)
+    (found,) = source.examples
+    of_json = {"timestamp": "2024-05-01 12:00:00", "took": "0:01:30"}
+    assert found["messages"][:2] == [turn | of_json for turn in CHATS[0]["messages"]]
+    arguments = found["messages"][2]["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"day": "2024-05-01 12:00:00", "price": "1.50"}
+    assert found["tools"][0]["function"]["default"] == "2024-05-01 12:00:00"
+    assert source.unread == dict.fromkeys(["sound", "clip", "turns.timestamp", "turns.took", "turns.raw"], 1)
+    for method, labels in (("kto", [True, False]), ("classify", ["good", "bad"])):
+        [source] = sources.read(str(tmp_path / "judged"), small(tmp_path, tmp_path, method=method), streaming)
+        assert [one["label"] for one in source.examples] == labels
+    unknown = judged.map(lambda row, at: {"label": -at}, with_indices=True)
+    unknown.save_to_disk(tmp_path / "unknown")
+    with pytest.raises(UserError, match="row 2: 'label' is empty"):
+        [*sources.read(str(tmp_path / "unknown"), small(tmp_path, tmp_path, method="classify"), streaming)[0].examples]
 
 
 def test_datasets_turns_strings_into_dates(tmp_path):

@@ -6,12 +6,16 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
 from datasets import (
+    Audio,
+    ClassLabel,
     Dataset,
     DatasetDict,
     Features,
@@ -20,6 +24,7 @@ from datasets import (
     Json,
     List,
     Value,
+    Video,
     concatenate_datasets,
     interleave_datasets,
     load_dataset,
@@ -247,7 +252,21 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
 
 
 def _numbered(name: object, found: Examples) -> Located:
-    return ((f"{name}: row {number}", row) for number, row in enumerate(found, start=1))
+    """Yield (place, row) of a table, in JSON's types and bytes; a `ClassLabel` is its name, or None if it is -1."""
+    classes = {column: kind.names for column, kind in (found.features or {}).items() if isinstance(kind, ClassLabel)}
+    for number, row in enumerate(found, start=1):
+        labels = {column: row[column] for column in classes}
+        named = {name: None if at is None or at < 0 else classes[name][at] for name, at in labels.items()}
+        yield f"{name}: row {number}", _as_json({**row, **named})
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value with its dates, times and decimals as text."""
+    if isinstance(value, dict):
+        return {key: _as_json(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_as_json(one) for one in value]
+    return str(value) if isinstance(value, date | time | timedelta | Decimal) else value
 
 
 def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
@@ -263,17 +282,17 @@ def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
 
 
 def _as_files(found: Examples) -> Examples:
-    """Return the examples with images as undecoded files; `datasets` would decode them."""
-    pictures = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
-    for name, kind in pictures.items():
+    """Return the examples with media as undecoded files; `datasets` would decode them, with torchcodec."""
+    media = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
+    for name, kind in media.items():
         found = found.cast_column(name, kind)
     return found
 
 
 def _undecoded(kind: object) -> Any:
-    """Return a column's type with `Image` as a file's path and bytes."""
-    if isinstance(kind, Image):
-        return Image(decode=False)
+    """Return a column's type with media as a file's path and bytes."""
+    if isinstance(kind, Audio | Image | Video):
+        return type(kind)(decode=False)
     if isinstance(kind, List):
         return List(_undecoded(kind.feature), length=kind.length)
     return {name: _undecoded(one) for name, one in kind.items()} if isinstance(kind, dict) else kind

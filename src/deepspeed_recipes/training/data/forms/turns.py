@@ -179,7 +179,7 @@ def _turn(where: str, turn: object) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
     # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
-    turn = {key: value for key, value in turn.items() if value is not None and value != []}
+    turn = {key: value for key, value in turn.items() if not (value in (None, []) or isinstance(value, bytes))}
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
         if one in turn and other in turn:
             raise UserError(f"{where} has {one!r} and {other!r}, which mean the same; remove one of them.")
@@ -215,7 +215,7 @@ def _turn(where: str, turn: object) -> Turn:
     if role == "user":
         keys.refuse_placeholder(where, content)
     if role == "call":
-        role, content, turn["tool_calls"] = "assistant", "", parsed(where, content)
+        role, content, turn["tool_calls"] = "assistant", "", content
     if "function_call" in turn:
         turn["tool_calls"] = turn.pop("function_call")
     if role != "assistant" and "tool_calls" in turn:
@@ -241,8 +241,12 @@ def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
 
 
 def _calls(where: str, calls: Any) -> list[Json]:
-    """Return tool calls in OpenAI's form, with their arguments as an object: templates convert it to JSON."""
-    if isinstance(calls, str):
+    """Return tool calls in OpenAI's form, with their arguments as an object: templates convert it to JSON.
+
+    Calls that are JSON text keep their nulls, see `without_nulls`.
+    """
+    as_text = isinstance(calls, str)
+    if as_text:
         calls = parsed(where, calls)
     checked = []
     for call in calls if isinstance(calls, list) else [calls]:
@@ -257,7 +261,7 @@ def _calls(where: str, calls: Any) -> list[Json]:
             arguments = parsed(where, arguments) if arguments.strip() else {}
         elif arguments is None:
             arguments = {}
-        else:
+        elif not as_text:
             arguments = without_nulls(arguments)
         if not isinstance(arguments, dict) or not isinstance(function.get("name"), str):
             raise UserError(
