@@ -14,6 +14,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.limits import tiles_loss
 from deepspeed_recipes.recipe.overrides import apply
+from deepspeed_recipes.recipe.run_folder import RunFolder
 from deepspeed_recipes.training import own_code
 from deepspeed_recipes.training.data import sources
 
@@ -191,11 +192,14 @@ def test_a_loss_gets_what_transformers_gives_it(tiny, file):
         ("fails", rf"IndexError: list index out of range \(.*mine.py:{line_of('def fails')}\)"),
     ],
 )
-def test_a_metric_that_is_no_number_is_refused(tiny, file, name, why):
+def test_a_metric_that_is_no_number_is_refused(tiny, file, name, why, tmp_path, monkeypatch):
     recipe = replace(tiny, data=replace(tiny.data, metric=f"{file}:{name}"))
-    with pytest.raises(UserError, match=rf"data.metric={file}:{name}.*{why}") as caught:
-        own_code.measured(recipe, ["a", "b"], ["a", "c"])
-    assert len(str(caught.value).splitlines()) <= 3
+    monkeypatch.setattr(own_code, "newest_checkpoint", lambda run: run.checkpoints / "checkpoint-3")
+    for run in (None, RunFolder(tmp_path)):
+        with pytest.raises(UserError, match=rf"data.metric={file}:{name}.*{why}") as caught:
+            own_code.measured(recipe, ["a", "b"], ["a", "c"], run)
+        assert len(str(caught.value).splitlines()) <= 3
+    assert str(caught.value).endswith("checkpoint-3 is kept; correct the file, and add --resume.")
 
 
 def test_a_metric_returns_a_number_or_several(tiny, file):

@@ -98,9 +98,13 @@ def _check_equal(mine: JsonView, when: str) -> None:
 
 def failed(key: str, function: Function, error: BaseException, when: str, run: RunFolder | None) -> Failed:
     """Return the message for an error in the user's code: the last line of its traceback, its place, what is kept."""
-    checkpoint = newest_checkpoint(run) if run else None
-    fix = f"{checkpoint} is kept; correct the file, and add --resume." if checkpoint else "correct the file."
+    fix = _kept(run) or "correct the file."
     return Failed(f"{key}={function}: {when}: {described(error, function.path)};\n{fix}")
+
+
+def _kept(run: RunFolder | None) -> str:
+    checkpoint = newest_checkpoint(run) if run else None
+    return f"{checkpoint} is kept; correct the file, and add --resume." if checkpoint else ""
 
 
 def _is_of_ranks(error: Exception) -> bool:
@@ -269,12 +273,15 @@ def measured(
             if _is_of_ranks(error):
                 raise
             raise failed("data.metric", named, error, when, run) from error
-        if isinstance(value, Mapping) and value:
-            values = {f"{named.name}_{key}": _number(f"{shown}: {key!r}", one) for key, one in value.items()}
-            values = {named.name: next(iter(values.values())), **values}
-        else:
-            values = {named.name: _number(f"{shown}: {when}", value)}
-        _check_equal({shown: values}, "for the same answers")
+        try:
+            if isinstance(value, Mapping) and value:
+                values = {f"{named.name}_{key}": _number(f"{shown}: {key!r}", one) for key, one in value.items()}
+                values = {named.name: next(iter(values.values())), **values}
+            else:
+                values = {named.name: _number(f"{shown}: {when}", value)}
+            _check_equal({shown: values}, "for the same answers")
+        except Failed as error:
+            raise Failed(f"{error}\n{_kept(run)}".rstrip()) from None
         found |= values
     return found
 
