@@ -1,17 +1,30 @@
 """Data that is read during training, and what a run prints about its data, on two real ranks."""
 
 import json
+import shutil
 from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from datasets import Dataset
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_recipe
+from deepspeed_recipes.recipe.run_folder import (
+    RunFolder,
+    checkpoints,
+    forget_after,
+    read_json,
+    read_jsonl,
+    read_recipe,
+    write_recipe,
+)
 from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.checkpoint import fingerprint
 from deepspeed_recipes.training.data import collate, sources, tokenize
 from deepspeed_recipes.training.model.draft import TINY_MODEL
 from tests.conftest import conversation
@@ -63,6 +76,29 @@ def test_two_ranks_train_on_different_sequences_of_a_stream(ranks, model_folder,
     screen = read_logs(tmp_path / "log")[0]
     assert "/a.jsonl: streamed in the form messages" in screen and "tokenized during training" in screen
     assert screen.count("example: ") == 2
+
+
+def train_a_day_later_at_each_start(folder):
+    day = 1 + len(checkpoints(RunFolder(folder)))
+    later = type("Later", (datetime,), {"now": classmethod(lambda cls, tz=None: cls(2024, 5, day))})
+    fingerprint.datetime = chat_template_utils.datetime = later
+    training_run.main(str(folder))
+
+
+def test_a_run_resumes_on_another_day_with_the_date_in_its_template(ranks, model_folder, tmp_path):
+    """As that of Llama 3; without the tokens in the cache, which a stream has not, it would be other data."""
+    template = tmp_path / "dated.jinja"
+    usual = Path(TINY_MODEL, "chat_template.jinja").read_text(encoding="utf-8")
+    template.write_text("{{ strftime_now('%d %b %Y') }} " + usual, encoding="utf-8")
+    recipe = small(model_folder, write(tmp_path / "a.jsonl", 40), max_steps=2, save_steps=1)
+    model = replace(recipe.model, chat_template=str(template))
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, replace(recipe, model=model, data=replace(recipe.data, streaming=True)))
+    ranks.check(train_a_day_later_at_each_start, run.path, log=tmp_path / "log")
+    forget_after(run, run.checkpoints / "checkpoint-1")
+    shutil.rmtree(run.export)
+    ranks.check(train_a_day_later_at_each_start, run.path, log=tmp_path / "log")
+    assert "01 May 2024" in run.data.read_text() and read_json(run.summary)["steps"] == 2
 
 
 def test_a_stream_never_ends_and_never_repeats_its_order(model_folder, tmp_path):

@@ -100,6 +100,9 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     for line in own_code.check(recipe):
         say(line)
     recipe = with_draft(recipe, run)
+    checkpoint = newest_checkpoint(run)
+    began = fingerprint.began(checkpoint)
+    upstream.date_chats(began)
     tokenizer = chat_templates.load_tokenizer(recipe)
     recipe = checked(recipe, file, tokenizer)
     methods, parallel = method(recipe.method.name), implementation(recipe.layout)
@@ -108,8 +111,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
-    checkpoint = newest_checkpoint(run)
-    mark = fingerprint.of_run(recipe, tokenizer, datasets)
+    mark = fingerprint.of_run(recipe, tokenizer, datasets, began)
     fingerprint.check(mark, checkpoint, recipe.data.changed)
     too_few = say_updates(recipe, datasets.size, dist.get_world_size())
     say_resuming(recipe, checkpoint, datasets)

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta, tzinfo
 from functools import partial, wraps
 from importlib import metadata
 from pathlib import Path
@@ -43,6 +43,7 @@ from torch.utils import cpp_extension
 from transformers import PreTrainedModel, TrainerState, TrainingArguments, masking_utils, modeling_utils
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.masking_utils import find_packed_sequence_indices
+from transformers.utils import chat_template_utils
 from trl.trainer import utils as trl_utils
 
 from ..machine import ops, software
@@ -101,6 +102,20 @@ def keep_json_numbers() -> None:
     """
     for module in (datasets.features.features, datasets.utils.json, datasets.arrow_writer):
         module.ujson_dumps, module.ujson_loads = json.dumps, json.loads
+
+
+def date_chats(began: str) -> None:
+    """Make chat templates that write today's date, as Llama 3's do, write the date on which the run began.
+
+    A run that resumes on another day, without the tokens in the cache, would otherwise be refused for other data.
+    """
+
+    class Began(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Began":
+            return cls.fromisoformat(began).astimezone(tz)
+
+    chat_template_utils.datetime = Began
 
 
 def compile_ops_once(stack: Path) -> None:

@@ -5,6 +5,7 @@ A run that resumes on other data would skip sequences that it has never read, or
 
 import json
 from collections.abc import Iterable
+from datetime import datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,15 @@ ACCEPTABLE = ("tokenizer", "data", "transform", "order")
 """Differences that `data.changed=true` accepts."""
 
 
-def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets) -> Json:
+def began(checkpoint: Path | None) -> str:
+    """Return when the run that wrote a checkpoint began, or now if there is none, in ISO 8601; a collective."""
+    saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint and dist.get_rank() == 0 else {}
+    found = [saved.get("began", datetime.now().astimezone().isoformat(timespec="seconds"))]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets, began: str) -> Json:
     """Return the fingerprint of a run, computed by rank 0; a collective."""
     found: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -53,6 +62,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
                 "transform": own_code.digests(recipe).get("data.transform"),
                 # A step's place in the data is its number times the global batch size.
                 "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
+                "began": began,
             }
         ]
     dist.broadcast_object_list(found)
