@@ -16,6 +16,7 @@ SHIPPED = sorted((CONFIGS / "accelerate").glob("*.yaml"))
 DEEPSPEED = {"distributed_type": "DEEPSPEED", "num_processes": 2, "deepspeed_config": {"zero_stage": 3}}
 FSDP = {"distributed_type": "FSDP", "num_processes": 2}
 GPUS = {"distributed_type": "MULTI_GPU", "num_processes": 2}
+SAGEMAKER = {"compute_environment": "AMAZON_SAGEMAKER"}
 WRAP = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -139,7 +140,8 @@ MISTAKES = [
         "write num_processes: 4",
     ),
     (DEEPSPEED | {"compute_environment": "SLURM"}, "compute_environment", "as SageMaker's", "LOCAL_MACHINE"),
-    (DEEPSPEED | {"compute_environment": "AMAZON_SAGEMAKER"}, "deepspeed_config", "AMAZON_SAGEMAKER", "remove it"),
+    (DEEPSPEED | SAGEMAKER, "deepspeed_config", "AMAZON_SAGEMAKER", "remove it"),
+    (SAGEMAKER | {"ec2_instance_type": "ml.p4d.24xlarge"}, "", "`iam_role_name` is missing", "add iam_role_name"),
     (DEEPSPEED | {"deepspeed_config": "zero3.json"}, "deepspeed_config", "keys with values", "key: value"),
     (
         DEEPSPEED | {"dynamo_config": {"backend": "INDUCTOR"}},

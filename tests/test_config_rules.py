@@ -358,6 +358,11 @@ def test_a_rule_reports_the_one_config_and_not_the_other(rule: str):
     assert rule not in found(good, facts)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_an_optimizer_that_zero_does_not_know_has_to_be_allowed_at_each_of_its_stages(stage: int):
+    assert ("untested-optimizer" in found(own("SGD") | zero(stage), HF)) == (stage > 0)
+
+
 MASTER = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 
 

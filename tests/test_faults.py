@@ -1,12 +1,14 @@
 """A file system that fails while a run is resumed costs nothing: at each of its calls, once and from then on."""
 
 import builtins
+import contextlib
 import errno
 import io
 import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,9 +30,11 @@ from deepspeed_recipes.recipe.run_folder import (
     write_jsonl,
     write_recipe,
 )
+from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import without_launcher
 from deepspeed_recipes.training.checkpoint import digests
 from deepspeed_recipes.training.checkpoint.save import Checkpoints
+from deepspeed_recipes.training.tracking.trackers import Trackers
 
 CALLS = (
     "stat",
@@ -341,6 +345,16 @@ def test_a_run_that_has_saved_does_not_start_again_without_its_disk(tmp_path):
         with pytest.raises(UserError, match=r"no checkpoint, although the run has trained 3 steps .* mounted\?"):
             run_folder.forget_after(run, None)
     assert read_jsonl(run.metrics) == rows
+
+
+def test_a_rank_whose_folder_cannot_be_read_ends_with_the_reason_and_its_status(tmp_path, monkeypatch, capsys):
+    run, ended = RunFolder(tmp_path), []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for file, writers in ((run.recipe, {}), (run.tracking, {"wandb": SimpleNamespace(alert=print, finish=print)})):
+        file.write_text("{")
+        with contextlib.suppress(UserError):  # of the tracker's notes, after the exit
+            training_run.fail("recipe.json: Input/output error", 2, Trackers(run, writers))
+    assert ended == [2, 2] and capsys.readouterr().err.count("Input/output error\n") == 2
 
 
 @pytest.mark.parametrize("cut", [b'{"step": 9, "lo', b'{"step": 9, "at": {"lo', b"\0\0\0", b"{"])

@@ -350,8 +350,10 @@ def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
         # which may have to pass it to trackers.
         time.sleep(15 if trackers.run.tracking.exists() else 5)
     print(printable(redact(str(error))), file=sys.stderr, flush=True)
-    trackers.failed(str(error), status)
-    os._exit(status)
+    try:
+        trackers.failed(str(error), status)
+    finally:  # what cannot be read or written is the reason already
+        os._exit(status)
 
 
 if __name__ == "__main__":

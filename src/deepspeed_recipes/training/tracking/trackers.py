@@ -81,9 +81,9 @@ class Trackers:
 
     def end(self, summary: Json, status: int = 0) -> list[str]:
         """Close the run in every tracker; return lines for the last screen on how to view it."""
-        rows, lines = answers(self.run), []
+        rows, lines = [] if status or not self.writers else answers(self.run), []
         for name, writer in list(self.writers.items()):
-            if rows and not status:
+            if rows:
                 self._attempt(name, partial(writer.table, rows))
             line = self._attempt(name, partial(writer.finish, summary, status))
             lines += [redact(line)] if line else []  # MLflow's address may have a password
