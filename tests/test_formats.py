@@ -725,6 +725,12 @@ def test_keys_of_turns_are_renamed_as_the_refusal_says(tmp_path, speaker, text):
     assert [one["messages"] for one in source.examples] == [[user("Hi?"), assistant("Yes.")]]
 
 
+@pytest.mark.parametrize("turn", [{"input": "Hi?", "output": "Yes."}, "Hi?"], ids=["Capybara", "LIMA"])
+def test_turns_that_do_not_say_who_speaks_are_not_renamed(turn):
+    with pytest.raises(UserError, match=r"; data\.transform=FILE\.py:FUNCTION can rewrite such examples\.$"):
+        list(formats.converted([("here", {"messages": [turn]})], "sft"))
+
+
 def test_a_rows_place_is_its_first_line_and_a_quote_left_open_is_found_where_it_begins(tmp_path):
     path = tmp_path / "table.csv"
     path.write_text('prompt,completion\n"a\nb",c\n\nd,e,f\ng,h\n"i,j\nk,l\n', encoding="utf-8")
@@ -756,6 +762,10 @@ def test_columns_are_suggested_by_their_own_names(tmp_path):
         ({"q": "a", "good": "b", "poor": "c"}, "dpo", "q:prompt,good:chosen,poor:rejected"),
         ({"body": "a", "kind": "b"}, "classify", "body:text,kind:label"),
         ({"number": 3, "role": None}, "sft", "question:prompt,answer:completion"),
+        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, "sft", "response:output"),
+        ({"prompt": "a", "response_0": "b", "response_1": "c"}, "dpo", "response_0:chosen,response_1:rejected"),
+        ({"images": [{"path": "a.png"}], "texts": [{"user": "a"}]}, "sft", "question:prompt,answer:completion"),
+        ({"system": "a", "chat": "USER: b"}, "sft", "question:prompt,answer:completion"),
     ):
         with pytest.raises(UserError, match=f"data.columns={said}"):
             formats.form_of("here", row, method)

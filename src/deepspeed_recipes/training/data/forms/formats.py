@@ -34,6 +34,7 @@ from .turns import (
     COLUMNS,
     NOT_LEARNED,
     READ,
+    SPEAKERS,
     Example,
     Turn,
     as_conversation,
@@ -152,16 +153,20 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
 
 def _named_columns(example: Example, kind: Examples) -> str:
     """Return `data.columns` with the example's own columns of text, as far as it has enough of them."""
-    lists = [(name, value) for name, value in example.items() if isinstance(value, list) and value]
-    turns = [name for name, value in lists if isinstance(value[0], dict)]
+    lists = [(name, value[0]) for name, value in example.items() if isinstance(value, list) and value]
+    turns = [name for name, one in lists if isinstance(one, dict) and one.keys() & {*SPEAKERS}]
     if turns and kind == "conversations":
         return f"data.columns={turns[0]}:messages"
     texts = [name for name, value in example.items() if isinstance(value, str) and not re.search(r"(^|_)id$|:|,", name)]
     fields = next(fields for one, fields in FORMS.values() if one == kind and len(fields) > (kind == "conversations"))
-    fields = ("prompt", "completion") if kind == "conversations" else ("prompt", *fields) if kind == "pairs" else fields
-    if len(texts) < len(fields):
-        texts = ["question", "answer", "worse_answer"]
-    return "data.columns=" + ",".join(f"{name}:{field}" for name, field in zip(texts, fields, strict=False))
+    if kind == "conversations" and "instruction" not in example:
+        fields = ("prompt", "completion")
+    fields = ("prompt", *fields) if kind == "pairs" else fields
+    missing = [field for field in fields if field not in example]
+    texts = [name for name in texts if name not in FIELDS]
+    if len(texts) < len(missing):
+        missing, texts = [*fields], ["question", "answer", "worse_answer"]
+    return "data.columns=" + ",".join(f"{name}:{field}" for name, field in zip(texts, missing, strict=False))
 
 
 def _reads(method: str, form: str) -> bool:

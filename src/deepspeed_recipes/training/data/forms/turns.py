@@ -26,6 +26,7 @@ COLUMNS = ("role", "speaker", "sender", "author", "from")
 """Columns of tables whose rows are turns, that say who speaks."""
 SPEAKERS = (*COLUMNS, "name", "who", "type")
 """Keys of turns that may say who speaks."""
+REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
@@ -177,7 +178,7 @@ def _joined(before: object, turn: object) -> Turn | None:
 
 def _turn(where: str, turn: object) -> Turn:
     if not isinstance(turn, dict):
-        raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}.")
+        raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}; {REWRITE}.")
     # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
     turn = {key: value for key, value in turn.items() if not (value in (None, []) or isinstance(value, bytes))}
     for one, other in (("role", "from"), ("content", "value"), ("tool_calls", "function_call")):
@@ -196,10 +197,16 @@ def _turn(where: str, turn: object) -> Turn:
     if unnamed or (content == "" and others and not turn.keys() & {*READ, "function_call"}):
         missing = ["role"] * (speaker is None) + ["content"] * (content == "")
         others.sort(key=lambda key: key not in SPEAKERS)
+        if "role" in missing and others[:1] and others[0] not in SPEAKERS and turn[others[0]].lower() not in ROLES:
+            others = []  # such as a question with its answer, of which neither says who speaks
         pairs = ",".join(f"{key}:{field}" for key, field in zip(others, missing, strict=False))
         raise UserError(
             f"{where} needs a 'role' and a 'content', both strings."
-            + f" Rename the keys of turns: data.columns={pairs}." * bool(pairs)
+            + (
+                f" Rename the keys of turns: data.columns={pairs}."
+                if pairs
+                else f" It has {fields_of(turn)}; {REWRITE}."
+            )
         )
     role = ROLES.get(speaker.lower())
     if role is None:
