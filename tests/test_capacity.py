@@ -1,12 +1,14 @@
 """A disk that is too small is detected before training and before each save, without damage to a checkpoint."""
 
 import os
+import shutil
 import subprocess
 import time
 
 import pytest
 
 from deepspeed_recipes.machine.system import GIB, check_disk
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, newest_checkpoint, read_jsonl, step_of, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.ranks import read_logs
@@ -68,7 +70,11 @@ def test_the_last_checkpoint_survives_a_full_disk(ranks, small_disk, tmp_path, m
     assert run.summary.exists()
 
 
-def test_the_message_names_what_is_free_and_what_is_needed(tmp_path):
+def test_the_message_names_what_is_free_and_what_is_needed(tmp_path, monkeypatch):
     check_disk(tmp_path / "not" / "there" / "yet", 1, "a checkpoint")
-    with pytest.raises(Exception, match=r"needs about 1048576\.00 GiB, but only .* GiB is free"):
+    with pytest.raises(UserError, match=r"needs about 1048576\.00 GiB, but only .* GiB is free"):
         check_disk(tmp_path, 2**20 * GIB, "a checkpoint")
+    usage = shutil.disk_usage(tmp_path)._replace(free=200_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(UserError, match=r"needs about 5\.00 MiB, but only 0\.19 MiB is free"):
+        check_disk(tmp_path, 5 * 2**20, "a checkpoint")

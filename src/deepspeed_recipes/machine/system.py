@@ -169,8 +169,9 @@ def check_disk(folder: Path, needed: int, what: str) -> None:
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
+        unit, size = ("GiB", GIB) if needed >= GIB / 10 else ("MiB", 2**20)
         raise UserError(
-            f"{folder}: {what} needs about {needed / GIB:.2f} GiB, but only {free / GIB:.2f} GiB is free.\n"
+            f"{folder}: {what} needs about {needed / size:.2f} {unit}, but only {free / size:.2f} {unit} is free.\n"
             "Free some space, choose another --output-dir, or save less often (save_steps=0 keeps only the export)."
         )
 
