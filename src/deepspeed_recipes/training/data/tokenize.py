@@ -15,6 +15,7 @@ from datasets.fingerprint import Hasher
 from jinja2 import TemplateError
 from torch.utils.data import IterableDataset as TorchIterableDataset
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from trl import pack_dataset
 
 from ...recipe.errors import UserError, first_line
@@ -224,7 +225,9 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
     options: Json = {"batched": batched, "remove_columns": unread, "features": features}
     if isinstance(raw, Dataset):
         # datasets would pickle whole modules for its own key: half a second of every start, on every rank.
-        key = Hasher.hash([raw._fingerprint, TOKENIZED_BY, options, _state(tokenize)])
+        dated = "strftime_now" in str(tokenizer.chat_template)  # Llama 3's template writes the date
+        day = str(chat_template_utils.datetime.now().date()) if dated else None
+        key = Hasher.hash([raw._fingerprint, TOKENIZED_BY, options, _state(tokenize), day])
         options |= {"desc": "tokenizing", "new_fingerprint": key}
     return raw.map(tokenize, **options)
 
