@@ -251,7 +251,7 @@ def test_dpo_raises_the_share_of_correctly_ranked_pairs(ranks, tmp_path, samples
     assert re.search(r"margin -?\d+\.\d\d -> \d+\.\d\d nats$", screen.strip())
     first, *_, last = read_jsonl(run.evaluations)
     assert last["preference_margin"] > first["preference_margin"]
-    assert re.search(r"^step 12/12  loss \S+  accuracy \d+%  margin ", screen, re.MULTILINE)
+    assert re.search(r"^step 12/12  loss \S+  reward accuracy \d+%  reward margin ", screen, re.MULTILINE)
 
 
 @pytest.mark.every
