@@ -34,6 +34,7 @@ ELSEWHERE = (
 """What the reader does outside the file."""
 SAID: dict[str, dict[str, Any]] = {
     "add deepspeed_hostfile": {"deepspeed_config.deepspeed_hostfile": "hosts"},
+    "add iam_role_name": {"iam_role_name": "ours"},
     "add main_process_ip": {"main_process_ip": "10.0.0.1"},
     "set it in the JSON": {},
     "add them": {"fsdp_config.fsdp_activation_checkpointing": True},
