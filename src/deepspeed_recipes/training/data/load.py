@@ -118,13 +118,18 @@ def _drawn(recipe: Recipe, split: Callable[[int], Sides]) -> Sides:
 
     The metric of judged answers compares good ones with bad ones, so draws that have both are preferred.
     """
-    sides = split(HELD_OUT_SEED)
-    if recipe.method.examples == "judged answers":
+
+    def has_both(found: list[sources.Source]) -> bool:
+        return len({label for source in found for label in source.examples["label"]}) > 1
+
+    training, held_out = split(HELD_OUT_SEED)
+    # A draw hashes every example, so none is repeated in vain: where nothing is held out, or all are judged alike.
+    if held_out and recipe.method.examples == "judged answers" and has_both([*training, *held_out]):
         for seed in range(HELD_OUT_SEED + 1, HELD_OUT_SEED + 100):
-            if len({label for source in sides[1] for label in source.examples["label"]}) > 1:
+            if has_both(held_out):
                 break
-            sides = split(seed)
-    return sides
+            training, held_out = split(seed)
+    return training, held_out
 
 
 def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
