@@ -67,15 +67,24 @@ def test_foreign_names_lead_to_keys_that_exist(full):
 
 
 def test_foreign_names_without_a_key_are_answered(full):
-    for foreign, said in overrides.FOREIGN_WORDS.items():
+    for foreign, said in overrides.OTHER_TOOLS["words"].items():
         with pytest.raises(UserError, match=said[:20]):
             overrides.apply(full, [f"{foreign}=1"])
+    for key, answer in {
+        "group_by_length": "use packing=true",
+        "hub_token": "ds-recipes publish",
+        "beta": "dpo.beta",
+    }.items():
+        with pytest.raises(UserError, match=answer):
+            overrides.apply(full, [f"{key}=1"])
+    with pytest.raises(UserError, match=r"use 'kto\.beta'"):
+        overrides.apply(pages.find("tiny", "kto_lora"), ["beta=1"])
     with pytest.raises(UserError, match=r"Did you mean 'data\.sample_answers'"):
         overrides.apply(full, ["answers=3"])
 
 
 def test_foreign_names_lead_to_options_that_exist(full):
-    for foreign, ours in overrides.FOREIGN_OPTIONS.items():
+    for foreign, ours in overrides.OTHER_TOOLS["options"].items():
         assert f'"{ours}"' in (PACKAGE / "commands" / "launch" / "options.py").read_text(encoding="utf-8")
         with pytest.raises(UserError, match=f"ds-recipes launch's option {ours}"):
             overrides.apply(full, [f"{foreign}=1"])

@@ -24,6 +24,7 @@ def documents() -> dict[Path, str]:
     blocks = {
         PAGES / "README.md": {
             "families": index.families(),
+            "names": index.names(),
             "hardware": index.hardware(),
             "served": served.table(read_json(served.FILE)),
         },

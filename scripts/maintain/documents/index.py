@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.overrides import OTHER_TOOLS
 from deepspeed_recipes.recipe.recipe import Recipe
 
 from .. import gpu_results
@@ -24,6 +25,19 @@ def families() -> str:
 def hardware() -> str:
     """Return the table of the hardware that each recipe needs, with an explanation of its cells."""
     return _meaning() + "".join(_needs())
+
+
+def names() -> str:
+    """Return the table of the names in other tools, by ours."""
+    names = {ours: theirs.split() for ours, theirs in OTHER_TOOLS["names"].items()}
+    for theirs, option in OTHER_TOOLS["options"].items():
+        names.setdefault(option, []).append(theirs)
+    meanings = {ours: f": {meaning}" for ours, meaning in OTHER_TOOLS["meanings"].items()}
+    rows = (
+        _line([f"`{ours}`{meanings.get(ours, '')}", ", ".join(f"`{name}`" for name in theirs)])
+        for ours, theirs in names.items()
+    )
+    return _line(["here", "elsewhere"]) + _line(["---", "---"]) + "".join(rows)
 
 
 def _families() -> Iterator[str]:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import tomllib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from . import pages
@@ -16,111 +18,17 @@ from .methods import METHODS, Method
 from .recipe import BUILT_IN, Lora, Recipe
 from .sections import OUR_OPTIMIZERS, PAGED, why_impossible
 
-_THEIRS = {
-    "micro_batch_size": "per_device_train_batch_size train_micro_batch_size_per_gpu micro_batch",
-    "global_batch_size": "gradient_accumulation_steps gradient_accumulation grad_accum train_batch_size batch_size",
-    "epochs": "num_train_epochs num_epochs",
-    "sequence_length": "max_length max_seq_length max_seq_len seq_len sequence_len cutoff_len",
-    "learning_rate": "lr",
-    "schedule.kind": "lr_scheduler_type lr_scheduler",
-    "schedule.warmup": "warmup_ratio warmup_steps",
-    "schedule.min_rate": "min_lr min_lr_rate min_lr_ratio cosine_min_lr_ratio lr_end lr_scheduler_kwargs",
-    "schedule.cycles": "num_cycles",
-    "schedule.decay": "num_decay_steps",
-    "loss_on": "train_on_inputs train_on_prompt mask_history assistant_only_loss completion_only_loss roles_to_train",
-    "truncate": "truncation truncation_mode excess_length_strategy",
-    "early_stopping": "early_stopping_patience",
-    "keep_best": "load_best_model_at_end",
-    "max_grad_norm": "max_norm gradient_clipping",
-    "precision": "bf16 fp16 torch_dtype dtype",
-    "model.path": "model_name_or_path base_model model",
-    "data.metric": "compute_metrics metric_for_best_model",
-    "data.transform": "preprocessing preprocess_function preprocessing_function formatting_func map_fn",
-    "loss": "compute_loss_func compute_loss custom_loss",
-    "callbacks": "callback trainer_callbacks",
-    "data.path": "dataset dataset_name datasets data_path data train_file",
-    "data.validation": "eval_dataset test_datasets",
-    "data.max_examples": "max_samples max_train_samples",
-    "data.validation_share": "val_size val_set_size",
-    "lora.rank": "lora_r lora_rank lora.r r",
-    "lora.alpha": "lora_alpha",
-    "lora.dropout": "lora_dropout",
-    "lora.target_modules": "lora_target lora_target_modules target_modules",
-    "lora.modules_to_save": "lora_modules_to_save additional_target modules_to_save",
-    "train": "unfrozen_parameters",
-    "freeze": "frozen_parameters",
-    "lora.dora": "use_dora",
-    "lora.rslora": "use_rslora",
-    "lora.init": "init_lora_weights pissa_init",
-    "lora.plus_ratio": "loraplus_lr_ratio",
-    "neftune_alpha": "neftune_noise_alpha",
-    "optimizer": "optim optimizer_name",
-    "layer_decay": "layerwise_lr_decay llrd",
-    "grpo.group_size": "num_generations",
-    "grpo.max_new_tokens": "max_completion_length max_response_length",
-    "dpo.precompute": "precompute_ref_log_probs",
-    "lora.target_parameters": "lora_target_parameters target_parameters",
-    "model.new_tokens": "add_tokens add_special_tokens additional_special_tokens new_special_tokens resize_vocab",
-    "model.attention": "attn_implementation flash_attn use_flash_attention_2",
-    "model.trust_remote_code": "trust_remote_code",
-    "model.quantization": "load_in_4bit quantization_bit",
-    "model.chat_template": "template chat_template",
-    "dpo.beta": "beta pref_beta",
-    "deepspeed": "ds_config zero_stage",
-    "layout.tensor": "tensor_parallel_size autotp_size",
-    "layout.pipeline": "pipeline_parallel_size",
-    "layout.sequence": "sequence_parallel_size context_parallel_size",
-    "layout.expert": "expert_parallel_size",
-    "router_aux_loss_coef": "moe_aux_loss_coef",
-    "tracking": "report_to trackers wandb use_wandb",
-    "wandb.project": "wandb_project",
-    "wandb.entity": "wandb_entity",
-    "wandb.group": "wandb_group wandb_run_group",
-    "wandb.tags": "wandb_tags",
-    "keep_checkpoints": "save_total_limit",
-    "gradient_checkpointing": "activation_checkpointing selective_checkpointing recompute_granularity",
-    "packing": "sample_packing",
-    "data.workers": "dataloader_num_workers",
-    "compile": "torch_compile",
-    "liger_kernel": "use_liger_kernel use_liger enable_liger_kernel",
-    "activation_offloading": "enable_activation_offloading",
+OTHER_TOOLS = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+"""Other tools' names for our keys and options, and what becomes of those that have none."""
+FOREIGN_NAMES: dict[str, str] = {
+    theirs: ours for ours, names in OTHER_TOOLS["names"].items() for theirs in names.split()
 }
-FOREIGN_NAMES = {theirs: ours for ours, names in _THEIRS.items() for theirs in names.split()}
-"""Names in TrainingArguments, TRL, PEFT, LLaMA-Factory, Axolotl and torchtune -> our keys."""
 
-MEANINGS = {
-    "global_batch_size": "sequences per optimizer step over all ranks",
-    "precision": "bf16, fp16 or fp32",
-    "deepspeed": "zero2.json, or a file of yours",
-    "schedule.warmup": "a share of all steps, or from 1 on their number",
-    "keep_best": "with eval_steps and, to stop early, early_stopping",
-}
-"""What to give our keys whose values are others than those of the tools' keys."""
+TOOLS = ("trainer", "trl", "llama_factory", "axolotl")
+"""The tables of keys without an equivalent."""
 
 MOST_UNKNOWN = 5
 """Unknown keys that a message names."""
-
-FOREIGN_OPTIONS = {
-    "output_dir": "--output-dir",
-    "resume_from_checkpoint": "--resume",
-    "resume": "--resume",
-    "num_processes": "--gpus",
-    "nproc_per_node": "--gpus",
-    "num_machines": "--nodes",
-    "nnodes": "--nodes",
-}
-"""Names from other tools -> the option of ds-recipes launch that does the same."""
-
-_ADAPTERS = "adapters come with the variant: lora, qlora or dora (full has none); lora.rank sets their size"
-FOREIGN_WORDS = {
-    **dict.fromkeys(("peft", "use_peft", "peft_type", "adapter", "finetuning_type"), _ADAPTERS),
-    **dict.fromkeys(
-        ("system", "system_prompt", "default_system"),
-        "a system turn is a part of each example; data.transform=FILE.py:FUNCTION adds one",
-    ),
-    "run_name": "a run is named after its recipe and its folder, --output-dir; wandb.group and wandb.tags can be set",
-}
-"""Names from other tools that no key and no option corresponds to -> what to do."""
 
 SCHEDULES_REFUSED = {
     "reduce_lr_on_plateau": "DeepSpeed's engine advances the schedule by itself after each update, without a metric",
@@ -188,7 +96,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     given = set()
     assignments = list(assignments)
     if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
-        raise UserError("\n".join(unknown(key, list(keys)) for key in wrong[:MOST_UNKNOWN]))
+        raise UserError("\n".join(unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -336,17 +244,20 @@ def parse(key: str, text: str, hint: object) -> Any:
     return value
 
 
-def unknown(key: str, known: list[str]) -> str:
+def unknown(key: str, known: list[str], method: str = "") -> str:
     """Return the message for an unknown key: our key for a name from another tool, or the nearest key."""
     last = key.rpartition(".")[2]  # data.system_prompt
     if (theirs := key if key in FOREIGN_NAMES else last) in FOREIGN_NAMES:
         ours = FOREIGN_NAMES[theirs]
-        meaning = f" ({MEANINGS[ours]})" if ours in MEANINGS else ""
+        if (own := f"{method}.{ours.rpartition('.')[2]}") in known:  # kto.beta, not dpo.beta
+            ours = own
+        meaning = f" ({OTHER_TOOLS['meanings'][ours]})" if ours in OTHER_TOOLS["meanings"] else ""
         return f"unknown key {key!r}; use {ours!r}{meaning}."
-    if key in FOREIGN_OPTIONS:
-        return f"unknown key {key!r}; use ds-recipes launch's option {FOREIGN_OPTIONS[key]}."
-    if last in FOREIGN_WORDS:
-        return f"unknown key {key!r}; {FOREIGN_WORDS[last]}."
+    if option := OTHER_TOOLS["options"].get(key):
+        return f"unknown key {key!r}; use ds-recipes launch's option {option}."
+    tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "yours", "missing"))
+    if why := next((why for table in (OTHER_TOOLS["words"], *tables) if (why := listed(last, table))), None):
+        return f"unknown key {key!r}; {why}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."
     short = {name.rpartition(".")[2]: name for name in known}
@@ -354,3 +265,10 @@ def unknown(key: str, known: list[str]) -> str:
     near = holding if len(holding) == 1 else difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
     hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
     return f"unknown key {key!r}.{hint} ds-recipes launch --help lists all keys."
+
+
+def listed(name: str, table: Mapping[str, str]) -> str | None:
+    """Return what a table says of a key; a key of the table that ends with * stands for all that begin so."""
+    return next(
+        (why for key, why in table.items() if name == key or (key[-1] == "*" and name.startswith(key[:-1]))), None
+    )

@@ -267,7 +267,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         name = unknown[0].partition("=")[0]
         key = name.lstrip("-")
         usual = key.replace("-", "_")
-        near = overrides.FOREIGN_OPTIONS.get(usual)
+        near = overrides.OTHER_TOOLS["options"].get(usual)
         if near is None and usual not in {*overrides.FOREIGN_NAMES, *overrides.override_keys()}:
             near = parser.nearest(name)
         help_words = "ds-recipes launch --help lists options and keys."

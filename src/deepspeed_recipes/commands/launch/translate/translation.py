@@ -1,15 +1,14 @@
 """A training file of another tool and the command that it becomes, filled in key by key."""
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from ....recipe import new_tokens
 from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
+from ....recipe.overrides import OTHER_TOOLS, listed
 
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
@@ -141,22 +140,21 @@ class Translation:
         self.model = self.overrides.pop("model.path", self.model)
 
     def finish(self, tool: str) -> None:
-        """Sort the keys that are in no list by the tables of keys.toml, the tool's and `trainer`'s."""
+        """Sort the keys that are in no list by the tables of other_tools.toml, the tool's and `trainer`'s."""
         self._settle_evaluation()
-        tables = tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
         parts = {re.split("[.:]", name)[0] for name in self.missing}  # of `lr_scheduler_kwargs.power`
         named = {*self.translated, *self.unneeded, *self.yours, *self.missing, *parts}
         for name in sorted(set(self.values) - named):
             inside = name.partition("].")[2]  # of `datasets[0].shards`
             if not self.given(name):
-                if self.values[name] is False and (why := _listed(name, tables[tool].get("on", {}))):
+                if self.values[name] is False and (why := listed(name, OTHER_TOOLS[tool].get("on", {}))):
                     self.missing[name] = why
                 else:
                     self.off.append(name)
                 continue
             for kind, place in (("unneeded", self.unneeded), ("yours", self.yours), ("missing", self.missing)):
-                table = tables[f"{tool}_dataset"] if inside else tables[tool]
-                if why := _listed(inside or name, table.get(kind, {}) | tables["trainer"].get(kind, {})):
+                table = OTHER_TOOLS[f"{tool}_dataset"] if inside else OTHER_TOOLS[tool]
+                if why := listed(inside or name, table.get(kind, {}) | OTHER_TOOLS["trainer"].get(kind, {})):
                     place[name] = why
                     break
             else:
@@ -195,12 +193,6 @@ class Translation:
                 del self.overrides[key]
                 for name in sources:
                     self.lack(name, why)
-
-
-def _listed(name: str, table: Mapping[str, str]) -> str | None:
-    return next(
-        (why for key, why in table.items() if name == key or (key[-1] == "*" and name.startswith(key[:-1]))), None
-    )
 
 
 def as_text(value: object) -> str:
