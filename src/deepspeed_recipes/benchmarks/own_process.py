@@ -29,12 +29,9 @@ OUT_OF_MEMORY = "out of memory"
 
 
 def start(order: Json, folder: Path, seconds: float) -> Json:
-    """Run a contender and return its measurements, or a short `error` and its whole `output`.
+    """Run a contender for at most `seconds`; return its measurements, or a short `error` and its whole `output`.
 
-    Args:
-        order: the instructions for `measure`.
-        folder: holds the order, the result and the printed output.
-        seconds: the time after which the contender is killed.
+    `folder` holds the order, the result and the printed output.
     """
     asked, result, printed = folder / "order.json", folder / "result.json", folder / "output.txt"
     asked.write_text(json.dumps(order))

@@ -65,12 +65,7 @@ SMALL = 2**10
 
 
 def main(file: str, only: str = "") -> None:
-    """Measure, and write what was found.
-
-    Args:
-        file: the file to write.
-        only: the name of a single probe, or an empty string for all those of `doctor --measure`.
-    """
+    """Measure, and write what was found to `file`: the probe `only`, or all those of `doctor --measure`."""
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()

@@ -34,11 +34,7 @@ COLOURS = 64
 
 
 def counts(asked: int | None, gpus: int) -> list[int]:
-    """Return the numbers of ranks to run: 1, 2, 4, ... up to `asked`.
-
-    Raises:
-        UserError: fewer than two ranks, or fewer GPUs than ranks.
-    """
+    """Return the numbers of ranks to run: 1, 2, 4, ... up to `asked`."""
     most = asked or min(MOST, gpus) or MOST_ON_CPU
     found = [2**power for power in range(most.bit_length())]
     if len(found) < 2 or (gpus and most > gpus):

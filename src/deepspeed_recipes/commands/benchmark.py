@@ -47,11 +47,7 @@ Start = Callable[[Json, Path, float], Json]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmarks that are asked for, print their tables, and write their results.
-
-    Raises:
-        UserError: an option that none of them reads, or a folder that cannot be written.
-    """
+    """Run the benchmarks that are asked for, print their tables, and write their results."""
     parser = Parser("benchmark", __doc__)
     about = {
         "overhead": "a small recipe compared with the same training without this project",
@@ -113,11 +109,8 @@ def broken(result: Json) -> list[str]:
 def share(seconds: float, benchmarks: int) -> float:
     """Return the time limit of the next benchmark, in seconds: one and a half times an equal share of the time left.
 
-    Most benchmarks need less, and leave the rest to the following ones.
-
-    Args:
-        seconds: time left for all benchmarks.
-        benchmarks: number of benchmarks left, including this one.
+    Most benchmarks need less, and leave the rest to the following ones. `benchmarks` counts those that are left, this
+    one included.
     """
     return max(1.0, seconds * min(1, 1.5 / benchmarks))
 

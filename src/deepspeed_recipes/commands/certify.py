@@ -34,11 +34,7 @@ WORST = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if the model is the trained one, and 1 if it differs.
-
-    Raises:
-        UserError: there is no such folder or server, or nothing to compare with.
-    """
+    """Return 0 if the model is the trained one, and 1 if it differs."""
     parser = Parser("certify", __doc__)
     parser.add_argument(
         "model", metavar="RUN|FOLDER|URL", help="a run, a model or adapter folder, or a server's address"
@@ -76,11 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def certificate_of(folder: Path, engine: str) -> "Certificate":
-    """Return the certificate of a folder: by transformers in this process, by llama.cpp, or by a server on a free port.
-
-    Raises:
-        UserError: no model, or a server that is not installed, cannot serve it, or does not start.
-    """
+    """Return the certificate of a folder: by transformers here, by llama.cpp, or by a server on a free port."""
     from ..export import certificate
 
     if any(folder.glob("*.gguf")):

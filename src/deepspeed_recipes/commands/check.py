@@ -26,11 +26,7 @@ from .main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Check every file and return the exit status.
-
-    Raises:
-        UserError: the model's config cannot be read.
-    """
+    """Check every file and return the exit status."""
     arguments = parser().parse_intermixed_args(words)
     facts = Facts(
         trainer=arguments.trainer,

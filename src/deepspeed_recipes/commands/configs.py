@@ -19,11 +19,7 @@ from .main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Copy a file, print its path, and return 0.
-
-    Raises:
-        UserError: as `copy` raises it.
-    """
+    """Copy a file, print its path, and return 0."""
     parser = Parser("configs", __doc__, epilog=f"configs: {', '.join(names())}")
     parser.add_argument("action", choices=["copy"], help="copy is the only action")
     parser.add_argument("name", metavar="NAME", help="one of the configs below, with or without .json")
@@ -42,11 +38,7 @@ def names() -> list[str]:
 
 
 def copy(name: str, folder: Path) -> Path:
-    """Copy a shipped config into `folder`, which is created if necessary, and return the new file.
-
-    Raises:
-        UserError: no such config, the file exists, or it cannot be written.
-    """
+    """Copy a shipped config into `folder`, created if necessary, and return the new file; nothing is overwritten."""
     stem = name.removesuffix(".json")
     if stem not in names():
         near = difflib.get_close_matches(stem, names(), n=1)

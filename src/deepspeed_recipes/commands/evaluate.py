@@ -30,11 +30,7 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the comparison, write it into the run folders, and return 0.
-
-    Raises:
-        UserError: no such model or task, no held-out examples, or a metric that cannot be measured.
-    """
+    """Print the comparison, write it into the run folders, and return 0."""
     options = parse(arguments)
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit {options.limit}: must be at least 1.")
@@ -71,11 +67,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
-    """Measure every model, print the comparison and return it.
-
-    Raises:
-        UserError: as `main`.
-    """
+    """Measure every model, print the comparison and return it."""
     from transformers import utils
 
     from ..export.evaluate import comparison, held_out, score
@@ -90,11 +82,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
 
 
 def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[Json]:
-    """Measure every model with lm-evaluation-harness, print the comparisons and return them.
-
-    Raises:
-        UserError: no such task, or the harness failed.
-    """
+    """Measure every model with lm-evaluation-harness, print the comparisons and return them."""
     from ..export.evaluate import comparison, harness
 
     measured = []

@@ -34,11 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder, print its contents, and return 0, or 1 if a merged model differs from the trained one.
-
-    Raises:
-        UserError: there is nothing to export, it cannot be loaded, or the folder is not empty.
-    """
+    """Write the folder, print its contents, and return 0, or 1 if a merged model differs from the trained one."""
     parser = Parser("export", __doc__)
     parser.add_argument(
         "source", type=Path, metavar="RUN_FOLDER_OR_CHECKPOINT", help="a run's folder, or a checkpoint in it"
@@ -95,11 +91,7 @@ def certified(folder: Path) -> int:
 
 
 def smaller(options: argparse.Namespace, source: Path) -> int:
-    """Write a quantised copy or a GGUF file, print its loss in quality, and return 0.
-
-    Raises:
-        UserError: an unknown kind, a model that does not support it, or too large a loss.
-    """
+    """Write a quantised copy or a GGUF file, print its loss in quality, and return 0."""
     if options.add:
         raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
     if options.weight is not None:
@@ -142,11 +134,7 @@ def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldO
 
 
 def find_model(source: Path) -> Path:
-    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is not a run.
-
-    Raises:
-        UserError: no such folder, or a run that has not saved a checkpoint yet.
-    """
+    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is no run."""
     source = source.resolve()
     if not source.is_dir():
         raise UserError(f"{source}: no such folder.")
@@ -167,11 +155,7 @@ def find_model(source: Path) -> Path:
 
 
 def add(name: Path, source: Path, weight: float | None, others: Sequence[str], output: Path, merge: bool) -> int:
-    """Write the weighted sum of adapters, or the base model merged with the sum, and return 0.
-
-    Raises:
-        UserError: not RUN=WEIGHT, or adapters that cannot be added up.
-    """
+    """Write the weighted sum of adapters, or the base model merged with the sum, and return 0."""
     from ..export.weighted_sum import Part, check, write_card
     from ..export.weighted_sum import add as write_sum
 

@@ -36,11 +36,7 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the model's answer, or chat until the user ends it, and return 0.
-
-    Raises:
-        UserError: as in `answer`, or options that contradict each other.
-    """
+    """Print the model's answer, or chat until the user ends it, and return 0."""
     options = parse(arguments)
     check(options)
     start = [{"role": "system", "content": options.system}] if options.system else []
@@ -100,11 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_of(folder: Path) -> Path:
-    """Return the folder of a run's model: its export, or its newest checkpoint, which is printed; another as it is.
-
-    Raises:
-        UserError: the run has saved neither, or its export failed its check.
-    """
+    """Return the folder of a run's model: its export, or its newest checkpoint, which is printed; another as it is."""
     if not RunFolder(folder).recipe.exists():
         return folder
     found = candidates.find(str(folder), None).model
@@ -114,11 +106,7 @@ def model_of(folder: Path) -> Path:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse invalid values, and options that contradict each other.
-
-    Raises:
-        UserError: names the option and its value.
-    """
+    """Refuse invalid values, and options that contradict each other."""
     if bool(options.model) == bool(options.server):
         raise UserError("name a model folder, or a server with --server URL, and not both.")
     if options.image and options.prompt is None:
@@ -141,9 +129,6 @@ def question(options: argparse.Namespace) -> str | list[Json]:
     """Return the content of the question's turn: a text, or parts if there are images.
 
     A server gets the bytes of the files, which may be on another machine.
-
-    Raises:
-        UserError: an image cannot be read.
     """
     if not options.image:
         return str(options.prompt)
@@ -209,11 +194,7 @@ def _answered(ask: Answer, turns: list[dict[str, str]], question: str) -> list[d
 
 
 def of_server(options: argparse.Namespace) -> Answer:
-    """Return a function that gets answers from a server.
-
-    Raises:
-        UserError: the server cannot be reached, or does not have this model.
-    """
+    """Return a function that gets answers from a server."""
     found = server.connect(options.server, options.served)
     asked: Json = {"temperature": options.temperature, "max_tokens": options.max_new_tokens}
     asked |= {key: value for key in ("top_p", "top_k", "seed") if (value := getattr(options, key)) is not None}
@@ -221,11 +202,7 @@ def of_server(options: argparse.Namespace) -> Answer:
 
 
 def of_folder(options: argparse.Namespace) -> Answer:
-    """Return a function that gets answers from the model in a folder.
-
-    Raises:
-        UserError: as in `answer`.
-    """
+    """Return a function that gets answers from the model in a folder."""
     model, tokenizer = loaded(options.model, options.adapter)
     if tokenizer.chat_template is None:
         raise UserError(f"{options.model}: its tokenizer has no chat template, which a chat needs; add a prompt.")
@@ -238,9 +215,6 @@ def of_images(options: argparse.Namespace) -> Answer:
     """Return a function that gets answers about the images from the vision-language model in a folder.
 
     Images are made smaller as they were in training.
-
-    Raises:
-        UserError: a text model, an image that cannot be read, or as in `answer`.
     """
     check_folder(options.model, options.adapter)
     place = _with_processor(options.model, options.adapter)
@@ -280,17 +254,10 @@ def _with_processor(folder: Path, adapter: Path | None) -> str:
 
 
 def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: Json | None = None) -> str:
-    """Return the answer of the model in `folder` to one question.
+    """Return the answer of the model in `folder`, or of `adapter` on it, to one question.
 
-    Args:
-        folder: a whole model, or an adapter.
-        adapter: an adapter to add to the model, or None.
-        prompt: the question.
-        max_new_tokens: longest answer, in tokens.
-        how: the sampling arguments from `sampling`, or None for greedy decoding.
-
-    Raises:
-        UserError: a folder that does not exist or has no model, or a question that is longer than the model's context.
+    `how` are the sampling arguments from `sampling`, or None for greedy decoding. Refuses questions that are longer
+    than the model's context.
     """
     how = how or {"do_sample": False}
     model, tokenizer = loaded(folder, adapter)
@@ -313,11 +280,7 @@ def _instead(folder: Path) -> str:
 
 
 def check_folder(folder: Path, adapter: Path | None) -> None:
-    """Refuse folders that hold no model.
-
-    Raises:
-        UserError: a folder that does not exist, or has neither a model nor an adapter.
-    """
+    """Refuse folders that do not exist, or that have neither a model nor an adapter."""
     for path in filter(None, (folder, adapter)):
         if not path.is_dir():
             raise UserError(f"{path}: no such folder; a run's model is in its export/.")
@@ -326,11 +289,7 @@ def check_folder(folder: Path, adapter: Path | None) -> None:
 
 
 def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
-    """Return the model and its tokenizer.
-
-    Raises:
-        UserError: a folder that does not exist, or without a model that writes text.
-    """
+    """Return the model, which has to write text, and its tokenizer."""
     check_folder(folder, adapter)
     import transformers
 

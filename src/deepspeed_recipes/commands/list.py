@@ -36,11 +36,7 @@ NONE = "-"
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the list.
-
-    Raises:
-        UserError: there is no such family.
-    """
+    """Print the list."""
     parser = Parser("list", __doc__)
     parser.add_argument("family", nargs="?", metavar="FAMILY", help="e.g. llama3, or PATH/TO/page.py; default: all")
     parser.add_argument("--json", action="store_true", help="print every recipe as JSON")
@@ -50,12 +46,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def listing(as_json: bool, only: str | None = None) -> str:
-    """Return every family with its sizes and variants, or one family's tables, or every recipe as JSON.
-
-    Args:
-        as_json: return JSON with every recipe's settings instead of text.
-        only: the page to list, by its family or its file, or None for all of the project's pages.
-    """
+    """Return every family with its sizes and variants, the tables of the page `only`, or every recipe as JSON."""
     module = pages.known_page(pages.split(only)[0]) if only else None
     modules = [module] if module else list(map(pages.page, pages.families()))
     if as_json:

@@ -81,10 +81,7 @@ def run_page(page: str, words: Sequence[str]) -> int:
 def run(name: str, words: Sequence[str] | None = None, typed: str | None = None) -> int:
     """Run one command and return its exit status.
 
-    Args:
-        name: the command.
-        words: the command line, or None for `sys.argv`'s.
-        typed: the name that begins error messages, or None for `program(name)`.
+    `words` are `sys.argv`'s by default, and `typed` is the name that begins error messages, by default `program(name)`.
     """
     typed = typed or program(name)
     try:
@@ -215,15 +212,9 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def refuse(self, options: argparse.Namespace, names: Sequence[str], why: str) -> None:
-        """Refuse options that the command would ignore.
+        """Refuse the first of some options, given as attributes of `options`, that is not at its default.
 
-        Args:
-            options: the parsed command line.
-            names: the options, as attributes of `options`.
-            why: the reason, such as `only with --tasks`.
-
-        Raises:
-            UserError: names the first option that is not at its default.
+        The command would ignore it; `why` is the reason, such as `only with --tasks`.
         """
         for action in self._actions:
             value = getattr(options, action.dest, None)

@@ -37,11 +37,7 @@ TOLERANCE = 0.01
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Return 0, or 1 if something is wrong with a page.
-
-    Raises:
-        UserError: there is no such page, or it cannot be written, read or compared.
-    """
+    """Return 0, or 1 if something is wrong with a page."""
     parser = Parser("page", __doc__)
     parser.add_argument("action", choices=["new", "check", "compare", "template"], help="one of the actions above")
     parser.add_argument("names", nargs="*", metavar="FAMILY[-SIZE]", help="the family, or one of its sizes")
@@ -63,11 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def new(family: str, folder: Path) -> Path:
-    """Write the page of a new family from the template, and return it.
-
-    Raises:
-        UserError: an invalid name, the name of one of the project's pages, or a file that exists.
-    """
+    """Write the page of a new family from the template, and return it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", family):
         raise UserError(f"invalid family name {family!r}: write lower-case letters, digits and underscores, no dash.")
     if family in pages.families():
@@ -83,11 +75,7 @@ def new(family: str, folder: Path) -> Path:
 
 
 def verdict(name: str) -> str:
-    """Return a sentence on how the chat template of a recipe `FAMILY-SIZE` marks the assistant's tokens.
-
-    Raises:
-        UserError: there is no such recipe, or its tokenizer cannot be loaded or trained on.
-    """
+    """Return a sentence on how the chat template of a recipe `FAMILY-SIZE` marks the assistant's tokens."""
     from ..training.data import chat_templates
 
     recipe = pages.find(name, "full")
@@ -105,11 +93,7 @@ def verdict(name: str) -> str:
 
 
 def check_pages(names: Sequence[str]) -> bool:
-    """Print the problems of the pages `FAMILY` or `PATH/TO/page.py`, and return whether there are any.
-
-    Raises:
-        UserError: there is no such page.
-    """
+    """Print the problems of the pages `FAMILY` or `PATH/TO/page.py`, and return whether there are any."""
     found = [f"{name}: {problem}" for name in names for problem in problems(pages.known_page(name))]
     print(*found or [f"{', '.join(names)}: no problems"], sep="\n")
     return bool(found)
@@ -170,11 +154,7 @@ def _commands(module: ModuleType) -> Iterator[str]:
 
 
 def compare_pages(names: Sequence[str]) -> bool:
-    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return True if a page differs from the Hub.
-
-    Raises:
-        UserError: there is no such page, or a model cannot be reached.
-    """
+    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return True if a page differs from the Hub."""
     differing = False
     for name, model in _models(names):
         found = compare(model)
@@ -193,11 +173,7 @@ def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
 
 
 def compare(model: Model) -> list[str]:
-    """Return the differences between a page's model and the model on the Hub (or in a folder).
-
-    Raises:
-        UserError: the model cannot be reached.
-    """
+    """Return the differences between a page's model and the model on the Hub (or in a folder)."""
     from transformers import AutoConfig
 
     try:

@@ -17,11 +17,7 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the files, upload them, and return 0.
-
-    Raises:
-        UserError: not a model folder, a file that must not be published, or the Hub refuses.
-    """
+    """Print the files, upload them, and return 0."""
     parser = Parser("publish", __doc__)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a run's export/, or ds-recipes export output")
     parser.add_argument("name", metavar="OWNER/NAME", help="the model's name on the Hub; created if it is new")

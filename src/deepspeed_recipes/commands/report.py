@@ -22,11 +22,7 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report, write it to --output if given, and return 0.
-
-    Raises:
-        UserError: not a run folder, a run without logged steps, or runs that cannot be compared.
-    """
+    """Print the report, write it to --output if given, and return 0."""
     parser = Parser("report", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folders; several are compared")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the report as an HTML file")
@@ -47,11 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def for_runs(paths: Sequence[Path], output: Path | None) -> None:
-    """Print the report of one run, or the comparison of several, and write it to `output`.
-
-    Raises:
-        UserError: as `main`.
-    """
+    """Print the report of one run, or the comparison of several, and write it to `output`."""
     if not paths:
         return
     logged = [path for path in paths if not RunFolder(path).recipe.is_file() or RunFolder(path).metrics.exists()]

@@ -47,11 +47,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print a template with its "auto" values filled in; return 1 if a value cannot be determined.
-
-    Raises:
-        UserError: the template or the model cannot be read, or a value on the command line is wrong.
-    """
+    """Print a template with its "auto" values filled in; return 1 if a value cannot be determined."""
     parser = Parser("resolve", __doc__)
     parser.add_argument("template", help="a path, or the name of a file in configs/")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
@@ -70,11 +66,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def find(name: str) -> Path:
-    """Return the template at a path, or the file of that name in configs/.
-
-    Raises:
-        UserError: there is no such template; names the nearest.
-    """
+    """Return the template at a path, or the file of that name in configs/."""
     path = located(name)
     if not path.exists():
         known = sorted(file.name for file in CONFIGS.glob("*.json"))
@@ -85,11 +77,7 @@ def find(name: str) -> Path:
 
 
 def numbers_of(arguments: argparse.Namespace) -> Numbers:
-    """Return the numbers from the command line.
-
-    Raises:
-        UserError: an unknown key or a wrong value; names the key, the value and the fix.
-    """
+    """Return the numbers from the command line."""
     if arguments.world_size < 1:
         raise UserError(f"--world-size {arguments.world_size}: must be at least 1.")
     values: Json = {"world_size": arguments.world_size}
@@ -111,11 +99,7 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
 
 
 def parse(key: str, field: str, text: str) -> object:
-    """Return the value of one key=value.
-
-    Raises:
-        UserError: a wrong value.
-    """
+    """Return the value of one key=value."""
     if field == "precision":
         if text not in PRECISIONS:
             raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
@@ -125,11 +109,7 @@ def parse(key: str, field: str, text: str) -> object:
 
 
 def number(key: str, text: str, whole: bool) -> int | float:
-    """Return `text` as a number, at least 1 if it is whole.
-
-    Raises:
-        UserError: not a number, or too small.
-    """
+    """Return `text` as a number, at least 1 if it is whole."""
     try:
         value = int(text) if whole else float(text)
     except ValueError:
@@ -141,11 +121,7 @@ def number(key: str, text: str, whole: bool) -> int | float:
 
 
 def accumulate(numbers: Numbers, batch: int) -> Numbers:
-    """Return the numbers with the accumulation steps that the global batch needs.
-
-    Raises:
-        UserError: the global batch is not divisible.
-    """
+    """Return the numbers with the accumulation steps that the global batch needs."""
     replicas = numbers.world_size // (numbers.tensor * numbers.pipeline * numbers.sequence)
     step = numbers.micro_batch_size * max(1, replicas)
     if batch % step:
@@ -157,11 +133,7 @@ def accumulate(numbers: Numbers, batch: int) -> Numbers:
 
 
 def architecture(name: str) -> Json:
-    """Return the model config at a path, or a recipe's.
-
-    Raises:
-        UserError: neither a readable file nor a recipe.
-    """
+    """Return the model config at a path, or a recipe's."""
     if Path(name).exists():
         return model_config(name)
     from ..recipe import pages

@@ -11,11 +11,7 @@ from . import launch
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the launcher on the page named by the first of `words`, and return its exit status.
-
-    Raises:
-        UserError: there is no such size.
-    """
+    """Run the launcher on the page named by the first of `words`, and return its exit status."""
     file, *rest = words
     module = pages.known_page(file)
     if not rest or rest[0] in ("-h", "--help"):

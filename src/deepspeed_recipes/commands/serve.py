@@ -29,11 +29,7 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the user ends the server, and return 0.
-
-    Raises:
-        UserError: no such model, no server installed, the port is in use, or the server does not start.
-    """
+    """Serve until the user ends the server, and return 0."""
     options = parse(arguments)
     if options.log is not None:
         files.check_writable("--log", options.log)

@@ -16,11 +16,7 @@ from .main import Parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the smaller model, print its size, and return 0.
-
-    Raises:
-        UserError: no such model, or sizes that the model cannot be cut to.
-    """
+    """Write the smaller model, print its size, and return 0."""
     parser = Parser("shrink", __doc__)
     parser.add_argument("model", metavar="MODEL", help="a folder, a run's export/ or a Hub id")
     parser.add_argument("--layers", type=int, metavar="N", help="number of layers to keep (default: all)")

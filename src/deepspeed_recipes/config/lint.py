@@ -29,7 +29,7 @@ def lint(
     pipeline_stages: int = 1,
     arguments: Mapping[str, object] | None = None,
 ) -> list[Finding]:
-    """Return all findings, errors first, in the order of the file.
+    """Return all findings, errors first, in the order of the file; raise `read.Unreadable` for what is no JSON object.
 
     Args:
         path_or_dict: the config.
@@ -44,9 +44,6 @@ def lint(
         arguments: TrainingArguments by their names, with which the Trainer compares the config.
 
     Rules that need an argument which is None are skipped.
-
-    Raises:
-        UserError: the config is not a JSON object (`read.Unreadable`), or the model's config cannot be read.
     """
     facts = Facts(
         trainer="plain" if trainer == "plain" else "hf",

@@ -97,11 +97,7 @@ def located(name: str) -> Path:
 
 
 def read(path: str | Path) -> Document:
-    """Parse the file at `path`.
-
-    Raises:
-        Unreadable: the file does not exist or is not a JSON object.
-    """
+    """Parse the file at `path`; raise `Unreadable` if it does not exist or is no JSON object."""
     try:
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
@@ -115,11 +111,7 @@ def read(path: str | Path) -> Document:
 
 
 def parse(data: bytes | str) -> Document:
-    """Parse `data`, which is UTF-8.
-
-    Raises:
-        Unreadable: the data is not a JSON object; has the line and the column.
-    """
+    """Parse `data`, which is UTF-8; raise `Unreadable`, with line and column, if it is no JSON object."""
     if len(data) > MAX_BYTES:
         raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB, which no DeepSpeed config is")
     return _Parser(_decode(data)).document()

@@ -58,9 +58,8 @@ class Numbers:
 def resolve(template: Json, numbers: Numbers) -> Json:
     """Return a copy of `template` with a value for every "auto", as the engine gets it.
 
-    Raises:
-        Unresolvable: a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no value
-            for an "auto", or the ranks are not divisible by the layout.
+    Raises `Unresolvable` if a value contradicts the numbers (the Trainer would report a mismatch), the Trainer has no
+    value for an "auto", or the ranks are not divisible by the layout.
     """
     for name in ("tensor", "pipeline", "sequence"):
         size = getattr(numbers, name)

@@ -67,11 +67,7 @@ def hidden_size(model: Json, nested: bool = True) -> int | None:
 
 
 def model_config(path: str | Path) -> Json:
-    """Return the `config.json` at `path`, or in the folder `path`.
-
-    Raises:
-        UserError: it cannot be read, or is not a JSON object.
-    """
+    """Return the `config.json` at `path`, or in the folder `path`."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     config = read_json(file)

@@ -60,9 +60,8 @@ class File:
 def files(folder: Path) -> list[File]:
     """Return the files of `folder` to publish, sorted by name.
 
-    Raises:
-        UserError: `folder` is not a model folder, contains a file that is not part of a model, that is cut off or
-            unreadable, a credential, a path on this machine, or an adapter whose base model is not on the Hub.
+    Refuses what is not a model folder, and files that are no part of a model, cut off or unreadable, or contain a
+    credential, a path on this machine, or an adapter whose base model is not on the Hub.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
@@ -102,13 +101,7 @@ def files(folder: Path) -> list[File]:
 def _check(name: str, path: Path, commit: str) -> None:
     """Refuse a file with a credential, or with a path on this machine.
 
-    Args:
-        name: the file's path in the repository.
-        path: the file.
-        commit: the project's git commit, which looks like a W&B key and is accepted.
-
-    Raises:
-        UserError: names the file.
+    `name` is its path in the repository. `commit`, the project's git commit, looks like a W&B key and is accepted.
     """
     if _WEIGHTS.fullmatch(name):
         return
@@ -155,11 +148,7 @@ class Target:
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that is not valid for a repository.
-
-    Raises:
-        UserError: not OWNER/NAME.
-    """
+    """Refuse a name that is not valid for a repository."""
     try:
         validate_repo_id(name)
     except HFValidationError as error:
@@ -171,8 +160,7 @@ def check_name(name: str) -> None:
 def look(name: str, files: Sequence[File], private: bool) -> Target:
     """Return the repository to push to, with its current commit, or None for the commit of a new one.
 
-    Raises:
-        UserError: no token, no network, a repository with other files, or a public repository despite `private`.
+    Refuses a repository with other files, and a public one despite `private`.
     """
     if huggingface_hub.get_token() is None:
         raise UserError("no token for the Hub; log in with `hf auth login`, or set HF_TOKEN.")
@@ -192,11 +180,7 @@ def look(name: str, files: Sequence[File], private: bool) -> Target:
 
 
 def push(target: Target, files: Sequence[File], private: bool) -> str:
-    """Push the files in one commit and return its address. If that fails, a newly created repository is removed.
-
-    Raises:
-        UserError: the Hub refuses, or cannot be reached.
-    """
+    """Push the files in one commit and return its address. If that fails, a newly created repository is removed."""
     api = HfApi()
     with _explained(target.name):
         if target.commit is None:

@@ -63,15 +63,8 @@ class Shrunken:
 def shrink(source: str, output: Path, layers: int | None, intermediate: int | None) -> Shrunken:
     """Write a model with a part of another model's layers and feed-forward neurons into a new or empty folder.
 
-    Args:
-        source: a folder or a Hub id.
-        output: the folder.
-        layers: number of layers to keep, evenly spaced, including the first and the last, or None for all.
-        intermediate: the new width of the feed-forward layers, each of which keeps the neurons whose weights have the
-            largest norms, or None to keep the width.
-
-    Raises:
-        UserError: no such model, sizes larger than the model's, or an architecture that cannot be cut this way.
+    `layers` are kept evenly spaced, including the first and the last. `intermediate` is the new width of the
+    feed-forward layers, each of which keeps the neurons whose weights have the largest norms. None keeps all.
     """
     folder = _local(source)
     weights.check_intact(folder)

@@ -55,9 +55,7 @@ class Part:
 def check(parts: Sequence[Part]) -> None:
     """Refuse adapters that cannot be added up.
 
-    Raises:
-        UserError: a folder is not an adapter, has another base model, or is more than the product of two matrices; or
-            the weights cancel every adapter.
+    They must have one base model, be no more than products of two matrices, and not cancel each other by their weights.
     """
     first, totals = parts[0], dict.fromkeys([part.folder.resolve() for part in parts], 0.0)
     for part in parts:
@@ -87,17 +85,12 @@ def check(parts: Sequence[Part]) -> None:
 
 
 def add(base: object, parts: Sequence[Part], folder: Path) -> None:
-    """Write the sum of adapters to `folder`, after comparing every matrix with the sum of the parts.
+    """Write the sum of adapters to a new `folder`, after comparing every matrix with the sum of the parts.
 
-    The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`).
-
-    Args:
-        base: the model on which the adapters were trained; they are added to it.
-        parts: adapters that `check` accepts.
-        folder: a new folder.
+    The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`). `parts` are
+    accepted by `check`, and are added to `base`, the model on which they were trained.
 
     Raises:
-        UserError: an adapter does not belong on the model.
         RuntimeError: a matrix differs from the sum of the parts.
     """
     from ..training.export import with_adapter

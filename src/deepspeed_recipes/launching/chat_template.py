@@ -30,9 +30,6 @@ def check(recipe: Recipe) -> None:
     """Refuse a chat template in which the assistant's tokens cannot be found, if the model is a local folder.
 
     Templates that mark them and those that TRL knows need no tokenizer; others take the seconds of importing one.
-
-    Raises:
-        UserError: names the model and two ways to train it.
     """
     if recipe.draft.enabled or not recipe.method.packs or recipe.method.examples != "conversations":
         return
@@ -66,11 +63,7 @@ class Rendering:
             self.template = _Template(text, _folder(recipe))
 
     def check(self, where: str, example: JsonView) -> None:
-        """Render an example's conversations if they are the first of their kind.
-
-        Raises:
-            UserError: names the example, and the text that the template drops or its reason to refuse the example.
-        """
+        """Render an example's conversations if they are the first of their kind; refuse one that loses a text."""
         if self.template is None or len(self.kinds) >= MOST:
             return
         for turns, prompt in _conversations(example):

@@ -32,11 +32,7 @@ def visible_gpus() -> int:
 
 
 def rank_count(asked: int | None, gpus: int) -> int:
-    """Return the number of ranks to start on this machine.
-
-    Raises:
-        UserError: fewer than one, or more than the machine's GPUs.
-    """
+    """Return the number of ranks to start on this machine: at least one, and at most as many as it has GPUs."""
     if asked is None:
         return gpus or 2
     if asked < 1:
@@ -49,22 +45,14 @@ def rank_count(asked: int | None, gpus: int) -> int:
 def deepspeed_command(
     folder: RunFolder, ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
-    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool.
-
-    Raises:
-        UserError: CUDA_VISIBLE_DEVICES names GPUs in a form that the launcher does not accept.
-    """
+    """Return the DeepSpeed launcher's command for a run folder, on this machine or on the hosts of a pool."""
     return launcher_command((RANK_MODULE, str(folder.path)), ranks, pool, master)
 
 
 def launcher_command(
     module: Sequence[str], ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
-    """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool.
-
-    Raises:
-        UserError: CUDA_VISIBLE_DEVICES names GPUs in a form that the launcher does not accept.
-    """
+    """Return the DeepSpeed launcher's command for a module and its words, on this machine or on the hosts of a pool."""
     # Not the launcher's default port, which a run that is still ending often holds.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -82,10 +70,8 @@ def local_devices(ranks: int, gpus: int) -> list[str]:
     """Return the launcher's options for ranks on this machine, on the first of the GPUs that the user has chosen.
 
     With `--num_gpus` DeepSpeed would drop CUDA_VISIBLE_DEVICES and count from 0: with 4,5 the ranks would use GPUs 0
-    and 1, which may be another user's (deepspeed 0.19.8, launcher/runner.py, `main`).
-
-    Raises:
-        UserError: the GPUs are named by UUID.
+    and 1, which may be another user's (deepspeed 0.19.8, launcher/runner.py, `main`). GPUs that are named by UUID are
+    refused, since the launcher does not accept them.
     """
     chosen = [device.strip() for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
     if not gpus or not chosen:
@@ -132,11 +118,7 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
 
 
 def compile_ops(recipe: Recipe, ranks: int, gpus: int) -> None:
-    """Compile the DeepSpeed ops that a run needs and this machine lacks, so that not all ranks compile them at once.
-
-    Raises:
-        UserError: an op does not compile.
-    """
+    """Compile the DeepSpeed ops that a run needs and this machine lacks, so that not all ranks compile them at once."""
     file = deepspeed_file.read(recipe.deepspeed)
     if recipe.layout.expert > 1:
         file = replace(file, optimizer=None)  # as in `training_arguments`: the Trainer makes the optimizer
@@ -211,8 +193,7 @@ SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 def forwarded(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a run's ranks need on another machine, without secrets.
 
-    Raises:
-        UserError: a value that no script or manifest can contain, or `DS_RECIPES_FORWARD` under its old name.
+    Refuses a value that no script or manifest can contain, and `DS_RECIPES_FORWARD` under its old name.
     """
     listed = _listed(environment)
     found = {name: environment[name] for name in listed if not _secret(name, environment[name])}

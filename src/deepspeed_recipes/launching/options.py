@@ -75,11 +75,7 @@ class LaunchOptions:
         return next((name for name in ENGINES if getattr(self, name)), None)
 
     def check(self) -> None:
-        """Refuse options that contradict each other, or that would be ignored.
-
-        Raises:
-            UserError: names the options, and the option that is missing.
-        """
+        """Refuse options that contradict each other, or that would be ignored."""
         if self.nodes is not None and self.nodes < 1:
             raise UserError(f"--nodes {self.nodes}: must be at least 1.")
         used = [name for name in ENGINES if getattr(self, name)]

@@ -17,10 +17,7 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
 
     A path is relative to the current folder; a DeepSpeed file may also be the name of a file in `configs/`. A path that
     does not exist and looks like a Hub id stays unchanged, and so does every path below `mount`, a folder that only
-    other machines have.
-
-    Raises:
-        UserError: a file that does not exist, or a folder without a model.
+    other machines have. Other missing files, and folders without a model, are refused.
     """
     data = replace(
         recipe.data,

@@ -67,11 +67,7 @@ KEYS = {
 
 
 def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
-    """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors.
-
-    Raises:
-        UserError: names the file, the key, the line, the value and the fix.
-    """
+    """Lint the DeepSpeed configuration for this run: print warnings, and stop at errors."""
     local = Path(recipe.model.path, "config.json")
     findings = lint.lint(
         recipe.deepspeed,
@@ -144,11 +140,7 @@ def _in_keys(finding: lint.Finding, recipe: Recipe, ranks: int) -> lint.Finding:
 
 
 def check_model(recipe: Recipe) -> None:
-    """Refuse model folders from which training cannot start: the model's, unless the run is a draft, and the teacher's.
-
-    Raises:
-        UserError: names the folder or the file, and the fix.
-    """
+    """Refuse folders from which training cannot start: the model's, unless the run is a draft, and the teacher's."""
     if not recipe.draft.enabled:
         weights.check_intact(Path(recipe.model.path))
         weights.check(Path(recipe.model.path))
@@ -163,11 +155,7 @@ def check_model(recipe: Recipe) -> None:
 
 
 def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: int) -> None:
-    """Refuse a layout that cannot run; report tensor parallelism across nodes, and stages that idle unnecessarily.
-
-    Raises:
-        UserError: names the sizes, the reason and the nearest sizes that can run.
-    """
+    """Refuse a layout that cannot run; report tensor parallelism across nodes, and stages that idle unnecessarily."""
     known = with_dimensions(recipe)
     limits.check(known, ranks, file)
     limits.check_micro_batch(recipe)
@@ -200,20 +188,13 @@ def check_trackers(recipe: Recipe) -> None:
     """Refuse trackers that are not installed.
 
     W&B is part of the training stack; if the stack is missing, the command reports that before it starts anything.
-
-    Raises:
-        UserError: names the command that installs the tracker.
     """
     stack = importlib.util.find_spec("deepspeed") is not None
     sections.check_trackers_installed([name for name in recipe.trackers if stack or name != "wandb"])
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:
-    """Return the recipe with the dimensions of the trained model: the draft's, the folder's or the page's.
-
-    Raises:
-        UserError: the config.json in the model's folder is not JSON.
-    """
+    """Return the recipe with the dimensions of the trained model: the draft's, the folder's or the page's."""
     config = dict(recipe.model.config)
     if recipe.draft.enabled:
         heads, shared = config.get("num_attention_heads", 1), config.get("num_key_value_heads", 1)
@@ -227,21 +208,11 @@ def with_dimensions(recipe: Recipe) -> Recipe:
 
 
 def check_data(recipe: Recipe, listed: bool = False) -> int | None:
-    """Read every local text file once, and refuse data that training cannot use.
+    """Read every local text file once, refuse unusable data, and return the number of training examples.
 
     Of streamed, Parquet and Arrow files only the beginning is read. The ranks check all examples by the same rules,
-    also those of folders with splits and of Hub datasets.
-
-    Args:
-        recipe: the run's.
-        listed: whether the keys of examples that nothing reads are printed, as the ranks do.
-
-    Returns:
-        The number of training examples, or None if only the ranks can count them.
-
-    Raises:
-        UserError: options that contradict each other; a file that is missing, empty, not UTF-8 or not JSON at a line;
-            or an example that lacks what the method needs.
+    also those of folders with splits and of Hub datasets; if only they can count them, the result is None. `listed`
+    prints the keys of examples that nothing reads, as the ranks do.
     """
     _check_options(recipe)
     code = [one for key, found in own_code.of_recipe(recipe).items() if key != "reward" for one in found]
@@ -261,9 +232,6 @@ def _in_a_process(recipe: Recipe, listed: bool) -> int | None:
     """Try the recipe's own code and check the data in another process, and return the number of training examples.
 
     The code may import torch, which would keep hundreds of MB in the launcher until the run ends.
-
-    Raises:
-        UserError: the code cannot be used, or the data cannot.
     """
     done = subprocess.run(
         [sys.executable, "-m", __name__, *["listed"] * listed],
@@ -349,11 +317,7 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
 
 
 def _examples_of(place: Path, split: str) -> tuple[list[Path], bool]:
-    """Return the files of a source that are checked, and whether they are text and all of its examples.
-
-    Raises:
-        UserError: a folder without data files.
-    """
+    """Return the files of a source that are checked, and whether they are text and all of its examples."""
     if place.is_file():
         return [place], text_files.suffix(place) not in text_files.COLUMNAR
     if not place.is_dir():
@@ -447,9 +411,6 @@ def check_file(
     may have images, and every image is opened.
     `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example. `unread`
     counts the keys that nothing reads.
-
-    Raises:
-        UserError: names the file, the line, the field and the fix.
     """
     errors = text_files.BadExamples()
 

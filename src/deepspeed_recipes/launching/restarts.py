@@ -53,11 +53,7 @@ class HostAttempts:
     """Attempts on several hosts, all of which have passed the checks."""
 
     def __init__(self, pool: HostPool, run: RunFolder, master: str | None) -> None:
-        """Check the hosts; `master` is the rendezvous address, if the user has given one.
-
-        Raises:
-            UserError: a host cannot take part.
-        """
+        """Check that every host can take part; `master` is the rendezvous address, if the user has given one."""
         environment = rank_environment(pool.most_ranks, 0)
         extensions, meeting = environment["TORCH_EXTENSIONS_DIR"], master or pool.hosts[0]
 
@@ -83,11 +79,7 @@ class HostAttempts:
         return remote.supervise_hosts(pool, self.run, command, self.environment)
 
     def available(self) -> int:
-        """Return the number of ranks that could be started now; a lost host may be back.
-
-        Raises:
-            UserError: no host answers.
-        """
+        """Return the number of ranks that could be started now; a lost host may be back."""
         self.alive = remote.reachable(self.pool, self.run)
         lost = [host for host in self.pool.hosts if host not in self.alive.hosts]
         if not self.alive.hosts:
@@ -102,11 +94,7 @@ REWINDS = 10
 
 
 def check(recipe: Recipe, most: int) -> None:
-    """Refuse restarts that would have no checkpoint to start from.
-
-    Raises:
-        UserError: names the option, the key and the fix.
-    """
+    """Refuse restarts that would have no checkpoint to start from."""
     if most < 0:
         raise UserError(f"--max-restarts {most}: must be at least 0.")
     if most and not recipe.save_steps:
@@ -120,16 +108,9 @@ def run_with_restarts(
 ) -> int:
     """Run to the end, restarting after failures at most `most` times, and return the last exit status.
 
-    Args:
-        recipe: the recipe as it runs.
-        run: the run's folder, prepared for the first start.
-        ranks: number of ranks of the first attempt.
-        most: number of restarts allowed.
-        start: runs an attempt with the given number of ranks to its end.
-        available: returns the number of ranks that could be started now.
-
-    Raises:
-        UserError: there is no checkpoint to restart from, or no possible number of ranks can resume from it.
+    `run` is prepared for the first start with `ranks` ranks. `start` runs an attempt with the given number of ranks to
+    its end, and `available` returns the number that could be started now. Ends if there is no checkpoint to restart
+    from, or no possible number of ranks can resume from it.
     """
     asked, restarts, rewinds = ranks, 0, 0
     while True:
@@ -173,11 +154,7 @@ def told(run: RunFolder, outcome: Outcome) -> int:
 
 
 def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
-    """Return the newest checkpoint whose files all match their checksums; reads every file.
-
-    Raises:
-        UserError: there is no such checkpoint.
-    """
+    """Return the newest checkpoint whose files all match their checksums; reads every file."""
     checkpoint = digests.newest_intact(run)
     if checkpoint is None:
         raise UserError(
@@ -188,11 +165,7 @@ def intact_checkpoint(recipe: Recipe, run: RunFolder) -> Path:
 
 
 def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
-    """Return the largest number of ranks, at most `most`, that can resume the run.
-
-    Raises:
-        UserError: no number can; gives the reason for the largest.
-    """
+    """Return the largest number of ranks, at most `most`, that can resume the run; if none can, say why."""
     file, known, reason = deepspeed_file.read(recipe.deepspeed), preflight.with_dimensions(recipe), None
     for ranks in range(most, 0, -1):
         try:
@@ -208,11 +181,7 @@ def largest_world_size(recipe: Recipe, run: RunFolder, most: int) -> int:
 
 
 def prepare(recipe: Recipe, run: RunFolder, ranks: int, checkpoint: Path) -> None:
-    """Convert the checkpoints to load if this number of ranks needs universal ones, and discard the steps after them.
-
-    Raises:
-        UserError: no disk space for the universal checkpoint, or DeepSpeed cannot convert it.
-    """
+    """Convert the checkpoints to load if so many ranks need universal ones, and discard the steps after them."""
     with run_folder.explained(checkpoint):
         universal.convert_needed(recipe, run, ranks, checkpoint)
     run_folder.forget_after(run, checkpoint)

@@ -16,11 +16,7 @@ from .templates import write
 
 
 def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
-    """Return the allocation to request from a cluster, or None if the run does not use a scheduler.
-
-    Raises:
-        UserError: the cluster does not have these resources.
-    """
+    """Return the allocation to request from a cluster, or None if the run does not use a scheduler."""
     usual = 0
     if options.engine == "slurm":
         wanted = (options.nodes, options.gpus, options.partition, options.time)
@@ -39,11 +35,7 @@ def allocation_of(options: LaunchOptions, name: str) -> Allocation | None:
 
 
 def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
-    """Return the files of a job by name: SLURM's script, manifests, or those of a cloud.
-
-    Raises:
-        UserError: a file that pods cannot read, or a path that SLURM reads differently.
-    """
+    """Return the files of a job by name: SLURM's script, manifests, or those of a cloud."""
     image, volume = options.image or IMAGE, options.volume or VOLUME
     if options.slurm:
         return {str(slurm.path(folder)): slurm.script(asked, folder, _environment(asked))}
@@ -61,11 +53,7 @@ def _environment(asked: Allocation) -> dict[str, str]:
 
 
 def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:
-    """Submit a SLURM job and follow it, or only write the files of a job; return the exit status.
-
-    Raises:
-        UserError: as `texts`, or SLURM rejects the job.
-    """
+    """Submit a SLURM job and follow it, or only write the files of a job; return the exit status."""
     found = texts(options, asked, recipe, folder)
     new = not folder.recipe.exists()
     if options.resume:

@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 
 def fill(template: Path, **values: object) -> str:
-    """Return a template with its values filled in; it may include templates of the same folder.
-
-    Raises:
-        jinja2.UndefinedError: the template uses a value that is missing.
-    """
+    """Return a template with its values filled in; it may include templates of its folder, and needs every value."""
     return str(_environment(template.parent).get_template(template.name).render(values))
 
 

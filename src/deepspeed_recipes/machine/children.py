@@ -72,12 +72,7 @@ def run(command: Sequence[str], timeout: float | None = None, **options: object)
 
 @contextlib.contextmanager
 def scratch(prefix: str = "ds-recipes-", inside: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder that is removed when the block ends or this process dies.
-
-    Args:
-        prefix: the start of the folder's name.
-        inside: the parent folder; by default the system's folder for temporary files.
-    """
+    """Yield a new folder, temporary or `inside` another, that is removed when the block or this process ends."""
     place = Path(inside or tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}").absolute()
     # Before the folder is made and until it is gone: a kill in between would leave it. Processes that are killed at the
     # same moment may still write into it.

@@ -138,11 +138,7 @@ def shipped(op: Op) -> bool:
 
 
 def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
-    """Compile the ops that ranks need and this machine lacks, before the ranks start.
-
-    Raises:
-        UserError: an op does not compile; the reason has been printed.
-    """
+    """Compile the ops that ranks need and this machine lacks, before the ranks start."""
     names = [op.name for op in missing(wanted)]
     if not names:
         return
@@ -156,11 +152,7 @@ def prepare(wanted: Sequence[Op], variables: Mapping[str, str]) -> None:
 
 
 def build(ops: Iterable[Op]) -> None:
-    """Compile ops, and print the purpose and the duration of each.
-
-    Raises:
-        Exception: an op does not compile.
-    """
+    """Compile ops, and print the purpose and the duration of each; a failure is the compiler's exception."""
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().device_name() == "cpu"

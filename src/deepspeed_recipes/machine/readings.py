@@ -157,12 +157,7 @@ def numa_nodes(system: Path = SYSTEM) -> dict[int, frozenset[int]]:
 
 
 def node_of(address: str, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of a PCI device, or None if the system does not report it.
-
-    Args:
-        address: domain, bus, device and function in hexadecimal, `0000:17:00.0`.
-        system: the folder where sysfs is mounted.
-    """
+    """Return the NUMA node of a PCI device, `0000:17:00.0`, or None if sysfs, at `system`, does not report it."""
     try:
         node = int((system / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -173,11 +168,12 @@ def node_of(address: str, system: Path = SYSTEM) -> int | None:
 def cores_near(gpu: int, gpus: Sequence[str], threads: int, system: Path = SYSTEM) -> frozenset[int]:
     """Return the cores that a rank should be bound to, or an empty set if it should not be bound.
 
+    If the GPUs of a node need more threads than the node has cores, it is better to spread the ranks over all cores.
+
     Args:
         gpu: index of the rank's GPU in `gpus`.
         gpus: PCI addresses of the GPUs of all ranks on this machine.
-        threads: threads per rank. If the GPUs of a node need more threads than the node has cores, it is better to
-            spread the ranks over all cores.
+        threads: threads per rank.
         system: see `node_of`.
     """
     cores, own = numa_nodes(system), node_of(gpus[gpu], system)

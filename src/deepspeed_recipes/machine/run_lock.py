@@ -63,11 +63,7 @@ def found(folder: Path) -> Lock:
 
 
 def check(folder: Path) -> None:
-    """Refuse a run folder that a living process writes to.
-
-    Raises:
-        UserError: a process does; the message names it and its host.
-    """
+    """Refuse a run folder that a living process writes to, which the message names."""
     holder = _read(folder / NAME)
     if holder is not None and _lives(folder / NAME, holder):
         pid, host = holder.get("pid"), holder.get("host")
@@ -80,14 +76,9 @@ def check(folder: Path) -> None:
 
 @contextlib.contextmanager
 def hold(folder: Path, wait: float = 0.0) -> Iterator[Lock]:
-    """Be the folder's only writer during a `with` block.
+    """Be the only writer of the folder, created if it does not exist, during a `with` block.
 
-    Args:
-        folder: the run folder; created if it does not exist.
-        wait: seconds to wait until the previous writer ends or counts as dead.
-
-    Raises:
-        UserError: another process writes to it.
+    A previous writer has `wait` seconds to end or to count as dead.
     """
     folder.mkdir(parents=True, exist_ok=True)
     deadline, ended = time.monotonic() + wait, threading.Event()

@@ -94,11 +94,7 @@ def nvme(folder: Path, megabytes: int = 256) -> list[Check]:
 
 
 def drive_speed(folder: Path, megabytes: int = 256) -> tuple[float, float]:
-    """Return the GB/s at which a file in a folder is written and read with direct I/O.
-
-    Raises:
-        OSError: the folder cannot be written, or its file system has no direct I/O.
-    """
+    """Return the GB/s at which a file in a folder is written and read with direct I/O; OSError without direct I/O."""
     file = folder / f".doctor-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -161,11 +157,7 @@ def tracking() -> Check:
 
 
 def check_disk(folder: Path, needed: int, what: str) -> None:
-    """Check that the disk has space for `needed` bytes.
-
-    Raises:
-        UserError: it has not; the message gives the folder, the free and the needed space.
-    """
+    """Refuse a disk that lacks space for `needed` bytes of `what`."""
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -177,11 +169,7 @@ def check_disk(folder: Path, needed: int, what: str) -> None:
 
 
 def check_cache() -> None:
-    """Refuse a cache of datasets that cannot be written: every rank would fail there, after the model is loaded.
-
-    Raises:
-        UserError: names the environment variable that leads there.
-    """
+    """Refuse a cache of datasets that cannot be written: every rank would fail there, after the model is loaded."""
     places = {
         "HF_DATASETS_CACHE": "",
         "HF_HOME": "datasets",
@@ -217,11 +205,7 @@ def free_memory() -> int:
 
 
 def check_memory(needed: int, what: str) -> None:
-    """Check that host memory has room for `needed` bytes.
-
-    Raises:
-        UserError: it has not; the message gives the free and the needed memory.
-    """
+    """Refuse a host whose memory lacks room for `needed` bytes of `what`."""
     free = free_memory() if needed else 0
     if free < needed:
         raise UserError(

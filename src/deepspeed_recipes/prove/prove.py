@@ -80,11 +80,7 @@ def workshop(most: int, gpus: int) -> Iterator[Workshop]:
 
 
 def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
-    """Create models and data, and train them with the plain loop.
-
-    Raises:
-        UserError: the plain loop failed, so nothing can be proven.
-    """
+    """Create models and data, and train them with the plain loop."""
     kinds: list[Kind] = ["dense"]
     kinds += sorted({one.kind for one in techniques if one.lacks(shop.most, shop.gpus) is None} - {"dense"})
     log = shop.folder / "prepare"
@@ -205,9 +201,6 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
         asked: the number of ranks, or None for one on each GPU.
         result_file: the file for the result as JSON, `-` for the screen, or None.
         reports: the folder for reports of the defects that are found, or None.
-
-    Raises:
-        UserError: more GPUs than this machine has, or an unknown name.
     """
     techniques, looked_for = chosen(only)
     gpus = visible_gpus()
@@ -248,11 +241,7 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
 
 
 def chosen(only: str | None) -> tuple[Sequence[Technique], Sequence[defects.Defect]]:
-    """Return the techniques and defects named in `only`, or all if it is None.
-
-    Raises:
-        UserError: a name is neither.
-    """
+    """Return the techniques and defects named in `only`, or all if it is None."""
     known = {technique.name: technique for technique in TECHNIQUES}
     listed = {defect.name: defect for defect in defects.known()}
     if only is None:

@@ -56,11 +56,7 @@ _LARGEST = {int: 2**31 - 1, float: 3e38}
 
 
 def check(section: object, prefix: str = "") -> None:
-    """Refuse values of a dataclass and its nested dataclasses that have the wrong type or are out of bounds.
-
-    Raises:
-        UserError: names the key, the value and what is allowed.
-    """
+    """Refuse values of a dataclass and its nested dataclasses that have the wrong type or are out of bounds."""
     kind: object = type(section)
     for name, nested, kinds, words, bounds, several in _fields(kind):
         value, key = getattr(section, name), prefix + name

@@ -269,11 +269,7 @@ def refusal(row: str, **values: object) -> UserError:
 
 
 def check(case: Case, moment: Moment) -> None:
-    """Refuse a case by the rows of a moment that have a remedy; `limits` refuses layouts, with the nearest that runs.
-
-    Raises:
-        UserError: the settings, the reason and the remedy.
-    """
+    """Refuse a case by the rows of a moment that have a remedy; `limits` refuses layouts and names the nearest."""
     for row, values in conflicts(case, moment):
         if row.remedy:
             reason, remedy = row.reason.format(**values), row.remedy.format(**values)

@@ -30,11 +30,7 @@ def to_dict(recipe: Recipe) -> Json:
 
 
 def from_dict(values: JsonView, kind: type = Recipe) -> Any:
-    """Rebuild a recipe from the result of `to_dict`.
-
-    Raises:
-        UserError: this version does not have one of the fields, or a field is missing.
-    """
+    """Rebuild a recipe from the result of `to_dict`."""
     if not isinstance(values, Mapping):
         raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
     if kind is Recipe:
@@ -86,14 +82,8 @@ NOT_IN_MAMBA = ("out_proj", "conv1d")
 def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> Json:
     """Return the arguments of `peft.LoraConfig`; if the model scores sequences, PEFT also trains and saves the head.
 
-    Args:
-        lora: the adapters.
-        scores: the model scores sequences.
-        embeds: the model has no head.
-        kind: the model's `model_type`; for `MAMBA`, `all-linear` leaves out the modules that cannot be adapted.
-
-    Raises:
-        UserError: a target that the model's kernels would read without its adapter.
+    With `embeds` the model has no head. Of a `kind` (`model_type`) in `MAMBA`, `all-linear` leaves out the modules that
+    cannot be adapted, since the model's kernels would read them without their adapters.
     """
     modules = names(lora.target_modules)
     if kind in MAMBA and (past := [name for name in modules if name.rpartition(".")[2] in NOT_IN_MAMBA]):

@@ -103,14 +103,10 @@ def _list(value: object) -> list[Any]:
 def prefetch_size(hidden: int, layer: int) -> int:
     """Return the number of elements that ZeRO-3 prefetches in one message if the file has "auto".
 
-    It is one decoder layer, up to `PREFETCHED`. transformers' value, 0.9 of the hidden size squared, is smaller than
-    most matrices, so that these are gathered one by one (8 layers of width 512: 113 instead of 74 all-gathers per step,
-    with the same bytes; measured on two CPU ranks). How far ahead ZeRO-3 gathers depends on
+    It is one decoder layer of `layer` weights, up to `PREFETCHED`. transformers' value, 0.9 of the hidden size squared,
+    is smaller than most matrices, so that these are gathered one by one (8 layers of width 512: 113 instead of 74
+    all-gathers per step, with the same bytes; measured on two CPU ranks). How far ahead ZeRO-3 gathers depends on
     `stage3_max_live_parameters` instead.
-
-    Args:
-        hidden: the model's hidden size.
-        layer: weights of the model's largest decoder layer.
     """
     return max(int(0.9 * hidden**2), min(layer, PREFETCHED))
 
@@ -128,11 +124,7 @@ def with_zero(file: DeepSpeedFile, **changes: object) -> DeepSpeedFile:
 
 
 def read(path: Path | str) -> DeepSpeedFile:
-    """Return the values of the DeepSpeed JSON file at `path`.
-
-    Raises:
-        UserError: the file is missing or not JSON (names the line).
-    """
+    """Return the values of the DeepSpeed JSON file at `path`."""
     return parse(read_json(Path(path)), Path(path).name)
 
 

@@ -134,9 +134,7 @@ _FULL_TEXTS = {
 def cannot_write(error: BaseException, where: object = None) -> str | None:
     """Return a line about a full or read-only disk or an exhausted quota, or None if the error has another cause.
 
-    Args:
-        error: a library's exception; its causes are searched too.
-        where: the folder that was written to, for errors that do not name the file.
+    The causes of a library's exception are searched too; `where` was written to, for errors that do not name the file.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -152,10 +150,8 @@ def cannot_write(error: BaseException, where: object = None) -> str | None:
 def lasting(error: BaseException, where: object = None) -> str | None:
     """Return a line about a file that the system refuses for a lasting reason, including a full disk, or None.
 
-    Args:
-        error: the exception. Only causes that are themselves system errors count: an exception that our own code raises
-            while it handles a system error is our defect.
-        where: as for `cannot_write`.
+    Only causes that are themselves system errors count: an exception that our own code raises while it handles a system
+    error is our defect. `where` is as for `cannot_write`.
     """
     cause: BaseException | None = error
     while isinstance(cause, OSError) and cause.errno not in _LASTING:
@@ -211,15 +207,9 @@ def redacted(value: object, key: str = "") -> Any:
 
 
 def check_no_credential(value: Mapping[str, object], where: str, prefix: str = "") -> None:
-    """Refuse settings that contain a credential where others could read it.
+    """Refuse nested settings that contain a credential where others could read it.
 
-    Args:
-        value: the settings, nested.
-        where: the place for the message, such as `in the job's files`.
-        prefix: prefix of the keys in the message.
-
-    Raises:
-        UserError: names the first key.
+    `where` is the place for the message, such as `in the job's files`, and `prefix` begins the keys in it.
     """
     for key, inside in value.items():
         if isinstance(inside, Mapping):

@@ -49,9 +49,6 @@ def check_ends(path: str | os.PathLike[str]) -> None:
     """Refuse a file whose content may never end or never come: a named pipe, or a device such as /dev/zero.
 
     A shell's `<(...)`, /dev/stdin, a terminal and /dev/null are accepted.
-
-    Raises:
-        UserError: names the file.
     """
     try:
         held = os.stat(path)
@@ -64,11 +61,7 @@ def check_ends(path: str | os.PathLike[str]) -> None:
 
 
 def check_name(option: str, path: Path) -> None:
-    """Refuse a name with a line break, which would be a line of scripts, logs and printed commands, or one like it.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse a name with a line break, which would be a line of scripts, logs and printed commands, or one like it."""
     if not str(path).isprintable():
         raise UserError(f"{option} {str(path)!r}: control characters, or not UTF-8; choose another name.")
 
@@ -76,13 +69,8 @@ def check_name(option: str, path: Path) -> None:
 def check_writable(option: str, path: Path, folder: bool = False) -> None:
     """Refuse, before the work begins, a file or folder that could not be written after it; leaves nothing behind.
 
-    Args:
-        option: of the command line, for the message.
-        path: a file, whose folder may be new, or a folder, new or not.
-        folder: whether it is a folder.
-
-    Raises:
-        UserError: names the option.
+    `path` is a file, whose folder may be new, or with `folder` a folder, new or not. `option` names it on the command
+    line.
     """
     check_name(option, path)
     try:
@@ -112,18 +100,11 @@ _NAMED_ONLY = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOSYS, errno
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file atomically: whatever ends this process, the file has its old or its new content.
+    """Write a file atomically, and its folders: whatever ends this process, it has its old or its new content.
 
     The content is written to a file without a name, which disappears with the process, and then replaces the old file.
     A link stays a link, and its target is replaced; the old file's mode and, if possible, its owner are kept. A device
-    or a pipe is written itself: /dev/null must not be replaced.
-
-    Args:
-        path: the file; missing parent folders are created.
-        content: the whole content.
-
-    Raises:
-        OSError: names `path`, which is unchanged.
+    or a pipe is written itself: /dev/null must not be replaced. An OSError names `path`, which is then unchanged.
     """
     target = Path(os.path.realpath(path))
     draft = target.parent / f".{target.name[:50]}.{secrets.token_hex(4)}.part"
@@ -168,11 +149,7 @@ def _write_draft(place: Path, flags: int, draft: Path, content: bytes, old: os.s
 
 
 def below(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder and its subfolders.
-
-    Raises:
-        OSError: a folder cannot be read; `Path.rglob` would skip it.
-    """
+    """Yield the paths of all files in a folder and its subfolders; OSError where `Path.rglob` would skip a folder."""
 
     def refuse(error: OSError) -> None:
         raise error

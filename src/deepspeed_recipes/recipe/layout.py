@@ -49,11 +49,7 @@ def data_parallel_size(layout: Layout, world_size: int) -> int:
 
 
 def gradient_accumulation_steps(recipe: Recipe, world_size: int) -> int:
-    """Return the number of forward passes per rank and optimizer step that make up the global batch.
-
-    Raises:
-        UserError: the global batch is not divisible by the sequences of one pass over all ranks.
-    """
+    """Return the number of forward passes per rank and optimizer step that make up the global batch exactly."""
     per_pass = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
     steps, rest = divmod(recipe.global_batch_size, per_pass)
     if rest or not steps:
@@ -73,15 +69,7 @@ def bubble(stages: int, micro_batches: int) -> float:
 
 
 def balanced(costs: Sequence[float], count: int) -> list[range]:
-    """Return `count` non-empty ranges of consecutive layers whose most expensive range is as cheap as possible.
-
-    Args:
-        costs: the cost of each layer, for instance its parameters.
-        count: number of pipeline stages.
-
-    Raises:
-        UserError: there are fewer layers than stages.
-    """
+    """Return `count` non-empty ranges of consecutive layers whose most expensive range is as cheap as possible."""
     if len(costs) < count:
         raise refusal("too few layers", size=count, layers=len(costs))
     until = [0, *accumulate(costs)]

@@ -24,15 +24,9 @@ SPLITS = {
 
 
 def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
-    """Refuse a recipe that cannot run.
+    """Refuse a recipe that cannot run on `world_size` ranks with the nearest layout that can.
 
-    Args:
-        recipe: the recipe; dimensions that are missing in its `model.config` are not checked.
-        world_size: number of ranks over all nodes.
-        file: the recipe's DeepSpeed file.
-
-    Raises:
-        UserError: names the layout's sizes, the first reason, and the nearest sizes that run; or the sequence length.
+    Dimensions that are missing in the recipe's `model.config` are not checked.
     """
     case = Case(recipe, file, world_size)
     compatibility.check(case, "model")
@@ -44,11 +38,7 @@ def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
 
 
 def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
-    """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs.
-
-    Raises:
-        UserError: names the file and the key to add, or another file if the recipe cannot run with that key.
-    """
+    """Refuse a file whose parallel blocks contradict the layout, or that lacks the block which the layout needs."""
     if recipe.layout.expert > 1 and not file.has_expert_block:
         raise UserError(
             f"layout.expert={recipe.layout.expert}: {file.name} has no expert_parallel block; use "
@@ -78,11 +68,7 @@ def check_blocks(recipe: Recipe, file: DeepSpeedFile) -> None:
 
 
 def check_micro_batch(recipe: Recipe) -> None:
-    """Refuse fewer sequences on a rank than the method compares.
-
-    Raises:
-        UserError: names the size and the smallest possible size.
-    """
+    """Refuse fewer sequences on a rank than the method compares."""
     least = recipe.method.least_micro_batch
     if recipe.micro_batch_size < least:
         raise UserError(
@@ -92,14 +78,10 @@ def check_micro_batch(recipe: Recipe) -> None:
 
 
 def trained_share(recipe: Recipe, counts: Mapping[str, int]) -> float:
-    """Return the share of a model's parameters that `train` and `freeze` leave to be trained.
+    """Return the share of a model's parameters that `train` and `freeze`, without adapters, leave to be trained.
 
-    Args:
-        recipe: without adapters.
-        counts: the number of parameters of each weight, by its name.
-
-    Raises:
-        UserError: an expression matches no weight or all of them, or nothing is left to train.
+    `counts` is the number of parameters of each weight, by its name. Every expression has to match some and not all of
+    them.
     """
     some = ", ".join(list(counts)[:1] + list(counts)[-1:])
     for key in ("train", "freeze"):

@@ -23,12 +23,8 @@ class NewToken:
 def read(text: str | None) -> tuple[NewToken, ...]:
     """Return the tokens that a value of `model.new_tokens` names, in their order.
 
-    Args:
-        text: a text file with one token a line, a JSON file or text with a list of texts or of objects
-            (`{"content": "<a>", "special": true}`), or tokens separated by commas; None names none.
-
-    Raises:
-        UserError: a file that cannot be read, or a token that is empty or named twice.
+    It is a text file with one token a line, a JSON file or text with a list of texts or of objects (`{"content": "<a>",
+    "special": true}`), or tokens separated by commas; None names none.
     """
     if text is None:
         return ()
@@ -82,11 +78,7 @@ def as_text(tokens: Iterable[NewToken]) -> str:
 
 
 def check(tokens: Iterable[NewToken], known: Mapping[str, int], path: str) -> None:
-    """Refuse tokens that a tokenizer has already.
-
-    Raises:
-        UserError: names the first of them.
-    """
+    """Refuse tokens that a tokenizer has already."""
     if old := [one.content for one in tokens if one.content in known]:
         more = f" and {len(old) - 1} more" if len(old) > 1 else ""
         has = f"the tokenizer of {path} has {old[0]!r}{more} already"

@@ -86,10 +86,6 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
 
     They are applied at once, so their order never makes a valid set invalid. Of a `resumed` run's recipe, other data
     changes no other setting.
-
-    Raises:
-        UserError: not of the form key=value, an unknown key (names the nearest), or a value that does not fit the
-            key's type.
     """
     keys = override_keys()
     values = to_dict(recipe)
@@ -204,11 +200,7 @@ def value_of(recipe: Recipe, key: str) -> Any:
 
 
 def parse(key: str, text: str, hint: object) -> Any:
-    """Return `text` as a value of type `hint`.
-
-    Raises:
-        UserError: names the key, the value and what is expected.
-    """
+    """Return `text` as a value of type `hint`."""
     options = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
     if type(None) in options and text.lower() in ("none", "null"):
         return None

@@ -48,11 +48,7 @@ def is_own(text: str) -> bool:
 
 
 def functions(key: str, text: str | None) -> list[Function]:
-    """Return the functions that a key names; of `data.metric`, leave out the built-in metrics.
-
-    Raises:
-        UserError: a part is not of the form FILE.py:NAME, or two have the same name.
-    """
+    """Return the functions that a key names; of `data.metric`, leave out the built-in metrics. No two have one name."""
     named = []
     for part in (part.strip() for part in (text or "").split(",")):
         if not part or (key == "data.metric" and not is_own(part)):
@@ -82,11 +78,7 @@ def of_recipe(recipe: Any) -> dict[str, list[Function]]:
 
 
 def digests(recipe: object) -> dict[str, str]:
-    """Return the SHA-256 of the files of each key, in their order; of a file that only other machines have, `unknown`.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Return the SHA-256 of the files of each key, in order; `unknown` for a file that only other machines have."""
     found = {}
     for key, functions_of_key in of_recipe(recipe).items():
         hashes = []
@@ -112,11 +104,7 @@ def changed(recipe: object, then: Mapping[str, str], now: Mapping[str, str]) -> 
 
 
 def check_files(key: str, found: list[Function]) -> None:
-    """Check that each function or class is defined in its file, without running the file.
-
-    Raises:
-        UserError: the file is missing or not Python, or does not define the name.
-    """
+    """Check that each function or class is defined in its file, without running the file."""
     for function in found:
         shown = f"{key}={function}"
         if not Path(function.path).is_file():
@@ -166,11 +154,7 @@ def _may_be_assigned(name: str, tree: ast.Module) -> bool:
 
 
 def load(key: str, function: Function) -> Any:
-    """Return the function or class, after running its file, once per process; it may import modules of its folder.
-
-    Raises:
-        UserError: the file raises, or does not define the name.
-    """
+    """Return the function or class, after running its file, once per process; it may import modules of its folder."""
     try:
         return getattr(_module(function.path), function.name)
     except BaseException as error:  # a file may also call sys.exit
@@ -201,16 +185,10 @@ def transformed(
     on_drop: Callable[[], object] = lambda: None,
     on_error: Callable[[UserError], object] | None = None,
 ) -> Iterator[tuple[str, Json]]:
-    """Yield the examples of one source, (place, example) each, as `data.transform` returns them.
+    """Yield the examples of one source, (place, example) each, as `data.transform`, if any, returns them.
 
-    Args:
-        located: the examples as they are in their file.
-        transform: the recipe's `data.transform`; None changes nothing.
-        on_drop: called for each example that the function drops.
-        on_error: called with the errors of examples, which are otherwise raised.
-
-    Raises:
-        UserError: the function raises, or returns something other than an example or None.
+    `on_drop` is called for each example that the function drops, and `on_error` with the errors, which are otherwise
+    raised.
     """
     for function in functions("data.transform", transform):
         change = load("data.transform", function)

@@ -74,11 +74,7 @@ def split(recipe: str) -> tuple[str, str]:
 
 
 def known_page(name: str) -> ModuleType:
-    """Import the page that the user has named, by its family or its file.
-
-    Raises:
-        UserError: there is no such page (names the nearest), or the file is not a page.
-    """
+    """Import the page that the user has named, by its family or its file."""
     if name.endswith(".py"):
         path = Path(name).expanduser().resolve()
         inside = path.parent == PAGES and _is_page(path.stem)
@@ -190,11 +186,7 @@ def licence(module: ModuleType, size: str) -> str | None:
 
 
 def build(module: ModuleType, size: str, variant: str) -> Recipe:
-    """Return one recipe of a page, with its identity filled in.
-
-    Raises:
-        UserError: a page outside the project raises an error (names the line).
-    """
+    """Return one recipe of a page, with its identity filled in; an error of a user's page is reported with its line."""
     outside = _is_outside(module)
     try:
         recipe = _unnamed(module, size, variant)
@@ -219,9 +211,6 @@ def find(recipe: str, variant: str) -> Recipe:
     """Return the recipe for `FAMILY[-SIZE]` or `PATH/TO/page.py[-SIZE]` and a variant.
 
     The size may be left out if the page has only one.
-
-    Raises:
-        UserError: unknown family, size or variant, with the nearest right one.
     """
     name, size = split(recipe)
     if not (name.endswith(".py") or _is_page(name)) and ("/" in recipe or Path(recipe, "config.json").is_file()):
@@ -252,11 +241,7 @@ def is_own_model(recipe: Recipe) -> bool:
 
 
 def choices(recipe: str) -> str:
-    """Return the variants and sizes of the page that the user has named, as a sentence.
-
-    Raises:
-        UserError: there is no such page.
-    """
+    """Return the variants and sizes of the page that the user has named, as a sentence."""
     module = known_page(split(recipe)[0])
     return f"{recipe}: name a variant too: {', '.join(variants(module))}. Sizes: {_sizes(module)}."
 

@@ -35,10 +35,9 @@ RENAMED = {"DS_RECIPES_FORWARD": "DSR_FORWARD", "DS_RECIPES_SERVING": "DSR_SERVI
 
 
 def variable(name: str, environment: Mapping[str, str]) -> str:
-    """Return the value of one of the project's environment variables, empty if it is not set.
+    """Return the value of one of the project's environment variables, or refuse its old name, which would do nothing.
 
-    Raises:
-        UserError: only its old name is set, which would do nothing.
+    It is empty if it is not set.
     """
     old = RENAMED.get(name, "")
     if name not in environment and old in environment:
@@ -75,8 +74,7 @@ def python_path(environment: Mapping[str, str]) -> dict[str, str]:
 def require(package: str) -> None:
     """Require a package as an import does, without the seconds that the import takes.
 
-    Raises:
-        ModuleNotFoundError: the package is not installed; the command that needs it adds the fix.
+    Raises ModuleNotFoundError, to which the command that needs the package adds the fix.
     """
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)

@@ -10,14 +10,9 @@ COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quant
 
 
 def check(config: JsonView, name: str) -> None:
-    """Refuse a model whose configuration declares quantised weights, unless loading dequantises them.
+    """Refuse a model whose config.json declares quantised weights, unless loading dequantises them.
 
-    Args:
-        config: the content of config.json.
-        name: the key and the folder or Hub id.
-
-    Raises:
-        UserError: names the quantisation.
+    `name` is the key and the folder or Hub id.
     """
     if method := stated(config):
         raise UserError(

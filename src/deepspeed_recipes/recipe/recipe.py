@@ -388,11 +388,7 @@ class Recipe:
     turns this off. The default is below the collectives' own timeout of 30 minutes, which gives no cause."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible values.
-
-        Raises:
-            UserError: names the key, the value and what is allowed.
-        """
+        """Refuse impossible values."""
         if isinstance(self.method, str):  # a page outside the project may name the method
             if self.method not in METHODS:
                 raise UserError(f"method={bounds.shown(self.method)}: must be one of {', '.join(METHODS)}.")

@@ -109,22 +109,13 @@ class RunFolder:
 
 
 def read_recipe(run: RunFolder) -> Recipe:
-    """Return the recipe in a run folder.
-
-    Raises:
-        UserError: not a run folder, or its recipe.json cannot be read.
-    """
+    """Return the recipe in a run folder."""
     recipe: Recipe = from_dict(read_json(run.recipe))
     return recipe
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON file's content.
-
-    Raises:
-        FileUnusable: the file cannot be read now.
-        UserError: the file is missing or not JSON (names the line).
-    """
+    """Return a JSON file's content; FileUnusable if it cannot be read now, UserError if it is missing or not JSON."""
     files.check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -150,11 +141,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
-    """Return the folder for a new run: `output_dir`, or a dated one in `runs/`.
-
-    Raises:
-        UserError: a new run would overwrite the folder's content.
-    """
+    """Return the folder for a new run: `output_dir`, or a dated one in `runs/`."""
     if output_dir is None:
         return at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
     run = at(output_dir.resolve())
@@ -174,21 +161,13 @@ def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 
 def at(path: Path) -> RunFolder:
-    """Return the run folder at `path`; a line break in its name would add a line to scripts, logs and commands.
-
-    Raises:
-        UserError: names the folder.
-    """
+    """Return the run folder at `path`, refusing a line break in its name, which would add one to scripts and logs."""
     files.check_name("--output-dir", path)
     return RunFolder(path)
 
 
 def check_writable(run: RunFolder) -> None:
-    """Refuse a run folder that cannot be created or written to; leaves nothing behind.
-
-    Raises:
-        UserError: with the system's reason.
-    """
+    """Refuse a run folder that cannot be created or written to, with the system's reason; leaves nothing behind."""
     try:
         nearest = next(folder for folder in (run.path, *run.path.parents) if folder.exists())
         with tempfile.TemporaryFile(dir=nearest):
@@ -203,11 +182,7 @@ def _unusable(path: Path, error: OSError) -> UserError:
 
 
 def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
-    """Return the run to resume: the run in `output_dir`, or this recipe's newest run.
-
-    Raises:
-        UserError: there is no run, it is another recipe's, or it has no complete checkpoint.
-    """
+    """Return the run to resume: the run in `output_dir`, or this recipe's newest; it needs a complete checkpoint."""
     if output_dir is None:
         found = sorted((runs() / recipe.name).glob("*/recipe.json"), reverse=True)
         # Pages with the same name in different folders have runs with the same name.
@@ -228,11 +203,7 @@ def to_resume(recipe: Recipe, output_dir: Path | None) -> RunFolder:
 
 
 def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
-    """Refuse to resume a finished run that the recipe does not make longer.
-
-    Raises:
-        UserError: names settings that do.
-    """
+    """Refuse to resume a finished run that the recipe does not make longer, and name settings that do."""
     if not has_ended(run):
         return
     checkpoint = newest_checkpoint(run)
@@ -259,11 +230,7 @@ def check_goes_on(run: RunFolder, recipe: Recipe) -> None:
 
 
 def is_finished(run: RunFolder) -> bool:
-    """Return True if the run has finished, was not merely stopped, and is not about to continue with another recipe.
-
-    Raises:
-        UserError: its summary exists and cannot be read.
-    """
+    """Return True if the run has finished, was not merely stopped, and is not about to continue with another recipe."""
     return has_ended(run) and not run.requested.exists()
 
 
@@ -280,16 +247,11 @@ def has_ended(run: RunFolder) -> bool:
 
 @contextlib.contextmanager
 def explained(place: Path) -> Iterator[None]:
-    """Add the fix to system errors while checkpoints and logs are read or cleaned up.
+    """Add the fix to system errors while checkpoints and logs are read or cleaned up, as FileUnusable.
 
     A checkpoint that cannot be read now, because a server or a disk does not answer or the files belong to another
     user, is still complete: nothing may be skipped or removed, and no run may start again from step 0, because of it.
-
-    Args:
-        place: the file or folder that is read, for errors that do not name the file.
-
-    Raises:
-        FileUnusable: the file, the error, and the fix.
+    `place` is read, for errors that do not name the file.
     """
     try:
         yield
@@ -307,9 +269,6 @@ def checkpoints(run: RunFolder) -> list[Path]:
     """Return the run's checkpoints, complete or not, newest first: folders that are named `checkpoint-STEP`.
 
     Folders with any other name, such as `checkpoint-9-backup`, belong to the user.
-
-    Raises:
-        FileUnusable: the checkpoints cannot be read now.
     """
     found = []
     with explained(run.checkpoints):
@@ -327,20 +286,12 @@ def checkpoints(run: RunFolder) -> list[Path]:
 
 
 def newest_checkpoint(run: RunFolder) -> Path | None:
-    """Return the complete checkpoint with the highest step, or None.
-
-    Raises:
-        FileUnusable: a checkpoint cannot be read now.
-    """
+    """Return the complete checkpoint with the highest step, or None."""
     return next(complete_checkpoints(run), None)
 
 
 def complete_checkpoints(run: RunFolder) -> Iterator[Path]:
-    """Yield the complete checkpoints, the newest first, each checked only when it is asked for.
-
-    Raises:
-        FileUnusable: a checkpoint cannot be read now.
-    """
+    """Yield the complete checkpoints, the newest first, each checked only when it is asked for."""
     return (one for one in checkpoints(run) if is_marked(one) and truncated(one) is None)
 
 
@@ -372,11 +323,7 @@ def best_checkpoint(run: RunFolder, recipe: Recipe) -> Path | None:
 
 
 def is_marked(checkpoint: Path) -> bool:
-    """Return True if every rank had finished writing a checkpoint.
-
-    Raises:
-        FileUnusable: the checkpoint cannot be read now.
-    """
+    """Return True if every rank had finished writing a checkpoint."""
     with explained(checkpoint):  # lists the folder, since a network file system may cache that a file is missing
         return COMPLETE in os.listdir(checkpoint)
 
@@ -386,9 +333,6 @@ def truncated(checkpoint: Path) -> str | None:
 
     A power failure or a full disk can truncate files that were already written, including `complete.json` itself.
     `training/checkpoint/digests.py` compares their content.
-
-    Raises:
-        FileUnusable: a file cannot be read now.
     """
     try:
         written = dict(read_json(checkpoint / COMPLETE).get("files", {}))
@@ -433,16 +377,9 @@ def step_of(checkpoint: Path) -> int:
 def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
     """Remove the traces of lost steps: later and incomplete checkpoints, and the metrics after `checkpoint`.
 
-    As long as the ranks may still refuse to continue, the run keeps a copy of its summary, and of logs whose rows are
-    removed: see `accept_recipe`.
-
-    Args:
-        run: the run.
-        checkpoint: the checkpoint from which the run resumes, or None if there is none and the run starts again.
-
-    Raises:
-        FileUnusable: a file can be neither read nor removed; complete checkpoints are kept.
-        UserError: there is no checkpoint, although the run has written one.
+    Without a checkpoint the run starts again, unless it has written one. As long as the ranks may still refuse to
+    continue, the run keeps a copy of its summary, and of logs whose rows are removed: see `accept_recipe`. A file that
+    can be neither read nor removed is a FileUnusable; complete checkpoints are kept.
     """
     last = step_of(checkpoint) if checkpoint else -1
     with explained(run.path):
@@ -541,11 +478,7 @@ def _requested(path: Path) -> Path:
 
 
 def starting_recipe(run: RunFolder) -> Recipe:
-    """Return the recipe with which ranks start: the requested one if there is one.
-
-    Raises:
-        UserError: as `read_recipe`.
-    """
+    """Return the recipe with which ranks start: the requested one if there is one."""
     recipe: Recipe = from_dict(read_json(run.requested if run.requested.exists() else run.recipe))
     return recipe
 

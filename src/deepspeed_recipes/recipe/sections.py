@@ -108,11 +108,7 @@ class Wandb:
 
 
 def check_trackers(chosen: Sequence[str], wandb: Wandb) -> None:
-    """Refuse a tracker that does not exist or that is named twice, and what W&B would refuse when the run starts.
-
-    Raises:
-        UserError: names the nearest tracker, or the key and what W&B allows.
-    """
+    """Refuse a tracker that does not exist or that is named twice, and what W&B would refuse when the run starts."""
     for name in chosen:
         if name not in TRACKERS:
             near = difflib.get_close_matches(name.lower(), TRACKERS, n=1, cutoff=0.5)
@@ -132,11 +128,7 @@ def check_trackers(chosen: Sequence[str], wandb: Wandb) -> None:
 
 
 def check_trackers_installed(chosen: Sequence[str]) -> None:
-    """Refuse a tracker whose library is not installed.
-
-    Raises:
-        UserError: names the command that installs it.
-    """
+    """Refuse a tracker whose library is not installed."""
     for name in chosen:
         if importlib.util.find_spec(name) is None:
             raise UserError(f"tracking={name}: {name} is not installed; pip install {name}, or leave it out.")

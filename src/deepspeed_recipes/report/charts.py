@@ -27,12 +27,9 @@ MOST_POINTS = 150
 
 
 def svg(chart: Chart, name: str, log: bool = False) -> str:
-    """Return a chart as an SVG element.
+    """Return a chart as an SVG element, in which `name` is the prefix of ids, unique among the charts of a page.
 
-    Args:
-        chart: the chart to draw.
-        name: prefix of the ids in the element, unique among the charts of a page.
-        log: use a logarithmic vertical axis, which omits values that are not positive.
+    A logarithmic vertical axis (`log`) omits values that are not positive.
     """
     import matplotlib
     from matplotlib.figure import Figure  # imported here because it takes half a second

@@ -183,13 +183,9 @@ class Document:
 
 
 def number(value: object, form: str, source: str, unit: str = "") -> Number | None:
-    """Return a value as a cell, or None if it is missing.
+    """Return a value of a run folder as a cell, or None if it is missing.
 
-    Args:
-        value: a value from a run folder.
-        form: a format specification, or `duration` for seconds.
-        source: as in `Number.source`.
-        unit: appended to the number.
+    `form` is a format specification, or `duration` for seconds; `source` is as in `Number.source`; `unit` follows.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

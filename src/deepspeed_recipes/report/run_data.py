@@ -67,11 +67,7 @@ class RunData:
 
 
 def read(path: Path) -> RunData:
-    """Return the content of the run folder at `path`.
-
-    Raises:
-        UserError: `path` is not a run folder, no step was logged, or a file cannot be read.
-    """
+    """Return the content of the run folder at `path`."""
     run = RunFolder(path)
     if not path.is_dir():
         raise UserError(f"{path}: no such folder.")
@@ -105,11 +101,7 @@ def read(path: Path) -> RunData:
 
 
 def rows(path: Path) -> tuple[Row, ...]:
-    """Return the objects of a log, each of which has a `step`.
-
-    Raises:
-        UserError: the log cannot be read.
-    """
+    """Return the objects of a log, each of which has a `step`."""
     found = _objects(path)
     if not all(isinstance(row.get("step"), int) for row in found):
         raise UserError(f"{path}: a line without a step; was it written by a run?")
@@ -117,11 +109,7 @@ def rows(path: Path) -> tuple[Row, ...]:
 
 
 def samples(run: RunFolder) -> tuple[Row, ...]:
-    """Return the samples of all ranks, which are in several files while a run trains and after it failed.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
+    """Return the samples of all ranks, which are in several files while a run trains and after it failed."""
     found = [row for path in (run.system, *run.ranks.glob(run.system_of("*").name)) for row in _objects(path)]
     known = [row for row in found if isinstance(row.get("time"), int | float) and isinstance(row.get("rank"), int)]
     return tuple(sorted(known, key=lambda row: row["time"]))

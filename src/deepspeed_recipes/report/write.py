@@ -20,12 +20,7 @@ INDEX = ("run", "state", "steps", "metric", "before", "after", "training loss", 
 
 
 def document(run: RunData, texts: bool = True) -> Document:
-    """Return the report of a run, starting with the verdict.
-
-    Args:
-        run: the content of its folder.
-        texts: whether to include texts of the data and answers to them.
-    """
+    """Return the report of a run, starting with the verdict; `texts` are those of the data and the answers to them."""
     sections = (
         results.verdict(run),
         *((examples.answers(run),) if texts else ()),
@@ -75,21 +70,12 @@ def render(document: Document) -> str:
 
 
 def html(path: Path, document: Document) -> None:
-    """Write a report as HTML atomically, so that it is never incomplete, even if several runs end together.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a report as HTML atomically, so that it is never incomplete, even if several runs end together."""
     files.write_text(path, render(document))
 
 
 def page(run: RunFolder) -> Path:
-    """Write a run's `report.html`, update the index if the run is in `runs/`, and return the report's path.
-
-    Raises:
-        UserError: the folder is not a run folder, or has nothing to report.
-        OSError: the folder cannot be written to.
-    """
+    """Write a run's `report.html`, update the index if the run is in `runs/`, and return the report's path."""
     html(run.report_page, document(run_data.read(run.path)))
     if run.path.resolve().is_relative_to(runs().resolve()):
         index(runs())
@@ -107,11 +93,7 @@ def at_end(run: RunFolder) -> None:
 
 
 def index(folder: Path) -> Path:
-    """Write the index of the runs `NAME/DATE/` in a folder, the newest first, and return its path.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the index of the runs `NAME/DATE/` in a folder, the newest first, and return its path."""
     path = folder / "index.html"
     html(path, listing(folder))
     return path
@@ -145,11 +127,7 @@ def _row(folder: Path, path: Path) -> Iterator[Cell]:
 
 
 def comparison(found: Sequence[RunData]) -> Document:
-    """Return the comparison of at least two runs.
-
-    Raises:
-        UserError: the losses of two runs measure different things, or a run was named twice.
-    """
+    """Return the comparison of at least two different runs whose losses measure the same."""
     paths = [run.folder.path.resolve() for run in found]
     for at, path in enumerate(paths):
         if path in paths[:at]:

@@ -51,11 +51,7 @@ def offload_inputs(model: PreTrainedModel, on_gpu: bool) -> "LayerInputs":
 
     On GPUs TRL copies them in both directions on its own stream; on CPU ranks torch copies them, which saves nothing
     there and computes the same. Only the layers are hooked: torch no longer marks tensors saved through hooks as
-    parameters, and under ZeRO-3 TRL's tiled loss needs that mark of the head.
-
-    Args:
-        model: without adapters; they may be added later.
-        on_gpu: whether this rank computes on a GPU.
+    parameters, and under ZeRO-3 TRL's tiled loss needs that mark of the head. Adapters may be added later.
     """
     mover: saved_tensors_hooks = save_on_cpu()
     if on_gpu:

@@ -65,13 +65,7 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
 
 
 def gather_layers(arguments: TrainingArguments, model: PreTrainedModel, file: DeepSpeedFile) -> None:
-    """Let ZeRO-3 gather a layer's weights in one message where its file has "auto"; call before the engine is made.
-
-    Args:
-        arguments: the Trainer's.
-        model: with adapters, if it has any; sharded or whole.
-        file: the run's DeepSpeed file.
-    """
+    """Let ZeRO-3 gather a layer's weights in one message where its file has "auto"; call before the engine is made."""
     if file.stage < 3:
         return
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -91,9 +85,7 @@ def loader_processes(recipe: Recipe, on_gpu: bool) -> int:
 def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
     """Return the recipe's DeepSpeed configuration, with the layout's tensor- and expert-parallel sizes.
 
-    Raises:
-        UserError: only one of the layout and the file splits the model over ranks; or the file has the wrong stage
-            for experts, or AutoEP does not support it.
+    The layout and the file have to split the model alike; the file needs a stage for experts that AutoEP supports.
     """
     limits.check_blocks(recipe, file)
     if recipe.optimizer == "muon" and file.stage == 3:

@@ -88,12 +88,9 @@ def place(layout: Layout) -> layouts.RankPosition:
 
 
 def check_on_first(check: Callable[[], None]) -> None:
-    """Run a check on rank 0 and let every rank refuse what it refuses; a collective.
+    """Run a check on rank 0 and let every rank refuse what it refuses, with its message; a collective.
 
     Otherwise the others would fail in their next collective, and their tracebacks would bury the reason.
-
-    Raises:
-        UserError: on rank 0 with the check's message.
     """
     message = None
     if is_first():

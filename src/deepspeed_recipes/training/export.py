@@ -40,12 +40,7 @@ WEIGHTS_SHARE = 0.8
 
 
 def save(trainer: Trainer, folder: Path) -> None:
-    """Write the trained model, or its adapter, to `folder`; a collective.
-
-    Args:
-        trainer: with `RunHooks`.
-        folder: replaced if it exists.
-    """
+    """Write the trained model, or its adapter, to `folder`, which is replaced; a collective."""
     if distributed.is_first():
         shutil.rmtree(folder, ignore_errors=True)
     torch.distributed.barrier()
@@ -62,14 +57,8 @@ def save(trainer: Trainer, folder: Path) -> None:
 def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
     """Save everything of an export except its weights, and load it again, to find failures before training.
 
-    On rank 0, by `distributed.check_on_first`.
-
-    Args:
-        trainer: with `RunHooks`.
-        model: whole, with or without weights and adapters.
-
-    Raises:
-        UserError: a part cannot be saved or loaded again, or the disk is too small for the weights; names the part.
+    On rank 0, by `distributed.check_on_first`. `model` is whole, with or without weights and adapters. A part that
+    cannot be saved or loaded again, and a disk that is too small for the weights, are refused.
     """
     run, recipe = trainer.context.run, trainer.context.recipe
     total, trainable = load_model.parameter_counts(model)
@@ -101,10 +90,8 @@ def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
 def describe(run: RunFolder, results: JsonView, step: int | None = None) -> None:
     """Add the model card and `training/` to the folder that `save` wrote; a collective. An error never ends the run.
 
-    Args:
-        run: the run.
-        results: `metric`, `before`, `after`, `held_out` and `logit_difference`.
-        step: the step whose weights are exported, or None for the last.
+    `results` are `metric`, `before`, `after`, `held_out` and `logit_difference`. `step` is the one whose weights are
+    exported, or None for the last.
     """
     if distributed.is_first():
         try:
@@ -115,12 +102,7 @@ def describe(run: RunFolder, results: JsonView, step: int | None = None) -> None
 
 
 def publish(verified: Path, folder: Path) -> None:
-    """Make the folder that `verify` accepted the export, once all of it is on the disk; a collective.
-
-    Args:
-        verified: the folder to rename.
-        folder: replaced if it exists.
-    """
+    """Replace the export by the folder that `verify` accepted, once it is on the disk; a collective."""
     if distributed.is_first():
         move(verified, folder)
     torch.distributed.barrier()
@@ -149,6 +131,9 @@ def verify(
 ) -> float:
     """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
 
+    Raises RuntimeError if the reloaded model computes different logits, so that the export is not the model that was
+    trained.
+
     Args:
         forward: maps token ids to the trained model's logits; every rank must call it, since under ZeRO-3 it is a
             collective.
@@ -156,9 +141,6 @@ def verify(
         folder: written by `save`.
         tokens: token ids of one sequence for the comparison; where sequences are scored, several are made of it.
         beside: a vision-language model's other inputs, for the images of the sequence.
-
-    Raises:
-        RuntimeError: the reloaded model computes different logits, so the export is not the model that was trained.
     """
     inputs = torch.tensor(_sequences(tokens, base_model.head_of(folder) == "scores"), device=distributed.device())
     trained = forward(inputs).float().cpu()
@@ -217,15 +199,8 @@ def load(
 ) -> PreTrainedModel | PeftModel:
     """Return the model in `folder`: a whole model, or an adapter on its base model, quantised as in training.
 
-    Args:
-        folder: a whole model, or an adapter that names its base model.
-        dtype: of the weights; "auto" keeps the stored one.
-        adapter: an adapter to put on the whole model in `folder`.
-        placed: load it for answers, on the GPU, or layer by layer over all GPUs if one is too small (`device_map`);
-            otherwise it stays on the host.
-
-    Raises:
-        UserError: not a model folder, or the adapter's base model cannot be found.
+    `dtype` "auto" keeps the stored one; `adapter` is put on the whole model in `folder`. A model that is `placed`, for
+    answers, is on the GPU, or layer by layer over all GPUs if one is too small (`device_map`); otherwise on the host.
     """
     if adapter is None and (folder / ADAPTER).exists():
         weights.check_intact(folder)
@@ -247,10 +222,7 @@ def load(
 def device_map(folder: Path) -> Json:
     """Return the arguments of `from_pretrained` that split a model over all GPUs, or none if its weights fit on one.
 
-    Accelerate puts what exceeds all GPUs into the host's memory.
-
-    Args:
-        folder: a whole model's folder or Hub id.
+    Accelerate puts what exceeds all GPUs into the host's memory. `folder` is a whole model's, or its Hub id.
     """
     place, device = stored.folder_of(str(folder)), distributed.device()
     if place is None or device.type != "cuda":
@@ -260,12 +232,9 @@ def device_map(folder: Path) -> Json:
 
 
 def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "default") -> PeftModel:
-    """Return a model with one more adapter.
+    """Return a model with one more adapter, whose configuration and tensors have to belong to it.
 
     PEFT only warns about tensors that the file lacks, and ignores those that have no place in the model.
-
-    Raises:
-        UserError: the adapter's configuration, its tensors and the model do not belong together.
     """
     options: Json = {"autocast_adapter_dtype": False, "key_mapping": load_model.adapter_names(base)}
     try:
@@ -302,11 +271,7 @@ def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "
 
 
 def base_of(adapter: Path) -> Path:
-    """Return the folder or Hub id of the base model of an adapter.
-
-    Raises:
-        UserError: the adapter names it by a path that does not exist.
-    """
+    """Return the folder or Hub id of the base model of an adapter."""
     return base_model.find(adapter)
 
 
@@ -336,9 +301,6 @@ def load_whole(
         quantization: None loads the weights as stored.
         of_adapter: load the model for this adapter; a head that the files lack is random, and the adapter replaces it.
         split: from `device_map`; without it the weights are on the host.
-
-    Raises:
-        UserError: not a model folder, or weights that cannot be loaded.
     """
     if of_adapter and (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         raise UserError(
@@ -388,12 +350,9 @@ def load_merged(folder: Path) -> PreTrainedModel:
     """Return the adapter in `folder` merged into its base model.
 
     A quantised base is dequantised first, to the values that the adapter was trained on. PEFT would quantise the sum
-    again, and lose most of what was learned to rounding. An embedding and a head that share one weight are separated
-    where either has an adapter: PEFT would add it to both.
-
-    Raises:
-        UserError: the base model's files are quantised.
-        RuntimeError: the merged model computes other logits than the adapter on its base model.
+    again, and lose most of what was learned to rounding; files of a quantised base are refused. An embedding and a head
+    that share one weight are separated where either has an adapter: PEFT would add it to both. Raises RuntimeError if
+    the merged model computes other logits than the adapter on its base model.
     """
     base = load_base(base_of(folder), folder)
     stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
@@ -421,11 +380,7 @@ def load_merged(folder: Path) -> PreTrainedModel:
 
 
 def _check_mergeable(adapted: PeftModel, folder: Path) -> None:
-    """Refuse adapters that are no change of the base model's weights, or not always the same change.
-
-    Raises:
-        UserError: names the kind of the adapter.
-    """
+    """Refuse adapters that are no change of the base model's weights, or not always the same change."""
     config = adapted.active_peft_config
     kind = str(getattr(config, "init_lora_weights", ""))
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
@@ -475,11 +430,7 @@ def _tie_again(model: PreTrainedModel) -> None:
 
 
 def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
-    """Return a folder's tokenizer, or its processor if it holds a vision-language model.
-
-    Raises:
-        UserError: the folder has none.
-    """
+    """Return a folder's tokenizer, or its processor if it holds a vision-language model."""
     folder = _with_tokenizer(folder)
     if base_model.head_of(folder) == "vision":
         return vision.load(str(folder), base_model.may_run_code(folder))
@@ -487,11 +438,7 @@ def load_processor(folder: Path) -> PreTrainedTokenizerBase | ProcessorMixin:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Return the tokenizer in `folder`.
-
-    Raises:
-        UserError: the folder has none, or one of its files cannot be used.
-    """
+    """Return the tokenizer in `folder`."""
     folder = _with_tokenizer(folder)
     weights.check_intact(folder)
     try:
@@ -507,15 +454,10 @@ def _with_tokenizer(folder: Path) -> Path:
 
 
 def write(source: Path, output: Path, merge: bool) -> str:
-    """Write the model in `source` as a Hugging Face folder, and return its kind.
+    """Write the model in `source` as a Hugging Face folder, empty or new, and return its kind.
 
-    Args:
-        source: an export, a checkpoint, or any folder with safetensors.
-        output: an empty or new folder.
-        merge: merge an adapter into its base model, so that PEFT is not needed to load the result.
-
-    Raises:
-        UserError: `source` holds no model, or `output` is not empty.
+    The source is an export, a checkpoint, or any folder with safetensors. After a `merge` PEFT is not needed to load
+    the result.
     """
     complete.check(source, output)
     weights.check_intact(source)

@@ -36,14 +36,9 @@ def check(recipe: Recipe) -> None:
 def make(
     recipe: Recipe, model: torch.nn.Module, kind: type, decayed: Collection[str], options: Json
 ) -> torch.optim.Optimizer:
-    """Return the optimizer.
+    """Return the optimizer for the weights of `model`; `kind` is the class that the Trainer would use.
 
-    Args:
-        recipe: names the optimizer, and sets the rates of the weights.
-        model: whose weights it updates.
-        kind: the class that the Trainer would use.
-        decayed: names of the weights that are decayed.
-        options: AdamW's, including `lr`.
+    `decayed` are the names of the weights that are decayed, and `options` are AdamW's, including `lr`.
     """
     named = dict(model.named_parameters())
     shares = rate_shares(recipe, named)
@@ -83,9 +78,7 @@ Group = Json
 def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
     """Return the share of the learning rate of each weight.
 
-    Args:
-        recipe: sets the rates.
-        names: all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
+    `names` are all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
     """
     known = list(names)
     layers = {name: int(found[1]) for name in known if (found := LAYER.search(name))}

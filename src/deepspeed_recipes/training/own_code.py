@@ -45,11 +45,7 @@ class Failed(UserError):
 
 
 def check(recipe: Recipe) -> Iterator[str]:
-    """Load the recipe's code on every rank, refuse code that differs between them, and yield warnings; a collective.
-
-    Raises:
-        UserError: names the file, and the rank where the cause is known.
-    """
+    """Load the recipe's code on every rank, refuse code that differs between them, and yield warnings; a collective."""
     for line in own_code.changed(recipe, recipe.code, own_code.digests(recipe)):
         raise UserError(
             f"{line}: on {socket.gethostname()} the file is not the one that was launched; copy the same file to every "
@@ -132,11 +128,7 @@ class Loss:
             raise Failed(f"loss={self.named}: cannot be called as in `{written}` ({error}).") from None
 
     def __call__(self, outputs: Any, labels: torch.Tensor | None, num_items_in_batch: object = None) -> torch.Tensor:
-        """Return the loss of a micro-batch, a scalar with a gradient.
-
-        Raises:
-            Failed: the function raised, or returned something else.
-        """
+        """Return the loss of a micro-batch, a scalar with a gradient; raise `Failed` for anything else."""
         when = f"step {self.step()}" if self.step else "tried on random logits"
         given = outputs.logits if self.takes_logits else outputs
         try:
@@ -158,11 +150,7 @@ class Loss:
     def tried(self, vocabulary: int | None) -> tuple[float, bool]:
         """Return the loss of random logits, and whether it ignores the number of tokens.
 
-        Args:
-            vocabulary: entries of the model's vocabulary, or None if it is unknown.
-
-        Raises:
-            Failed: the function raised, or returned NaN or something without a gradient.
+        `vocabulary` is its size, or None if it is unknown. Raises `Failed` as a call does, and for NaN.
         """
         sequences, length = SAMPLE
         generator = torch.Generator().manual_seed(0)
@@ -186,15 +174,10 @@ class Loss:
 
 
 def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | None = None) -> list[TrainerCallback]:
-    """Return the recipe's own callbacks, whose errors name the line of the user's file.
+    """Return the recipe's own callbacks; their errors name the user's line and the run's newest checkpoint.
 
-    Args:
-        recipe: names them.
-        run: its newest checkpoint is named in errors.
-        added: collects the names of the numbers that they add to logs.
-
-    Raises:
-        Failed: a class is not a callback, or cannot be created.
+    `added` collects the names of the numbers that they add to logs. Raises `Failed` for a class that is not a callback
+    or cannot be created.
     """
     found = []
     for named in own_code.functions("callbacks", recipe.callbacks):
@@ -260,8 +243,7 @@ def measured(
 ) -> dict[str, float]:
     """Return the numbers of the recipe's own metrics; a collective, of which every rank has all answers.
 
-    Raises:
-        Failed: a function raised, returned no finite number, or different numbers on different ranks.
+    Raises `Failed` if a function raised, or returned no finite number, or different numbers on different ranks.
     """
     found: dict[str, float] = {}
     for named in own_code.functions("data.metric", recipe.data.metric):
@@ -299,11 +281,7 @@ def _number(shown: str, value: object) -> float:
 
 
 def try_all(recipe: Recipe, references: Sequence[str]) -> None:
-    """Call the recipe's own loss, and its metrics on references as answers, and create its callbacks.
-
-    Raises:
-        UserError: one of them cannot be used.
-    """
+    """Call the recipe's own loss, and its metrics on references as answers, and create its callbacks."""
     _load_all(recipe)
     if recipe.loss:
         Loss(recipe).tried(vocabulary(recipe))

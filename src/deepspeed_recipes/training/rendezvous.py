@@ -65,11 +65,7 @@ LAUNCHERS = (
 
 
 def complete(environment: MutableMapping[str, str]) -> None:
-    """Set those of torch's variables that are missing.
-
-    Raises:
-        UserError: two launchers contradict each other, or the host of rank 0 is unknown.
-    """
+    """Set those of torch's variables that are missing; refuse two launchers that contradict each other."""
     if not ({WATCHED, TORCHRUN} & set(environment) and set(COMPLETE) <= set(environment)):
         for name, value in _found(environment).items():
             if environment.setdefault(name, value) != value and name in ("RANK", "WORLD_SIZE"):
@@ -117,11 +113,7 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first name of a SLURM node list, such as `gpu01` of `gpu[01-03,7],cpu1`.
-
-    Raises:
-        UserError: not a node list.
-    """
+    """Return the first name of a SLURM node list, such as `gpu01` of `gpu[01-03,7],cpu1`."""
     match = re.match(r"([\w.-]+)(?:\[(\d+))?", nodes)
     if not match:
         raise UserError(f"SLURM_STEP_NODELIST={nodes}: not a list of nodes; set MASTER_ADDR to the host of rank 0.")

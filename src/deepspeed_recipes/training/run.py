@@ -159,11 +159,7 @@ def with_draft(recipe: Recipe, run: RunFolder) -> Recipe:
 
 
 def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerBase) -> Recipe:
-    """Return the recipe with its attention and its way of computing the loss resolved.
-
-    Raises:
-        UserError: it cannot run, or would train a different model.
-    """
+    """Return the recipe with its attention and its way of computing the loss, or refuse to train another model."""
     # The launcher may not have had the dimensions of a model on the Hub.
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
@@ -260,11 +256,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
 
 
 def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
-    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume.
-
-    Raises:
-        UserError: the run has not changed the weights.
-    """
+    """Evaluate and export the trained model and print the last screen; after a stop, print how to resume."""
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
     distributed.check_on_first(context.checkpoints.lock.check)
@@ -317,12 +309,9 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
 
 
 def check_moved(trainer: Trainer) -> None:
-    """Refuse to report success for a run that has not changed the weights; a collective.
+    """Refuse to report success for a run in which no sampled weight of any rank has changed; a collective.
 
     A resumed run is not checked: its weights changed before.
-
-    Raises:
-        UserError: no sampled weight of any rank differs from its value before the first step.
     """
     recipe, steps = trainer.context.recipe, trainer.state.global_step
     sampled, moved = distributed.total(len(trainer.start), holdings.moved(trainer.start, trainer.model))

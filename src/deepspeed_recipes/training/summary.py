@@ -37,17 +37,11 @@ def finished(
     few: str | None,
     image: str | None = None,
 ) -> None:
-    """Write summary and report, and print the last screen; on rank 0.
+    """Write summary and report, print the last screen, and close the trackers; on rank 0.
 
-    Args:
-        recipe: as it ran.
-        run: its folder.
-        trackers: closed here.
-        evaluation: None without held-out data.
-        results: `after`, the metric at the end, the export's `logit_difference`, and where they apply `stopped_early`,
-            the reason, and `exported_step`.
-        few: a warning that the run had too few updates.
-        image: a file to ask a vision-language model about, or None for a text model.
+    `evaluation` is None without held-out data. `results` are `after`, the metric at the end, the export's
+    `logit_difference`, and where they apply `stopped_early`, the reason, and `exported_step`. `few` warns that the run
+    had too few updates, and `image` is a file to ask a vision-language model about.
     """
     if not distributed.is_first():
         return
@@ -116,10 +110,7 @@ CURVES = {
 def draw_curves(run: RunFolder, name: str, loss: str) -> Path | None:
     """Draw the four curves over the steps and return the file, or None if nothing was logged.
 
-    Args:
-        run: its records are drawn.
-        name: printed above the curves.
-        loss: name of the loss, with its unit.
+    `name` is printed above the curves; `loss` is the loss's name, with its unit.
     """
     records = read_jsonl(run.metrics)
     if not records:

@@ -123,9 +123,7 @@ def compile_ops_once(stack: Path) -> None:
 
     torch 2.13 starts ninja at every load, which compiles again if the environment has another path, and it waits for a
     lock that outlives a killed build. `test_torch_waits_for_the_lock_of_a_killed_build` fails once this can be removed.
-
-    Args:
-        stack: file to which a rank whose build does not finish writes its stack before it exits.
+    A rank whose build does not finish writes its stack to `stack` before it exits.
     """
     compile_and_load = OpBuilder.jit_load
 
@@ -381,11 +379,7 @@ def before_refused_updates(engine: DeepSpeedEngine, look: Callable[[], None]) ->
 
 
 def check_version(layout: Layout) -> None:
-    """Refuse a layout for which the installed DeepSpeed is too old.
-
-    Raises:
-        UserError: it would train or export something else, or lacks a feature that the layout needs.
-    """
+    """Refuse a layout that the installed DeepSpeed lacks, or that it would train or export as something else."""
     installed = metadata.version("deepspeed")
     for key, (first, why) in software.LAYOUTS.items():
         if (size := getattr(layout, key)) > 1 and software.is_before(installed, first):
@@ -446,13 +440,8 @@ def take_update_settings(optimizer: torch.optim.Optimizer, scheduler: LambdaLR, 
     DeepSpeed and transformers load those of the checkpoint. From a universal checkpoint DeepSpeed 0.19.8 under ZeRO-3
     (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`) gives every group of parameters the settings of
     the first, so norms and biases would be decayed. `test_resume_settings.py` passes without this once it can be
-    removed.
-
-    Args:
-        optimizer: the Trainer's.
-        scheduler: the Trainer's, with the checkpoint's state; that of a DeepSpeed file's `scheduler` block has its own
-            rates and is left alone.
-        asked: the settings of each group of parameters before the checkpoint was loaded.
+    removed. `asked` are the settings of each group before the checkpoint was loaded. A `scheduler` block of a DeepSpeed
+    file has its own rates and is left alone.
     """
     groups = optimizer.param_groups
     for group, own in zip(groups, asked, strict=True):

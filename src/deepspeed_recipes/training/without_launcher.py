@@ -30,8 +30,7 @@ _LOST = re.compile(
 def kept(run: RunFolder) -> Iterator[None]:
     """Keep the run's folder in order during a `with` block in every rank, unless our launcher watches the ranks.
 
-    Raises:
-        UserError: the run has finished, another process writes to it, or its checkpoint cannot be resumed.
+    A finished run, one that another process writes, and one that cannot be resumed are refused.
     """
     if rendezvous.is_watched(os.environ):
         yield
@@ -71,11 +70,7 @@ def lost_peer(error: BaseException) -> str | None:
 
 
 def prepare(run: RunFolder, world_size: int) -> None:
-    """Prepare the folder for the first start, or for a restart after steps were lost, before any rank reads it.
-
-    Raises:
-        UserError: the newest checkpoint cannot be read now, or cannot be converted for `world_size` ranks.
-    """
+    """Prepare the folder for the first start, or for a restart after steps were lost, before any rank reads it."""
     checkpoint = digests.newest_intact(run)
     if checkpoint:
         print(f"resuming from {checkpoint}", flush=True)

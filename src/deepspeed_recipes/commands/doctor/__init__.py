@@ -33,11 +33,7 @@ from ..main import Parser
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the checks, print them, and return the exit status.
-
-    Raises:
-        UserError: an option's value is invalid, or the launcher would refuse the hostfile.
-    """
+    """Run the checks, print them, and return the exit status."""
     os.environ |= ops.environment()  # search for compiled ops in the same folder as runs
     parser = Parser("doctor", __doc__)
     parser.add_argument(

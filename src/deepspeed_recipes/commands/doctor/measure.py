@@ -27,11 +27,7 @@ BUSY = 0.5
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, write the file, print a table, and return the exit status.
-
-    Raises:
-        UserError: the GPUs are in use, the probe fails, or the file cannot be written.
-    """
+    """Measure, write the file, print a table, and return the exit status."""
     require("deepspeed")
     gpus = visible_gpus()
     ranks = rank_count(arguments.gpus, gpus)
@@ -71,11 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def refuse_busy(gpus: int) -> None:
-    """Refuse to measure while other processes use the GPUs or the cores.
-
-    Raises:
-        UserError: names them.
-    """
+    """Refuse to measure while other processes use the GPUs or the cores."""
     if not gpus:
         load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
         if load > BUSY * cores:
@@ -97,12 +89,7 @@ def probe(ranks: int, gpus: int) -> Json:
 
 
 def between(pool: hostfile.HostPool, shared: Path) -> Json:
-    """Return the measured collectives over all slots of several hosts; raises as `started`.
-
-    Args:
-        pool: the hosts.
-        shared: a folder that all of them have.
-    """
+    """Return the measured collectives over all slots of several hosts; all of them have the folder `shared`."""
     hostfile.check_command(shared.absolute(), None)
     try:
         shared.mkdir(parents=True, exist_ok=True)
@@ -123,11 +110,7 @@ def between(pool: hostfile.HostPool, shared: Path) -> Json:
 
 
 def started(command: list[str], environment: dict[str, str], result: Path) -> Json:
-    """Run the probe's ranks, and return what they wrote to `result`.
-
-    Raises:
-        UserError: they fail, or take longer than `LIMIT`.
-    """
+    """Run the probe's ranks for at most `LIMIT`, and return what they wrote to `result`."""
     log = result.with_name("log")
     with log.open("wb") as out:
         try:

@@ -21,11 +21,7 @@ from .options import options_of, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: the run's own.
-
-    Raises:
-        UserError: a mistake on the command line, in the recipe, or in a file that it names.
-    """
+    """Return the exit status: the run's own."""
     typed = parse(arguments, __doc__)
     if typed.list:
         print(list.listing(typed.json, typed.recipe))

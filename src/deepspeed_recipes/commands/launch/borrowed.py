@@ -39,10 +39,8 @@ class Found:
 def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
     """Return a warning if a recipe runs a model unlike its page's with the page's settings, or None.
 
-    Args:
-        recipe: the recipe, with the model's path as the ranks open it.
-        page: the recipe before the user changed it.
-        given: the keys that the user has set.
+    `recipe` has the model's path as the ranks open it, `page` is the recipe before the user changed it, and `given` are
+    the keys that the user has set.
     """
     borrowed = [key for key in SETTINGS if key not in given]
     if "model.path" not in given or recipe.draft.enabled or not borrowed:
@@ -123,10 +121,8 @@ ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 def borrow(model: str, variant: str) -> Recipe:
     """Return the recipe for a model's folder or Hub id with the model's dimensions: its own page's, or the nearest.
 
-    If the model's architecture is not the page's, a test with a shrunken model decides if documents are packed.
-
-    Raises:
-        UserError: there is no such model, it is not a decoder, or no page of a similar model has the variant.
+    If the model's architecture is not the page's, a test with a shrunken model decides if documents are packed. Models
+    that are no decoders are refused.
     """
     if "/" not in model and Path(model).is_dir():
         model = f"./{model}"  # not the recipe of this name
@@ -166,9 +162,7 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
 def said(recipe: Recipe, given: Collection[str]) -> str:
     """Return a text with the borrowed page, the settings that it provides, and its other variants.
 
-    Args:
-        recipe: the recipe before the user changed it.
-        given: the keys that the user sets, which are not taken over.
+    `recipe` is as before the user's changes; the keys in `given`, which the user sets, are not taken over.
     """
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))

@@ -64,11 +64,7 @@ def overview() -> str:
 
 
 def explained(word: str) -> str:
-    """Return the explanation of a key, or of each key of a section such as `lora`.
-
-    Raises:
-        UserError: there is no such key; names the nearest.
-    """
+    """Return the explanation of a key, or of each key of a section such as `lora`."""
     known = keys()
     found = [known[word]] if word in known else [key for name, key in known.items() if name.startswith(f"{word}.")]
     if not found:
@@ -125,11 +121,7 @@ VARIANT = "lora"
 
 
 def options_of(typed: argparse.Namespace) -> LaunchOptions:
-    """Return the options of a run.
-
-    Raises:
-        UserError: no recipe or no variant is named.
-    """
+    """Return the options of a run."""
     if not typed.recipe:
         raise UserError(
             "name a recipe and a variant, e.g. `ds-recipes launch tiny full`; `ds-recipes launch --list` lists all."
@@ -143,11 +135,7 @@ def options_of(typed: argparse.Namespace) -> LaunchOptions:
 
 
 def auto_words(typed: list[str | None]) -> tuple[str, str, list[str]]:
-    """Return the model, variant and overrides from the words after `auto` on the command line.
-
-    Raises:
-        UserError: no model is named, or more than one variant.
-    """
+    """Return the model, variant and overrides from the words after `auto` on the command line."""
     given = [word for word in typed if word]
     names, changes = [word for word in given if "=" not in word], [word for word in given if "=" in word]
     if not names or len(names) > 2:

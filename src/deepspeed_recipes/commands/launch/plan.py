@@ -83,11 +83,7 @@ class LaunchPlan:
 
 
 def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
-    """Return the plan of a launch; choose the DeepSpeed file for `deepspeed=auto`, check the run, and print warnings.
-
-    Raises:
-        UserError: the run cannot work.
-    """
+    """Return the plan of a launch; choose the file for `deepspeed=auto`, check the run, and print warnings."""
     machines = machines_of(options, request.recipe.name)
     documents = None
     if machines.hardware and not request.recipe.draft.enabled:
@@ -124,9 +120,6 @@ def requested(options: LaunchOptions) -> Request:
 
     Only the page and the command line may permit changed data or the code of a model or a reward function; a file in a
     run folder never may.
-
-    Raises:
-        UserError: no such recipe, nothing to resume, or a key or value that the recipe refuses.
     """
     if options.model is None:
         page = pages.find(options.recipe, options.variant)
@@ -163,8 +156,7 @@ def requested(options: LaunchOptions) -> Request:
 def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:
     """Return the recipe of the run in `folder`, with the page's permissions.
 
-    Raises:
-        UserError: another process writes to the folder, or its run is not of this model or names code.
+    Refuses a run of another model, one that names code, and one that another process writes.
     """
     run_lock.check(folder.path)
     held = run_folder.read_recipe(folder)
@@ -181,11 +173,7 @@ def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:
 
 
 def machines_of(options: LaunchOptions, name: str) -> Machines:
-    """Return the machines on which the ranks of the run `name` start.
-
-    Raises:
-        UserError: the hostfile or the selection is wrong, or a cluster does not answer or has too few GPUs.
-    """
+    """Return the machines on which the ranks of the run `name` start; a cluster has to answer and to have the GPUs."""
     pool = None
     if options.hostfile:
         pool = hostfile.read(options.hostfile, options.include, options.exclude, options.nodes, options.gpus)
@@ -218,14 +206,8 @@ def with_deepspeed_file(
 ) -> Recipe:
     """Return the recipe with a DeepSpeed file for `deepspeed=auto`: the planner's choice or, without GPUs, the page's.
 
-    Args:
-        request: the recipe.
-        changed: the keys that the user has set, which the planner keeps.
-        hardware: the GPUs, or None if they are unknown.
-        documents: the mean length of the documents in tokens, or None if it is unknown.
-
-    Raises:
-        UserError: no plan fits.
+    The planner keeps the keys in `changed`, which the user has set. `hardware` is None if the GPUs are unknown;
+    `documents` is the documents' mean length in tokens, if known.
     """
     if request.recipe.deepspeed != forecast.AUTO:
         return request.recipe
@@ -255,11 +237,7 @@ def small_draft(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
 
 
 def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchOptions) -> None:
-    """Check everything that can be checked before a rank starts, and print warnings about likely mistakes.
-
-    Raises:
-        UserError: the run cannot work.
-    """
+    """Check everything that can be checked before a rank starts, and print warnings about likely mistakes."""
     model = Path(recipe.model.path, "config.json")
     if model.exists():  # refuse sizes that no model can have, before anything computes with them
         config = base_model.config_of(model.parent)

@@ -49,11 +49,7 @@ WIDTH = 160
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the trials, show the table, and return the exit status.
-
-    Raises:
-        UserError: a mistake on the command line; no trial has started.
-    """
+    """Run the trials, show the table, and return the exit status."""
     options = parse(arguments)
     launched: tuple[str, ...] = words_of(options)
     if options.recipe == AUTO:
@@ -190,11 +186,7 @@ class Space:
 
 
 def read_space(words: Sequence[str]) -> Space:
-    """Return the space that `key=value`, `key=value,value` and `key=lowest..highest` describe.
-
-    Raises:
-        UserError: an unknown key, a value of the wrong type, a list with one value, or nothing to vary.
-    """
+    """Return the space that `key=value`, `key=value,value` and `key=lowest..highest` describe."""
     known, with_commas = overrides.override_keys(), overrides.comma_keys()
     lists: dict[str, tuple[str, ...]] = {}
     ranges: dict[str, tuple[str, str]] = {}
@@ -242,11 +234,7 @@ def _range(key: str, lowest: str, highest: str, hint: object) -> tuple[str, str]
 
 
 def grid(space: Space, most: int) -> list[list[str]]:
-    """Return the overrides of every combination, in the order in which the values are listed.
-
-    Raises:
-        UserError: there are more than `most`, or a key has a range, which a grid cannot enumerate.
-    """
+    """Return the overrides of every combination, at most `most`, in the order of the values, without ranges."""
     if space.ranges:
         key, (low, high) = next(iter(space.ranges.items()))
         raise UserError(f"{key}={low}..{high}: a range needs --random N; a grid needs a list of values.")
@@ -265,10 +253,7 @@ def at_random(space: Space, count: int, seed: int, most: int) -> list[list[str]]
     """Return `count` different combinations, the same for the same seed.
 
     Values from a range above 0 are uniform on a log scale, since learning rates differ by factors. Whole numbers stay
-    whole.
-
-    Raises:
-        UserError: `count` is below two, above `most`, or larger than the number of different combinations.
+    whole. Refuses a `count` below two, above `most`, or above the number of different combinations.
     """
     if count < 2:
         raise UserError(f"--random {count}: must be at least 2.")

@@ -56,11 +56,7 @@ class Result:
 
 
 def opened(folder: Path, sweep: Sweep) -> None:
-    """Create a sweep's folder, or continue the sweep in it.
-
-    Raises:
-        UserError: the folder has another sweep, or other files.
-    """
+    """Create a sweep's folder, or continue the sweep in it; a folder with anything else is refused."""
     plan = folder / PLAN
     if plan.exists():
         if read_json(plan) != json.loads(json.dumps(asdict(sweep))):
@@ -77,13 +73,9 @@ def folder_of(folder: Path, trial: int) -> RunFolder:
 
 
 def run(sweep: Sweep, folder: Path, trial: int, start: Callable[[Sequence[str], Path], int]) -> Result:
-    """Run or resume a trial, unless it has finished, and return its result.
+    """Run or resume a trial (counted from 1), unless it has finished, and return its result.
 
-    Args:
-        sweep: the sweep.
-        folder: the sweep's folder.
-        trial: the trial's number, from 1.
-        start: runs the launcher with the given words, writes its output to a file, and returns its exit status.
+    `start` runs the launcher with the given words, writes its output to a file, and returns its exit status.
     """
     overrides, place = sweep.trials[trial - 1], folder_of(folder, trial)
     log = folder / f"{place.path.name}.log"

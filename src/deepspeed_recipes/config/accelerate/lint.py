@@ -14,12 +14,9 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def read(path: Path) -> Document:
-    """Parse the file at `path`, with the line of each key.
+    """Parse the file at `path`, with the line of each key; raise `Unreadable` unless it is YAML and a mapping.
 
     Of two equal keys the last counts, as in accelerate.
-
-    Raises:
-        Unreadable: the file does not exist, is not YAML, or is not a mapping.
     """
     import yaml
 

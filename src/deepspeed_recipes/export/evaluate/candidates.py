@@ -26,15 +26,7 @@ class Candidate:
 
 
 def find(name: str, model: str | None) -> Candidate:
-    """Return the model that a word of the command line names.
-
-    Args:
-        name: a folder, a Hub id or an address.
-        model: the model's name on a server that has several.
-
-    Raises:
-        UserError: no such folder, no model in it, or no such server.
-    """
+    """Return the model at a folder, a Hub id or an address; `model` names one of a server's several."""
     if server.is_address(name):
         return Candidate(redact(name), server.connect(name, model))
     place = Path(name)
@@ -54,11 +46,7 @@ def find(name: str, model: str | None) -> Candidate:
 
 
 def base_of(candidate: Candidate) -> Candidate:
-    """Return the model from which a candidate was trained.
-
-    Raises:
-        UserError: that model is unknown or missing.
-    """
+    """Return the model from which a candidate was trained."""
     name = f"{candidate.name} before training"
     if isinstance(candidate.model, Path) and (candidate.model / base_model.ADAPTER).exists():
         return replace(candidate, name=name, model=base_model.find(candidate.model), run=None)

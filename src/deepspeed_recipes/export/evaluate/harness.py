@@ -28,17 +28,10 @@ class Found:
 
 
 def command(python: Path, model: Path | Server, tasks: str, folder: Path | None, limit: int | None) -> list[str]:
-    """Return the harness's command for one model.
+    """Return the harness's command for one model, with the `python` of its environment.
 
-    Args:
-        python: the interpreter of the environment with the harness.
-        model: a whole model or an adapter, or a server.
-        tasks: names, separated by commas.
-        folder: a folder with the user's own tasks, as YAML, or None.
-        limit: number of examples of each task, or None for all.
-
-    Raises:
-        UserError: an argument contains a comma, with which the harness separates arguments.
+    `tasks` are names with commas; `folder` has the user's own as YAML. `limit` is the number of examples of each task,
+    None for all. No argument may contain a comma, with which the harness separates them.
     """
     chat = True
     if isinstance(model, Server):
@@ -62,11 +55,7 @@ def command(python: Path, model: Path | Server, tasks: str, folder: Path | None,
 
 
 def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
-    """Run the harness on one model, with its progress on the terminal, and return its results.
-
-    Raises:
-        UserError: the harness failed, for example because a task does not exist.
-    """
+    """Run the harness on one model, with its progress on the terminal, and return its results."""
     with children.scratch("ds-recipes-tasks-") as place:
         words = [*words, "--output_path", str(place), "--log_samples"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": dict(variables), "text": True}

@@ -54,16 +54,9 @@ def alone() -> Iterator[None]:
 
 
 def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: int | None) -> HeldOut:
-    """Return the held-out examples.
+    """Return the held-out examples, the first `limit` of them or all.
 
-    Args:
-        recipe: the run's recipe, or None if no model comes from a run.
-        file: a file with examples to use instead of the run's, or None.
-        metric: a metric to use instead of the run's, or None.
-        limit: number of examples, from the first, or None for all.
-
-    Raises:
-        UserError: there are no examples, they cannot be read, or the metric is not supported.
+    A `recipe` is a run's, and `file` and `metric` are used instead of what it names.
     """
     if recipe is None:
         if file is None:
@@ -110,8 +103,7 @@ def _located(paths: str | None) -> Any:
 def _existing(name: str) -> str:
     """Return a path from a recipe as it is on this machine.
 
-    Raises:
-        UserError: the file does not exist; the record of an export names its author's files without folders.
+    An export's record names its author's files without their folders: these do not exist here and are refused.
     """
     found = str(own_path(name) or name)
     if Path(found).suffix and not Path(found).exists():

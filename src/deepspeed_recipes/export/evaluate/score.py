@@ -48,11 +48,7 @@ class Scores:
 
 
 def of(model: Path | Server, held_out: HeldOut) -> Scores:
-    """Return a model's scores.
-
-    Raises:
-        UserError: no such model, or a metric that the model does not have.
-    """
+    """Return a model's scores."""
     started = time.monotonic()
     if isinstance(model, Server):
         found = _of_server(model, held_out)

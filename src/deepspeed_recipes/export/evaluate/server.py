@@ -40,11 +40,7 @@ def is_address(text: str) -> bool:
 
 
 def connect(address: str, model: str | None = None) -> Server:
-    """Return a model on a server: the given model, or the server's only model.
-
-    Raises:
-        UserError: the server cannot be reached, or has several models and none is given.
-    """
+    """Return a model on a server: the given model, or the server's only model; refuse to choose one of several."""
     address = address.rstrip("/").removesuffix("/v1")
     if model:
         return Server(address, model)
@@ -94,16 +90,9 @@ def _read(arguments: object) -> Any:
 def answers(
     server: Server, conversations: Sequence[Turns], options: JsonView, tools: Sequence[object] | None = None
 ) -> list[Answer]:
-    """Return the answers to conversations, in their order.
+    """Return the answers to conversations in this project's format, in their order.
 
-    Args:
-        server: the server.
-        conversations: turns in this project's format.
-        options: options of the protocol.
-        tools: the tools that the model may call in each conversation, or None.
-
-    Raises:
-        UserError: as `stream`.
+    `options` are the protocol's, and `tools` those that the model may call in each conversation.
     """
 
     def answer(turns: Turns, offered: object) -> Answer:
@@ -136,11 +125,7 @@ def _as_protocol(turns: Turns) -> list[Json]:
 
 
 def stream(server: Server, turns: Turns, options: JsonView) -> Iterator[str]:
-    """Yield the answer to a conversation in pieces, as they arrive.
-
-    Raises:
-        UserError: the server cannot be reached, or refuses.
-    """
+    """Yield the answer to a conversation in pieces, as they arrive."""
     answer = _complete(server, [dict(turn) for turn in turns], options, stream=True)
     with _unbroken(server):
         for line in answer:
@@ -164,9 +149,6 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
     """Return the log-probabilities of a prompt's tokens from `start`, and the likeliest token at each place.
 
     vLLM and `ds-recipes serve` answer `prompt_logprobs`, which names tokens by their ids.
-
-    Raises:
-        UserError: the server does not answer, or gives no log-probabilities of a prompt.
     """
     body = {**_named(server), "prompt": tokens, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     with _unbroken(server):
@@ -187,11 +169,7 @@ def log_probabilities(server: Server, tokens: list[int], start: int) -> dict[str
 
 
 def prompt_tokens(server: Server, messages: list[Json]) -> int | None:
-    """Return how many tokens a server makes of messages, or None if it does not tell.
-
-    Raises:
-        UserError: the server does not answer.
-    """
+    """Return how many tokens a server makes of messages, or None if it does not tell."""
     with _unbroken(server):
         answer = json.loads(_complete(server, messages, {"max_tokens": 1, "temperature": 0}, stream=False).read())
         counted = (answer.get("usage") or {}).get("prompt_tokens")

@@ -69,11 +69,7 @@ def names(option: Option) -> list[str]:
 
 
 def find(option: Option, name: str) -> Kind:
-    """Return the kind with this name.
-
-    Raises:
-        UserError: there is no such kind.
-    """
+    """Return the kind with this name."""
     if (option, name) not in KINDS:
         raise UserError(f"{option} {name}: choose {', '.join(names(option))}.")
     return KINDS[option, name]

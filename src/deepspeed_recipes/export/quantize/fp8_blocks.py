@@ -23,8 +23,7 @@ LINEAR = re.compile(r"\.layers\.\d+\.(?!.*(mamba|linear_attn|mixer|conv)).*(proj
 def write(whole: Path, folder: Path) -> None:
     """Write the weights of `whole` in FP8, and its config.json, to `folder`.
 
-    Raises:
-        UserError: the model stacks its experts in one tensor, has no such layers, or layers that are no whole blocks.
+    Refuses models that stack their experts in one tensor, and those without layers of whole blocks.
     """
     folder.mkdir()
     held = weights.tensors(whole)

@@ -62,12 +62,7 @@ def _kind(character: str) -> str:
 
 
 def modelfile(tokenizer: Any, file: str) -> str:
-    """Return the Modelfile of a model.
-
-    Args:
-        tokenizer: a transformers tokenizer with a chat template.
-        file: the name of the GGUF file in the same folder.
-    """
+    """Return the Modelfile of the GGUF `file` in the same folder; its `tokenizer` has a chat template."""
     lines = [f"FROM ./{file}"]
     if found := template(tokenizer):
         lines.append(f'TEMPLATE """{found}"""')

@@ -55,9 +55,7 @@ class Comparison:
 def lost(found: Comparison, allowed: float) -> str | None:
     """Return why a smaller model has lost too much, or None if it has not.
 
-    Args:
-        found: the comparison.
-        allowed: percentage points of the metric that it may lose, or percent if the metric is the loss.
+    `allowed` is in percentage points of the metric, or in percent if the metric is the loss.
     """
     if found.metric == "loss":
         percent = 100 * (found.after / found.before - 1)
@@ -82,11 +80,7 @@ def tokens(whole: Path, quantised: Path, held_out: HeldOut | None, say: Callable
 
 
 def calibration(held_out: HeldOut | None, whole: Path) -> list[list[int]]:
-    """Return the tokens of some sequences of the training data.
-
-    Raises:
-        UserError: the training data is unknown.
-    """
+    """Return the tokens of some sequences of the training data."""
     if held_out is None:
         raise UserError(
             f"{whole}: its training data is unknown, and this kind is calibrated on examples; add --data FILE."
@@ -119,14 +113,8 @@ def answers(
 ) -> Comparison | None:
     """Compare a model's answers with those of its GGUF file, or return None without held-out conversations.
 
-    Args:
-        whole: the original.
-        held_out: the examples, or None if they are unknown.
-        say: prints progress.
-        answered: returns llama.cpp's `prompts` and `answers`, as tokens, to `texts` that end at one of `ends`.
-
-    Raises:
-        UserError: llama.cpp's tokens differ from those on which the model was trained.
+    `answered` returns llama.cpp's `prompts` and `answers`, as tokens, to `texts` that end at one of `ends`. Refuses a
+    file for which llama.cpp makes other tokens than those on which the model was trained.
     """
     if held_out is None or held_out.metric != "exact_match":
         return None

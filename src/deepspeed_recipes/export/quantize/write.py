@@ -29,11 +29,7 @@ MIB = 2**20
 
 
 def check(source: Path, output: Path, kind: Kind) -> None:
-    """Refuse a model of which no such copy can be written, before anything is loaded.
-
-    Raises:
-        UserError: no model, a model without a language model's head, an output in use, or no quantiser installed.
-    """
+    """Refuse a model of which no such copy can be written, before anything is loaded."""
     complete.check_smaller(source, output, kind.option)
     if kind.quantizer == "llm-compressor":
         environment.require("llmcompressor", kind.typed)
@@ -46,19 +42,16 @@ def write(
 ) -> list[str]:
     """Write a smaller copy of the model in `source`, completely or not at all.
 
+    An adapter is merged first, and a model that cannot be converted or has lost more than `allowed` is refused. Returns
+    lines to print: the sizes, and the comparison with the original.
+
     Args:
-        source: a whole model, or an adapter, which is merged first.
+        source: a whole model, or an adapter.
         output: a new or empty folder.
         kind: the kind of copy.
         held_out: the examples on which both models are measured, or None if they are unknown.
         allowed: percentage points of the metric that the copy may lose, or percent if the metric is the loss.
         say: prints progress.
-
-    Returns:
-        Lines to print: the sizes, and the comparison with the original.
-
-    Raises:
-        UserError: the model cannot be converted, or has lost more than is allowed.
     """
     from ...training import export
     from . import measure
@@ -167,11 +160,7 @@ def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
 
 
 def log_probabilities(folder: Path, sequences: list[Json]) -> list[Json]:
-    """Return llama.cpp's log-probabilities of tokens (`gguf_answer.py`), by a folder's GGUF file or its model in fp32.
-
-    Raises:
-        UserError: llama.cpp is not installed, or cannot convert the model.
-    """
+    """Return llama.cpp's log-probabilities of tokens (`gguf_answer.py`), by a folder's GGUF file or its fp32 model."""
     with children.scratch("ds-recipes-gguf-") as place:
         file = next(folder.glob("*.gguf"), None) or _convert(folder, place, UNROUNDED, place)
         found: list[Json] = _answer(file, {"sequences": sequences}, UNROUNDED, place)

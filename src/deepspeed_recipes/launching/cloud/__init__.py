@@ -34,11 +34,7 @@ def mount(engine: str | None) -> str | None:
 
 
 def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
-    """Return the files of a job by their names.
-
-    Raises:
-        UserError: the nodes cannot read a file, or the image or the volume has an invalid name.
-    """
+    """Return the files of a job by their names."""
     kubernetes.check_names(image, volume)
     where, shared = (RECIPE if engine == "sagemaker" else kubernetes.RECIPE_MOUNT), mount(engine)
     values = {

@@ -48,8 +48,7 @@ def main(words: Sequence[str] | None = None, ml: Path = ML) -> int:
 def place(name: str, gpus: int, port: str, ml: Path) -> list[str]:
     """Return the words for `node.py`: this instance's number, the first instance's address and the run's folder.
 
-    Raises:
-        UserError: SageMaker's file does not exist, or several instances share no file system.
+    Several instances need a shared file system.
     """
     found = read_json(ml / "input" / "config" / "resourceconfig.json")
     hosts, own = sorted(found["hosts"], key=_number), found["current_host"]

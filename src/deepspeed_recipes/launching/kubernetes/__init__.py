@@ -43,11 +43,7 @@ KINDS = ("job", "jobset", "trainjob")
 
 
 def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
-    """Return the allocation to request from the cluster, with a GPU for each rank.
-
-    Raises:
-        UserError: fewer than one node or rank.
-    """
+    """Return the allocation to request from the cluster, with a GPU for each rank."""
     nodes, ranks = 1 if nodes is None else nodes, 1 if ranks is None else ranks
     if nodes < 1 or ranks < 1:
         raise UserError("--nodes and --gpus must be at least 1.")
@@ -57,14 +53,8 @@ def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
 def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: JsonView) -> dict[str, str]:
     """Return the manifests as YAML, by file name.
 
-    Args:
-        asked: nodes and ranks.
-        recipe: the recipe, with absolute local paths.
-        folder: the run's folder; the run has the same name on the volume.
-        options: `image`, `volume`, and under `environment` the variables of the ranks.
-
-    Raises:
-        UserError: the recipe uses a file that pods cannot read, or the image or the volume has an invalid name.
+    `recipe` has absolute local paths. `options` are `image`, `volume`, and under `environment` the variables of the
+    ranks. The run has the same name on the volume as here.
     """
     check_names(options["image"], options["volume"])
     values = {
@@ -90,11 +80,7 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Jso
 
 
 def check_names(image: str, volume: str) -> None:
-    """Refuse invalid names of an image or a volume claim.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse invalid names of an image or a volume claim."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
         raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
@@ -107,15 +93,9 @@ def object_name(text: str) -> str:
 
 
 def files(recipe: Recipe, mount: str = MOUNT, recipe_mount: str = RECIPE_MOUNT) -> dict[str, str]:
-    """Return the recipe and its DeepSpeed configuration, with their paths in pods.
+    """Return the recipe and its DeepSpeed configuration, with their paths in pods: in this checkout or on the volume.
 
-    Args:
-        recipe: the recipe, with absolute local paths.
-        mount: the shared volume's mount point in pods.
-        recipe_mount: the folder of these files in pods.
-
-    Raises:
-        UserError: a file is neither in this checkout nor on the volume.
+    `mount` is the shared volume's mount point in pods, and `recipe_mount` the folder of these files there.
     """
     check_no_credential(to_dict(recipe), "in the job's files")
     config = Path(recipe.deepspeed).read_text(encoding="utf-8")

@@ -78,11 +78,7 @@ class RayCluster:
 
 
 def of(options: LaunchOptions) -> RayCluster | None:
-    """Return the nodes that the options select, or None without `--ray`.
-
-    Raises:
-        UserError: Ray is not installed, nothing answers at the address, or the cluster has too few nodes, GPUs or CPUs.
-    """
+    """Return the nodes that the options select, or None without `--ray`."""
     if not options.ray:
         return None
     check_installed()
@@ -99,12 +95,9 @@ def of(options: LaunchOptions) -> RayCluster | None:
 
 
 def selected(address: str, nodes: list[Node], count: int | None, ranks: int | None) -> RayCluster:
-    """Return the first `count` nodes with room for `ranks` ranks each.
+    """Return the first `count` nodes with room for `ranks` ranks each; refuse a cluster that has fewer.
 
     Without `count` all such nodes are taken; without `ranks` each node runs as many as the smallest node can.
-
-    Raises:
-        UserError: the cluster has fewer such nodes.
     """
     on_gpus = any(node.gpus for node in nodes)
     what = "GPUs" if on_gpus else "CPUs"
@@ -130,11 +123,7 @@ def check_installed() -> None:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that is not a cluster's, or on which nothing listens: Ray would try for a minute.
-
-    Raises:
-        UserError: names the address and the fix.
-    """
+    """Refuse an address that is not a cluster's, or on which nothing listens: Ray would try for a minute."""
     if address == "auto":
         return
     if "://" in address:
@@ -162,11 +151,7 @@ def nodes_of(found: list[Json]) -> list[Node]:
 
 
 def ask(address: str, *about: str) -> list[Json]:
-    """Return the nodes that `ray.nodes` prints.
-
-    Raises:
-        UserError: no cluster answers, this machine cannot use the cluster, or its versions differ.
-    """
+    """Return the nodes that `ray.nodes` prints."""
     command = [sys.executable, "-m", "deepspeed_recipes.launching.ray.nodes", address, *about]
     try:
         done = subprocess.run(command, env=environment(os.environ), capture_output=True, text=True, timeout=ANSWER)
@@ -212,8 +197,7 @@ def is_dashboard(address: str | None) -> bool:
 def job_command(address: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the `ray job submit` command that runs the launcher with the command line `words` on the cluster.
 
-    Raises:
-        UserError: Ray or the shell would change a word on its way to the launcher.
+    Refuses a word that Ray or the shell would change on its way to the launcher.
     """
     given = command.forwarded(environment) | python_path({})
     job = ["env", "-C", os.getcwd(), *(f"{name}={value}" for name, value in given.items())]
@@ -234,11 +218,7 @@ def job_command(address: str, words: Sequence[str], environment: Mapping[str, st
 
 
 def submit_job(address: str, words: Sequence[str], submit: bool) -> int:
-    """Print the command and, with `submit`, run it; return its exit status.
-
-    Raises:
-        UserError: Ray or the shell would change a word, or Ray is not installed here.
-    """
+    """Print the command and, with `submit`, run it; return its exit status."""
     ready = job_command(address, words, os.environ)
     print(redact(shlex.join(ready)), flush=True)
     if submit:
@@ -250,11 +230,7 @@ class RayAttempts:
     """The attempts of a run on a Ray cluster."""
 
     def __init__(self, cluster: RayCluster, run: RunFolder) -> None:
-        """Check the nodes.
-
-        Raises:
-            UserError: a node cannot take part.
-        """
+        """Check that every node can take part."""
         self.cluster = self.alive = cluster
         self.run = run
         ranks = rank_environment(cluster.most_ranks, cluster.most_ranks if cluster.on_gpus else 0)
@@ -279,11 +255,7 @@ class RayAttempts:
         return supervise(attempt, self.environment, self.run, ranks, lambda launcher: RayWatcher(launcher, self.run))
 
     def available(self) -> int:
-        """Return the number of ranks that could be started now; a lost node may be back.
-
-        Raises:
-            UserError: no node answers.
-        """
+        """Return the number of ranks that could be started now; a lost node may be back."""
         if not self.cluster.nodes:
             return self.cluster.most_ranks
         folder = str(self.run.path.parent)

@@ -23,12 +23,9 @@ PATIENCE = 180
 
 
 def connect(address: str, variables: dict[str, str] | None = None, **local: object) -> None:
-    """Become a driver of the cluster at `address`, whose processes import this checkout.
+    """Become a driver of the cluster at `address`, whose processes import this checkout and get `variables`.
 
-    Args:
-        address: the cluster's address.
-        variables: more variables for the cluster's processes.
-        local: options of `ray.init` for a cluster that is started here.
+    `local` are options of `ray.init` for a cluster that is started here.
     """
     runtime = {"env_vars": python_path({}) | (variables or {})}
     ray.init(address, runtime_env=runtime, log_to_driver=False, logging_level=logging.ERROR, **local)

@@ -47,11 +47,7 @@ https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES"""
 
 
 def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str]) -> str:
-    """Return the batch script.
-
-    Raises:
-        UserError: a run folder whose name SLURM would read differently.
-    """
+    """Return the batch script; refuse a run folder whose name SLURM would read differently."""
     if wrong := re.search(r"[%'\"\\]", str(folder.path)):  # sbatch has its own rules for quotes, and %j is the job
         raise UserError(
             f"--output-dir {folder.path}: with --slurm the path may not contain {wrong[0]}; choose another folder."
@@ -76,11 +72,7 @@ def script(asked: Allocation, folder: RunFolder, environment: Mapping[str, str])
 
 
 def with_options(asked: Allocation, options: LaunchOptions) -> Allocation:
-    """Return the allocation with the command line's other options for sbatch.
-
-    Raises:
-        UserError: an option that SLURM or this launcher would not accept.
-    """
+    """Return the allocation with the command line's other options for sbatch."""
     if options.account is not None and not re.fullmatch(r"[\w.,@+-]+", options.account):
         raise UserError(f"--account {options.account!r}: not an account's name.")
     if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem):
@@ -120,11 +112,7 @@ def path(folder: RunFolder) -> Path:
 
 
 def submit(folder: RunFolder, environment: Mapping[str, str]) -> str:
-    """Submit the script in the run folder, and return the job's number.
-
-    Raises:
-        UserError: SLURM rejects the job.
-    """
+    """Submit the script in the run folder, and return the job's number."""
     done = subprocess.run(["sbatch", "--parsable", path(folder)], capture_output=True, text=True, env=environment)
     if done.returncode:
         raise UserError((done.stderr.strip().splitlines() or ["sbatch: failed"])[-1])
@@ -195,11 +183,7 @@ def partitions(listing: str) -> Iterator[Partition]:
 def allocation(
     name: str, nodes: int | None, ranks: int | None, partition: str | None, limit: str | None, dry_run: bool
 ) -> Allocation:
-    """Return the allocation to request from the cluster.
-
-    Raises:
-        UserError: SLURM is not installed, no such partition, too many nodes or GPUs, or an invalid time limit.
-    """
+    """Return the allocation to request from the cluster."""
     # https://slurm.schedmd.com/sbatch.html#OPT_time: minutes, minutes:seconds, hours:..., days-hours...
     if limit is not None and not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", limit):
         raise UserError(f"--time: invalid time limit {limit}; write minutes, hours:minutes:seconds or days-hours.")
@@ -239,11 +223,7 @@ def _partitions_here(dry_run: bool) -> list[Partition] | None:
 
 
 def ask(*command: str) -> str:
-    """Return the output of a SLURM command.
-
-    Raises:
-        UserError: the command fails; quotes its last line.
-    """
+    """Return the output of a SLURM command, or refuse with the last line of its error."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["failed"])[-1]

@@ -22,10 +22,8 @@ from ...recipe.project import CONFIGS, PACKAGE, PAGES
 def collect(folder: Path, file: str, peer: str) -> Json:
     """Return the facts that must be equal on all hosts, or sufficient on each host.
 
-    Args:
-        folder: the folder in which the run's folder will be created.
-        file: the name of a file that the launcher has written there.
-        peer: the rendezvous host; empty on that host itself.
+    The run's folder will be created in `folder`, in which the launcher has written `file`. `peer` is the rendezvous
+    host, empty on that host itself.
     """
     gpus = (output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     os.environ["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"  # so that `software.ops` does not import torch

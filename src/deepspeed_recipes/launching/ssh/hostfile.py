@@ -51,9 +51,7 @@ def read(
 ) -> HostPool:
     """Return the hosts that the options select from a hostfile, by the rules of DeepSpeed's launcher.
 
-    Raises:
-        UserError: the file is missing, empty, or has a line that DeepSpeed would misread; a filter names a host or a
-            slot that does not exist; or more nodes or GPUs are requested than exist.
+    Refuses lines that DeepSpeed would misread, filters that name no host or slot, and more nodes or GPUs than exist.
     """
     slots = parse(hostfile)
     if (include or exclude) and (nodes or gpus):
@@ -81,11 +79,7 @@ def read(
 
 
 def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
-    """Return a hostfile's hosts with their slots.
-
-    Raises:
-        UserError: names the line.
-    """
+    """Return a hostfile's hosts with their slots."""
     try:
         lines = hostfile.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -151,11 +145,7 @@ def _filtered(
 
 
 def launcher_options(pool: HostPool, master: str) -> list[str]:
-    """Return the options of `deepspeed` that select the hosts.
-
-    Raises:
-        UserError: pdsh is not installed.
-    """
+    """Return the options of `deepspeed` that select the hosts."""
     if not shutil.which("pdsh"):
         raise UserError("--hostfile: DeepSpeed's launcher needs pdsh on this machine (Debian: apt-get install pdsh).")
     # Without --force_multi a pool of one host would run here, whatever the host's name.
@@ -163,11 +153,7 @@ def launcher_options(pool: HostPool, master: str) -> list[str]:
 
 
 def check_command(folder: Path, master: str | None) -> None:
-    """Refuse values that DeepSpeed would put unquoted into the shell command on each host.
-
-    Raises:
-        UserError: names the option or the folder.
-    """
+    """Refuse values that DeepSpeed would put unquoted into the shell command on each host."""
     if master is not None and not HOST.fullmatch(master):
         raise UserError(f"--master-addr {master!r}: not a host's name or address.")
     for what, path in (("--output-dir", str(folder)), ("the current folder", os.getcwd()), ("Python", sys.executable)):

@@ -88,9 +88,6 @@ def write_environment(folder: RunFolder, environment: Mapping[str, str]) -> Path
     `~/.deepspeed_env` that do not contradict ours; `$NAME` in them is a variable of the host, as in that file. A
     `.deepspeed_env` in the current folder, which DeepSpeed would prefer, is ignored: it may be part of downloaded data,
     and could load code into every rank.
-
-    Raises:
-        UserError: a value that the file cannot contain.
     """
     home, here = (folder / ".deepspeed_env" for folder in (Path.home(), Path.cwd()))
     lines = home.read_text(encoding="utf-8").splitlines() if home.is_file() else []
@@ -126,10 +123,7 @@ def launcher_environment(folder: RunFolder, environment: Mapping[str, str]) -> d
 def _quoted(name: str, value: str, kept: re.Pattern[str] | None = None) -> str:
     """Return a value escaped for the file, so that DeepSpeed, pdsh and the host's shell do not change it.
 
-    A dollar sign at which `kept` matches keeps its meaning.
-
-    Raises:
-        UserError: the value has a line break.
+    A dollar sign at which `kept` matches keeps its meaning. A line break is refused.
     """
     if "\n" in value or "\r" in value:
         raise UserError(f"{name}={value.splitlines()[0]}...: a line break cannot be sent over ssh; remove it.")
@@ -239,13 +233,8 @@ Answer = JsonView
 def check_hosts(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[Answer]]) -> list[Answer]:
     """Check that all hosts can run the job and share its folder; print a table of their answers, and return them.
 
-    Args:
-        pool: the hosts; the others are compared with the first.
-        folder: the run's folder; the existing part of its path has to be the same folder on every host.
-        ask: returns each host's answer, given this part of the path and the name of a file that was written there.
-
-    Raises:
-        UserError: a host cannot be reached, or differs from the first.
+    Every host is compared with the first; the existing part of the folder's path has to be the same folder on each.
+    `ask` returns each host's answer, given this part and the name of a file that was written there.
     """
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     token = existing / f".hosts-{uuid.uuid4().hex[:12]}"
@@ -269,12 +258,8 @@ def check_hosts(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[An
 def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions: str) -> list[Answer]:
     """Return each host's answer over ssh, or `{"failed": REASON}`.
 
-    Args:
-        pool: the hosts.
-        folder: the folder in which `file` was written.
-        file: the file's name.
-        meeting: the rendezvous address.
-        extensions: the folder of built ops, on every host.
+    `file` was written in `folder`; `meeting` is the rendezvous address, `extensions` the folder of built ops on every
+    host.
     """
 
     def command(host: str) -> str:

@@ -15,11 +15,7 @@ EXAMPLE = "reward=src/deepspeed_recipes/samples/rewards.py:exact_match"
 
 
 def reward_functions(reward: str | None) -> list[Function]:
-    """Return the functions that the recipe's `reward` names.
-
-    Raises:
-        UserError: `reward` is empty or not of the form FILE.py:FUNCTION.
-    """
+    """Return the functions that the recipe's `reward` names."""
     found = own_code.functions("reward", reward)
     if not found:
         raise UserError(f"reward: GRPO needs a function that scores an answer, FILE.py:FUNCTION; e.g. {EXAMPLE}.")
@@ -27,11 +23,7 @@ def reward_functions(reward: str | None) -> list[Function]:
 
 
 def weights_of(reward: str | None, reward_weights: str | None) -> list[float]:
-    """Return the weight of each function.
-
-    Raises:
-        UserError: there is not exactly one finite number per function.
-    """
+    """Return the weight of each function; there must be exactly one finite number for each."""
     named = reward_functions(reward)
     if reward_weights is None:
         return [1.0] * len(named)

@@ -82,22 +82,11 @@ class Method:
         return self.metric or chosen
 
     def check(self, recipe: object) -> None:
-        """Refuse settings that contradict each other or the rest of the recipe.
-
-        Args:
-            recipe: the `Recipe`, whose module imports this one.
-
-        Raises:
-            UserError: names the key and the fix.
-        """
+        """Refuse settings that contradict each other or the rest of the `Recipe`, whose module imports this one."""
 
 
 def check_room(section: str, max_new_tokens: int, sequence_length: int) -> None:
-    """Refuse answers that leave no room for a prompt.
-
-    Raises:
-        UserError: names the section's key and a number that fits.
-    """
+    """Refuse answers that leave no room for a prompt."""
     if max_new_tokens >= sequence_length:
         raise UserError(
             f"{section}.max_new_tokens={max_new_tokens}: leaves no room for a prompt in "

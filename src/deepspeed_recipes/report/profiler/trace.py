@@ -77,11 +77,7 @@ class RankTrace:
 
 
 def read(path: Path) -> RankTrace:
-    """Return the trace in a gzipped file.
-
-    Raises:
-        UserError: the file is damaged, or was not written by a run of this project.
-    """
+    """Return the trace in a gzipped file."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             content = json.load(file)

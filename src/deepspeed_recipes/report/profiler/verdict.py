@@ -219,11 +219,8 @@ def _gathers_again(rank: Rank, about: Json) -> bool:
 def as_json(ranks: list[Rank], found: Cause, about: Json, others: float | None) -> Json:
     """Return the content of `verdict.json`. Operators and, in `traffic`, collectives are per step.
 
-    Args:
-        ranks: the analysed records.
-        found: the bottleneck of their steps.
-        about: the `about` of any rank's trace.
-        others: median seconds of the steps that were not recorded, over all ranks, or None if there were none.
+    `found` is the bottleneck of the ranks' steps, `about` any trace's facts, and `others` the median seconds of the
+    steps that were not recorded, over all ranks, or None if there were none.
     """
     count = len(ranks[0].steps)
     recorded = mean(rank.measured for rank in ranks) / count
@@ -289,11 +286,7 @@ def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
 
 
 def conclude(folder: Path, predict: Predict = lambda about: {}) -> Json:
-    """Return the verdict on the traces in a folder.
-
-    Raises:
-        UserError: a trace is damaged, or the folder has none.
-    """
+    """Return the verdict on the traces in a folder."""
     files = sorted(folder.glob(f"rank-*{SUFFIX}"), key=_rank)
     if not files:
         raise UserError(f"{folder}: contains no traces.")

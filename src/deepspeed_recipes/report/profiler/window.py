@@ -32,10 +32,7 @@ def checked(recipe: Recipe, count: int, per_host: int, folder: Path) -> tuple[Re
         recipe: the recipe to run, with its model's dimensions if they are known.
         count: number of ranks.
         per_host: number of ranks on each host.
-        folder: the run folder.
-
-    Raises:
-        UserError: such steps or ranks do not exist, or the disk lacks space for their traces.
+        folder: the run folder; its disk needs space for the traces.
     """
     asked = recipe.profile
     if asked.steps is None:
@@ -67,12 +64,7 @@ def words(arguments: Sequence[str]) -> list[str]:
 def parse(steps: str, last_step: int | None) -> tuple[int, int]:
     """Return the first and the last step of `FIRST:LAST`, of a single step, or of `auto`.
 
-    Args:
-        steps: the value of `--profile`.
-        last_step: the run's last step, or None if it is unknown until the ranks read the data.
-
-    Raises:
-        UserError: the steps are not in order, or the run does not have them.
+    `last_step` is the run's, or None if it is unknown until the ranks read the data.
     """
     if steps == AUTO:
         return (FIRST, LAST) if last_step is None else (min(FIRST, last_step), min(LAST, last_step))
@@ -92,15 +84,9 @@ def parse(steps: str, last_step: int | None) -> tuple[int, int]:
 
 
 def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
-    """Return the ranks that record.
+    """Return the ranks that record: `all`, numbers with commas, or `auto`.
 
-    Args:
-        asked: `all`, numbers with commas, or `auto` (all ranks on a single host, the first rank of each of several).
-        count: number of the run's ranks.
-        per_host: number of ranks on each host.
-
-    Raises:
-        UserError: a rank does not exist.
+    `auto` is all ranks on a single host, and the first rank of each of several.
     """
     if asked == "all" or (asked == AUTO and per_host >= count):
         return tuple(range(count))
@@ -117,18 +103,7 @@ def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
 
 
 def room(folder: Path, layers: int, micro_batches: int, steps: int, traces: int) -> str:
-    """Return a line with the disk space that the traces will need.
-
-    Args:
-        folder: the run folder, which need not exist.
-        layers: number of the model's layers.
-        micro_batches: number of micro-batches per step and rank.
-        steps: number of recorded steps.
-        traces: number of ranks that record.
-
-    Raises:
-        UserError: the disk has less space.
-    """
+    """Return a line with the disk space that the traces will need, or refuse a disk without it."""
     raw = RAW_BYTES * (layers + 1) * micro_batches * steps * traces
     free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
     if raw > free:
@@ -158,11 +133,7 @@ NSYS = "https://developer.nvidia.com/nsight-systems"
 
 
 def check_nsys(gpus: int, here: bool) -> None:
-    """Refuse a run that Nsight Systems cannot profile.
-
-    Raises:
-        UserError: nsys is not installed, there is no GPU, or the ranks run elsewhere.
-    """
+    """Refuse a run that Nsight Systems cannot profile."""
     if not here:
         raise UserError("--nsys: profiles the ranks of this machine only; remove --hostfile, --slurm or --kubernetes.")
     if shutil.which("nsys") is None:

@@ -47,14 +47,9 @@ class Evaluation(TrainerCallback):
     ) -> None:
         """Measure with a method's and a layout's own functions.
 
-        Args:
-            recipe: as it runs.
-            run: its folder.
-            datasets: with held-out examples.
-            parallel: measures the loss.
-            metric: the method's own (`methods.TrainingMethod`).
-            on_record: called with the numbers of each evaluation.
-            answer: stores a few answers, at the start and the end, where the metric does not need answers.
+        `datasets` has held-out examples, `parallel` measures the loss and `metric` is the method's own. `on_record`
+        gets the numbers of each evaluation. `answer` stores a few answers at the start and the end, where the metric
+        needs none.
         """
         self.recipe = recipe
         self.run = run
@@ -171,11 +166,9 @@ class Evaluation(TrainerCallback):
     def measure(self, trainer: Trainer, with_metric: bool, exported: int | None = None) -> dict[str, float]:
         """Measure, log, and return the numbers; a collective.
 
-        Args:
-            trainer: its model is measured.
-            with_metric: also compute a metric that needs more than the loss's forward passes, such as generated
-                answers; otherwise only on `eval_examples` examples, as `sampled_METRIC`.
-            exported: the step whose weights are loaded to be exported, or None for the last step's.
+        `with_metric` also computes a metric that needs more than the loss's forward passes, such as generated answers;
+        without it, only on `eval_examples` examples, as `sampled_METRIC`. `exported` is the step whose weights are
+        loaded to be exported, or None for the last step's.
         """
         step = trainer.state.global_step if exported is None else exported
         if exported is None and with_metric and self.latest.get("step") == step and self.metric in self.latest:

@@ -64,11 +64,7 @@ class LossGuard(TrainerCallback):
         self.losses = deque((record["loss"] for record in read_jsonl(run.metrics)), maxlen=WINDOW)
 
     def watch(self, engine: DeepSpeedEngine) -> None:
-        """Watch an engine that has not trained yet.
-
-        Raises:
-            UserError: the recipe needs something that this engine cannot do.
-        """
+        """Watch an engine that has not trained yet."""
         self.engine = engine
         if self.recipe.on_nan == "skip" and not hasattr(engine.optimizer, "overflow"):
             raise UserError(

@@ -149,12 +149,8 @@ class Metrics(TrainerCallback):
     ) -> None:
         """Continue the numbers of an earlier start of the same run.
 
-        Args:
-            run: the run's folder.
-            on_record: called on rank 0 with every record.
-            counts: whether this rank counts, among those that read the same sequences.
-            flops: the model's operations per token.
-            utilization: returns this rank's GPU utilization since the last call.
+        `on_record` is called on rank 0 with every record; `counts` is whether this rank counts, among those that read
+        the same sequences. `utilization` returns this rank's GPU utilization since the last call.
         """
         self.run = run
         self.on_record = on_record

@@ -54,11 +54,8 @@ class Profiler(Phases, TrainerCallback):
     def __init__(self, recipe: Recipe, run: RunFolder, about: Json, leave_out: Callable[[float], None]) -> None:
         """Record the steps that `recipe.profile` selects.
 
-        Args:
-            recipe: as it runs.
-            run: its folder.
-            about: facts about the run that the verdict needs, see `RankTrace.about`.
-            leave_out: called with the seconds in which the run waited for its profiler.
+        `about` are facts about the run that the verdict needs (`RankTrace.about`). `leave_out` is called with the
+        seconds in which the run waited for its profiler.
         """
         self.settings = recipe.profile
         self.names_modules = recipe.compile == "off"  # a range in a compiled layer would break its graph
@@ -77,11 +74,7 @@ class Profiler(Phases, TrainerCallback):
         self.model: torch.nn.Module | None = None
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Choose the steps to record, once their number is known.
-
-        Raises:
-            UserError: the run does not have these steps.
-        """
+        """Choose the steps to record, once their number is known."""
         self.first, self.last = window.parse(self.settings.steps or window.AUTO, state.max_steps)
         self.model = kwargs.get("model")
 

@@ -28,12 +28,7 @@ class SystemLog(TrainerCallback):
     """Samples in a thread that never affects the training: it takes no lock, uses no tensor, and raises no error."""
 
     def __init__(self, run: RunFolder, gpu: str | None) -> None:
-        """Sample nothing yet.
-
-        Args:
-            run: the run's folder.
-            gpu: the UUID of this rank's GPU, or None if NVML does not list one.
-        """
+        """Sample nothing yet; `gpu` is the UUID of this rank's GPU, or None if NVML does not list one."""
         self.run = run
         self.uuid = gpu
         self.rank = dist.get_rank()

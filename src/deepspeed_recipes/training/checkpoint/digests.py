@@ -35,11 +35,7 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
-    """Return the name of a file that is missing or differs from its digest in `record`, or None if all are intact.
-
-    Raises:
-        FileUnusable: a file cannot be read now.
-    """
+    """Return the name of a file that is missing or differs from its digest in `record`, or None if all are intact."""
     digests = read_json(checkpoint / record).get("digests", {})
 
     def differs(name: str) -> bool:
@@ -56,11 +52,7 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
 def newest_intact(run: RunFolder) -> Path | None:
     """Return the newest complete checkpoint whose files are intact, or None if the run has written none.
 
-    Newer, damaged checkpoints are reported and renamed.
-
-    Raises:
-        FileUnusable: a checkpoint cannot be read now.
-        UserError: all are damaged.
+    Newer, damaged checkpoints are reported and renamed; if all are damaged, that is an error.
     """
     bad: dict[Path, str] = {}
     for checkpoint in filter(is_marked, checkpoints(run)):

@@ -70,16 +70,9 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
 
 
 def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
-    """Refuse to resume from a checkpoint that was trained from something else.
+    """Refuse to resume from a checkpoint of something else; `changed` data are allowed by the user.
 
-    Args:
-        fingerprint: the run's.
-        checkpoint: the checkpoint to resume from, or None for a new run. One without a fingerprint, written by an older
-            version, is accepted.
-        changed: accept other data, as the user has allowed.
-
-    Raises:
-        UserError: the message names the difference, and the key that accepts it.
+    `checkpoint` is None for a new run. One without a fingerprint, written by an older version, is accepted.
     """
     saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint else {}
     for name, meaning in MEANT.items():

@@ -52,11 +52,7 @@ def load_only_data() -> None:
 
 @contextlib.contextmanager
 def refusing_code(checkpoint: Path | None) -> Iterator[None]:
-    """Within a `with` block, explain why `checkpoint` was not loaded.
-
-    Raises:
-        UserError: the checkpoint contains something that is not data.
-    """
+    """Within a `with` block, explain why `checkpoint` was not loaded: it contains something that is not data."""
     try:
         yield
     except pickle.UnpicklingError as error:
@@ -72,14 +68,9 @@ class Checkpoints(TrainerCallback):
     """Checks disk and memory before each save, and marks a checkpoint as complete once every rank has saved."""
 
     def __init__(self, recipe: Recipe, run: RunFolder, mark: Json, needed: int, gathered: int) -> None:
-        """Store the requirements of each save.
+        """Store the requirements of each save: a checkpoint's size and rank 0's host memory to write it, in bytes.
 
-        Args:
-            recipe: has the number of complete checkpoints to keep.
-            run: the run.
-            mark: its fingerprint, which each checkpoint records.
-            needed: size of a checkpoint in bytes.
-            gathered: bytes of host memory that rank 0 needs to write it.
+        Each checkpoint records the run's fingerprint, `mark`.
         """
         self.recipe = recipe
         self.run = run

@@ -48,14 +48,7 @@ DIMENSIONS = (
 def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) -> None:
     """Refuse to resume with settings that the run's newest checkpoint does not fit and cannot be converted to.
 
-    Args:
-        recipe: as it is about to run, with overrides; the run's folder still holds the old one.
-        run: must have a complete checkpoint.
-        file: the recipe's DeepSpeed file.
-        world_size: number of ranks about to start.
-
-    Raises:
-        UserError: another architecture, adapter, ZeRO stage or layout; states that DeepSpeed cannot convert.
+    `recipe` is as it is about to run on `world_size` ranks; the run's folder still holds the old one.
     """
     checkpoint = newest_checkpoint(run)
     assert checkpoint, "call this only for a run that has a complete one"
@@ -203,11 +196,7 @@ def loading(config: Json, layout: Layout, run: RunFolder, world_size: int) -> Js
 
 
 def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: Path) -> None:
-    """Convert `checkpoint`, and the best one that `keep_best` may export, if `world_size` ranks need it.
-
-    Raises:
-        UserError: not enough disk space, or DeepSpeed could not convert it.
-    """
+    """Convert `checkpoint`, and the best one that `keep_best` may export, if `world_size` ranks need it."""
     best = best_checkpoint(run, recipe) if recipe.keep_best else None
     for one in dict.fromkeys(filter(None, (checkpoint, best))):
         if is_needed(recipe.layout, run, world_size, one):
@@ -217,11 +206,7 @@ def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process; do nothing if an intact one exists.
-
-    Raises:
-        UserError: not enough disk space, or DeepSpeed could not convert it.
-    """
+    """Write the universal form into `checkpoint`, in one process, if the disk has room and no intact one exists."""
     if (checkpoint / CONVERTED).exists() and digests.damaged(checkpoint, CONVERTED) is None:
         return
     for name in (CONVERTED, MARKER):

@@ -42,12 +42,9 @@ def question(sequence: JsonView, opening: Sequence[int]) -> Question:
     """Return the last answer of a sequence that is in the loss, and everything before it as the prompt.
 
     The template's own generation prompt is not used: thinking templates render it differently from the training text
-    (earlier turns without their empty think blocks), so it would not match the prompts in training.
-
-    Args:
-        sequence: one document with `input_ids` and `labels`.
-        opening: `generation_prompt`. Templates that put it into the loss teach the model to write it, but at inference
-            it is part of the prompt.
+    (earlier turns without their empty think blocks), so it would not match the prompts in training. Templates that put
+    `opening`, from `generation_prompt`, into the loss teach the model to write it, but at inference it is part of the
+    prompt.
     """
     tokens, labels = list(sequence["input_ids"]), sequence["labels"]
     end = next((at for at in range(len(labels), 0, -1) if labels[at - 1] != IGNORED), 0)
@@ -119,15 +116,8 @@ def asked(
 ) -> Question:
     """Return a conversation that waits for an answer, in the tokens of training.
 
-    Args:
-        seen: the model's processor, with `tokenizer`.
-        tokenizer: the model's, with a chat template.
-        turns: their contents are texts, or lists of parts, in which {"type": "image"} stands for the next image.
-        pictures: the images, in order.
-        max_pixels: limit per image.
-
-    Raises:
-        UserError: an image cannot be read, or the chat template refuses the conversation.
+    The contents of `turns` are texts, or lists of parts, in which {"type": "image"} stands for the next of the
+    pictures. `max_pixels` is the limit per image.
     """
     where = "--image"
     template = tokenizer.chat_template
@@ -154,14 +144,7 @@ def answered(
 ) -> str:
     """Return the model's answer to a question from `asked`.
 
-    Args:
-        seen: the model's processor.
-        max_pixels: limit per image.
-        model: of transformers or PEFT.
-        tokenizer: the model's.
-        question: the conversation and its images.
-        max_new_tokens: limit of the answer.
-        how: arguments of transformers' `generate` that choose tokens, and a `seed`.
+    `how` are arguments of transformers' `generate` that choose tokens, and a `seed`.
     """
     given = {
         name: one.to(model.device) for name, one in _inputs(seen, max_pixels, model, tokenizer, [question]).items()

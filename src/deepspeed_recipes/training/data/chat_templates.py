@@ -38,11 +38,7 @@ _TOOL_USE, _OTHERWISE = "{% if tools %}", "{# without tools #}{% else %}"
 
 
 def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, with a pad token and the recipe's chat template.
-
-    Raises:
-        UserError: the folder or Hub id has none, or the template cannot be read.
-    """
+    """Return the model's tokenizer, with a pad token and the recipe's chat template."""
     if Path(recipe.model.path, "config.json").is_file():
         load_config(recipe)  # which also names the tokenizer's class
     try:
@@ -83,11 +79,7 @@ def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer the template set by `model.chat_template`; the export then includes it.
-
-    Raises:
-        UserError: a template file that cannot be read, or is not Jinja.
-    """
+    """Give the tokenizer the template set by `model.chat_template`; the export then includes it."""
     asked = recipe.model.chat_template
     if isinstance(tokenizer.chat_template, dict) and asked == "auto" and recipe.method.name != "pretrain":
         named = tokenizer.chat_template
@@ -125,10 +117,8 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
     """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
 
     The marks come from the template itself, from TRL's version of it or, where TRL has none, from rendering it turn by
-    turn. All three put a thinking model's empty think block into the loss, since the model has to write it first.
-
-    Raises:
-        UserError: the tokenizer has no template, or none of the three shows where the assistant's turns end.
+    turn. All three put a thinking model's empty think block into the loss, since the model has to write it first. A
+    template in which none of the three shows where the assistant's turns end is refused.
     """
     if tokenizer.chat_template is None:
         raise UserError(
@@ -233,9 +223,6 @@ def renderer(
     The function returns the text, in which control tokens that people wrote are marked (for `ControlTokens.encode`),
     and the spans of the assistant's turns that are learned, found as in `marker`. `images` are the tokens that
     represent an image in the model's input; in the text of an example such a token is text.
-
-    Raises:
-        UserError: see `marker`.
     """
     marker(recipe, tokenizer)
     template = training_template(tokenizer)
@@ -280,11 +267,7 @@ def only_last_learned(messages: Turns) -> Turns:
 
 
 def check_all_learned(messages: Turns) -> None:
-    """Refuse marks that `loss_on=all` would ignore.
-
-    Raises:
-        UserError: a turn is marked as not learned.
-    """
+    """Refuse marks that `loss_on=all` would ignore."""
     if _left_out(messages):
         raise UserError("a turn is marked as not learned (`train`: false), and loss_on=all learns every turn")
 

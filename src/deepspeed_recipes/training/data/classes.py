@@ -19,15 +19,7 @@ def ordered(names: Iterable[str]) -> list[str]:
 
 
 def check(key: str, counts: Mapping[str, int]) -> None:
-    """Refuse labels from which no classes can be learned.
-
-    Args:
-        key: the key that names the data.
-        counts: number of examples by class.
-
-    Raises:
-        UserError: there is one class only, or no class has two examples.
-    """
+    """Refuse labels of only one class, or with no two examples of any; `key` names the data."""
     total = sum(counts.values())
     if len(counts) == 1:
         (name,) = counts

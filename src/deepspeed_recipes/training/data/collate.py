@@ -89,13 +89,9 @@ def next_labels(labels: torch.Tensor) -> torch.Tensor:
 def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return the labelled tokens and their labels; with a mask, a device would have to wait for their number.
 
-    Args:
-        following: the result of `next_labels`.
-
-    Returns:
-        `labelled`, the numbers of these tokens when all sequences are concatenated, [places], and `shift_labels`,
-        [1, places]. Unless all tokens are labelled, the number of places is a multiple of `STEP`, padded with the
-        first unlabelled token.
+    The result has `labelled`, the numbers of these tokens when all sequences are concatenated, [places], and
+    `shift_labels`, [1, places]. Unless all tokens are labelled, the number of places is a multiple of `STEP`, padded
+    with the first unlabelled token.
     """
     labels = following.flatten()
     others = labels == IGNORED
@@ -126,9 +122,6 @@ def numbered(dataset: Dataset, run: RunFolder) -> Dataset:
     """Return the dataset with a number in every sequence, without the sequences that the run has found to be bad.
 
     A stream stays as it is: its sequences have no numbers.
-
-    Raises:
-        UserError: no sequence is left.
     """
     if isinstance(dataset, IterableDataset):
         return dataset

@@ -27,11 +27,7 @@ Spans = list[tuple[int, int]]
 
 
 def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Json], Json]:
-    """Return the function that computes an example's `input_ids` and `labels`; no image is ever in the loss.
-
-    Raises:
-        UserError: the template cannot mark the assistant's tokens, or the model has no processor.
-    """
+    """Return the function that computes an example's `input_ids` and `labels`; no image is ever in the loss."""
     seen = processor.adopt(processor.of_recipe(recipe), tokenizer)
     template, render = chat_templates.renderer(recipe, tokenizer, [seen.image_token])
     known = control_tokens(tokenizer, template, [seen.image_token])
@@ -79,10 +75,8 @@ def widened(
 ) -> tuple[str, Spans]:
     """Return a rendered conversation with each image's token replaced by its placeholder, and the spans in it.
 
-    Such a token that was typed in a text is marked as text, and stays.
-
-    Raises:
-        UserError: the template has not written one token for each image.
+    Such a token that was typed in a text is marked as text, and stays. The template has to write one token for each
+    image.
     """
     typed = [found.span() for found in known.markers.finditer(chat)]
     places = [

@@ -37,17 +37,8 @@ def converted(
 ) -> Iterator[Json]:
     """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 
-    In a turn with images the content is a list of parts, {"type": "image"} or {"type": "text", "text": ...}.
-
-    Args:
-        located: (place, example) each.
-        method: the method that reads them.
-        form: the source's, or "auto".
-        folder: the folder to which the images' paths are relative, or None for a source without a folder.
-        bad: called with the errors of examples, which are otherwise raised.
-
-    Raises:
-        UserError: the message has the place and the fix.
+    In a turn with images the content is a list of parts, {"type": "image"} or {"type": "text", "text": ...}. The
+    images' paths are relative to `folder`, which some sources lack.
     """
     latest: list[object] = ["", []]
 
@@ -67,11 +58,7 @@ def converted(
 
 
 def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, list[Picture]]:
-    """Return an example with one character in place of each image, and the images in their order.
-
-    Raises:
-        UserError: an image is invalid, or the number of images differs from the number of places for them.
-    """
+    """Return an example with one character in place of each image, and the images in their order."""
     listed = _listed(where, example, folder)
     taker = _Taker(where, folder, deque(listed or ()), written=listed is not None)
     changed = {name: taker.field(value) if name in TURNS else value for name, value in example.items()}
@@ -158,11 +145,7 @@ def _listed(where: str, example: Json, folder: Path | None) -> list[Picture] | N
 
 
 def picture(where: str, source: object, folder: Path | None) -> Picture:
-    """Return an image given by its path, its bytes, or the form of `datasets`.
-
-    Raises:
-        UserError: a URL, which is not opened; a relative path without a folder; or none of these.
-    """
+    """Return an image given by its path, its bytes, or the form of `datasets`; a URL is refused."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url")
     if isinstance(source, bytes):
@@ -225,9 +208,6 @@ def checked(examples: Iterable[Json], bad: Bad | None = None) -> Iterator[Json]:
 
     Without Pillow, which the launcher may lack, only the files' existence is checked; the ranks decode all images
     before they train. `bad` is called with the errors of examples, which are otherwise raised.
-
-    Raises:
-        UserError: see `check`.
     """
     installed, count = importlib.util.find_spec("PIL") is not None, 0
     for example in examples:
@@ -246,38 +226,21 @@ def checked(examples: Iterable[Json], bad: Bad | None = None) -> Iterator[Json]:
 
 
 def check(where: str, picture: Picture, whole: bool = True) -> None:
-    """Refuse an image that cannot be read.
-
-    Args:
-        where: identifies the image in messages.
-        picture: a file or its bytes.
-        whole: decode the image, which shows whether it is cut off; otherwise read only its header.
-
-    Raises:
-        UserError: missing, empty, not an image, cut off, or too large; with the place and the fix.
-    """
+    """Refuse an image that cannot be read; only `whole` decoding shows whether it is cut off."""
     with _opened(where, picture) as image:
         if whole:
             _decode(where, picture, image)
 
 
 def read(where: str, picture: Picture, max_pixels: int) -> "Image":
-    """Return an image in RGB, with at most `max_pixels` pixels, in the same proportions.
-
-    Raises:
-        UserError: see `check`.
-    """
+    """Return an image in RGB, with at most `max_pixels` pixels, in the same proportions."""
     with _opened(where, picture) as image:
         _decode(where, picture, image)
         return within(_rgb(image), max_pixels)
 
 
 def read_all(where: str, pictures: Sequence[Json], max_pixels: int) -> list["Image"]:
-    """Return an example's images as Pillow's images.
-
-    Raises:
-        UserError: an image cannot be read; the message has the example's place.
-    """
+    """Return an example's images as Pillow's images."""
     return [read(f"{where}: image {n}", one, max_pixels) for n, one in enumerate(pictures, start=1)]
 
 

@@ -122,9 +122,7 @@ class Source:
 def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
     """Return the sources in `path`, checked and converted for the recipe's method.
 
-    Raises:
-        UserError: a source that cannot be read or is empty, or an example that breaks a rule of `formats.py`;
-            streamed examples are checked when they are reached.
+    Streamed examples are checked when they are reached.
     """
     upstream.keep_json_numbers()
     return [_source(name, recipe, streaming) for name in names(path)]
@@ -437,10 +435,7 @@ def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Sour
     """Return (training, held out): a seeded `share` of all examples is held out, equal examples on the same side.
 
     Examples are ranked by a seeded hash of their content, so an example nearly always keeps its side when others are
-    added or reordered.
-
-    Raises:
-        UserError: no example of a source is left for training.
+    added or reordered. Of each source some have to be left for training.
     """
     training, held_out = _divide(sources, seed, lambda ranks: int(ranks[max(1, round(share * len(ranks))) - 1]) + 1)
     for source, left in zip(sources, training, strict=True):

@@ -50,11 +50,7 @@ DOCUMENT = 2**20
 
 
 def weights(data: Data) -> list[float] | None:
-    """Return the shares in which the sources are mixed, which add up to one, or None: every example of each once.
-
-    Raises:
-        UserError: not a number above zero for every source.
-    """
+    """Return the shares in which the sources are mixed, which add up to one, or None: every example of each once."""
     if data.weights is None:
         return None
     sources = names(data.path)
@@ -111,15 +107,9 @@ def refuse(error: UserError, bad: Bad | None) -> None:
 
 
 def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, Json]]:
-    """Yield (place, example) for every example of a text file.
+    """Yield (place, example) for every example of a text file; an OSError names the file, unlike the system's own.
 
-    Args:
-        path: the file.
-        bad: called with the errors of single lines and rows, which are otherwise raised.
-
-    Raises:
-        UserError: not UTF-8, not JSON, not an object, or not a table, with the line.
-        OSError: names the file, which the system's errors of reading do not.
+    `bad` is called with the errors of single lines and rows, which are otherwise raised.
     """
     try:
         yield from _read(path, bad)

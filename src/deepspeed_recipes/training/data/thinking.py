@@ -24,11 +24,7 @@ AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def stripped(turns: Turns) -> Turns:
-    """Return the turns without the assistant's reasoning. A template may still write an empty block.
-
-    Raises:
-        UserError: nothing is left of a turn.
-    """
+    """Return the turns without the assistant's reasoning. A template may still write an empty block."""
     found = [_without(turn) if turn["role"] == "assistant" else turn for turn in turns]
     for number, turn in enumerate(found, start=1):
         if (
@@ -61,10 +57,8 @@ def unlearned(
 ) -> list[bool]:
     """Return which of the assistant's tokens stay in the loss: not those of reasoning blocks with content.
 
-    An empty block stays: without it the model would have to think before it answers.
-
-    Raises:
-        UserError: the last turn has reasoning, and the template writes no known block.
+    An empty block stays: without it the model would have to think before it answers. If the last turn has reasoning,
+    the template must write a known block.
     """
     kept, found = list(assistant), False
     for start, end in _runs(assistant):

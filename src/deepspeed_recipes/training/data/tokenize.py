@@ -87,9 +87,6 @@ def tokenized(
 
     The first token of every document has no label, so no document has to predict the start of the next. Errors call the
     examples `name`.
-
-    Raises:
-        UserError: the tokenizer cannot mark the assistant's tokens, or nothing is left to train on.
     """
     documents = _tokens(raw, recipe, tokenizer)
     forgetting = int(np.sum(documents.with_format("numpy")["forgets"][:]))
@@ -197,9 +194,6 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
     """Return the examples whose prompt with the longest answer fits, and warn of the others.
 
     The columns are tokens: `prompt_ids` and those of the answers.
-
-    Raises:
-        UserError: no example fits.
     """
     lengths = [
         len(example["prompt_ids"])

@@ -53,12 +53,7 @@ def in_all(recipe: Recipe, sequences: int) -> int:
 
 
 def warmup(recipe: Recipe, steps: int) -> int:
-    """Return the first update at the full learning rate (`RunHooks.create_scheduler`), or 0 without a warm-up.
-
-    Args:
-        recipe: has the schedule.
-        steps: number of steps in the whole run.
-    """
+    """Return the first update at the full learning rate (`RunHooks.create_scheduler`), or 0 without a warm-up."""
     share = recipe.schedule.warmup
     if recipe.schedule.kind == "constant" or not share:
         return 0
@@ -129,13 +124,8 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     """Return the recipe with a batch, epochs and logging that give its data enough updates and a curve.
 
     Preferred is, in this order: packing, a large batch, few epochs. Without packing a batch has at least `SMALLEST`
-    examples if three epochs of them suffice.
-
-    Args:
-        recipe: as its page and the user set it.
-        size: of the training data, as far as it is known before tokenizing.
-        world_size: number of ranks.
-        given: the keys that the user has set, which stay.
+    examples if three epochs of them suffice. The keys that the user has `given` stay; `size` is as far as it is known
+    before tokenizing.
     """
     best = recipe
     if "max_steps" not in given and recipe.max_steps is None:

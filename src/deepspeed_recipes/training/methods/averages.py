@@ -25,9 +25,7 @@ class Averages:
     def add(self, values: dict[str, torch.Tensor], counted: torch.Tensor | None = None) -> None:
         """Add numbers of examples, on every rank under the same names.
 
-        Args:
-            values: each with one number per example, or one for all.
-            counted: booleans that select examples, or None for all.
+        A value has one number per example, or one for all; booleans select the `counted` examples.
         """
         for name, value in values.items():
             kept = torch.ones_like(value, dtype=torch.bool) if counted is None else counted

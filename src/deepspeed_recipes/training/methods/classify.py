@@ -33,11 +33,7 @@ arguments = sft.arguments
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return texts as tokens, each with the number of its class.
-
-    Raises:
-        UserError: no classes can be learned from the labels, or the model or the held-out data has others.
-    """
+    """Return texts as tokens, each with the number of its class; all data must have the model's classes."""
     found, held_out = load.read_examples(recipe, tokenizer)
     counts = Counter(found["label"])
     classes.check("data.path", counts)

@@ -53,11 +53,7 @@ answer = sft.answer
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
-    """Return sequences of tokens with labels.
-
-    Raises:
-        UserError: the teacher has another vocabulary.
-    """
+    """Return sequences of tokens with labels."""
     if not Distill.of(recipe).served:
         teacher.check(recipe, tokenizer)
     found = tokenized_datasets(recipe, tokenizer)
@@ -180,11 +176,7 @@ trainer = RunDistillTrainer.of
 
 
 def with_room(found: Datasets, recipe: Recipe) -> Datasets:
-    """Return the datasets without those training examples whose prompts leave no room for an answer.
-
-    Raises:
-        UserError: too few are left for a step.
-    """
+    """Return the datasets without those training examples whose prompts leave no room for an answer."""
     longest = recipe.sequence_length - Distill.of(recipe).max_new_tokens
     training: Any = found.training
     kept = training.filter(lambda sequence: _prompt_length(sequence["labels"]) <= longest)

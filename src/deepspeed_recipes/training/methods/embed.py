@@ -34,11 +34,7 @@ SIDES = ("anchor", "positive", "negative")
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return pairs, with a negative where the data has them, as tokens; whole micro-batches of all ranks.
-
-    Raises:
-        UserError: fewer pairs than a batch, or only some of them have a negative.
-    """
+    """Return pairs, all with a negative or none, as tokens; whole micro-batches of all ranks."""
     found, held_out = load.read_examples(recipe, tokenizer)
     negatives = sum(text is not None for text in found["negative"])
     classes.check_negatives("data.path", negatives, len(found))
@@ -131,13 +127,9 @@ class RunEmbeddingTrainer(Averaging, Trainer):
 def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each anchor's right text among the texts of all ranks, and which of these are not its negatives.
 
-    A text that is equal to the right one, or belongs to an equal anchor, is right too.
-
-    Args:
-        numbers: of this rank's texts, [2 or 3, pairs], from `PairCollator`.
-
-    Returns:
-        The places of the right texts among those of all ranks, [pairs], and booleans, [pairs, texts of all ranks].
+    A text that is equal to the right one, or belongs to an equal anchor, is right too. `numbers` are those of this
+    rank's texts, [2 or 3, pairs], from `PairCollator`; the results are places, [pairs], and booleans, [pairs, texts of
+    all ranks].
     """
     every = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     dist.all_gather(every, numbers.contiguous())
@@ -152,12 +144,10 @@ def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def embedded(model: PreTrainedModel, inputs: Batch, pooling: str) -> torch.Tensor:
-    """Return the vectors of texts, [texts, hidden size], of length 1 and in fp32.
+    """Return the vectors of texts, [texts, hidden size], of length 1 and in fp32, from a model without a head.
 
-    Args:
-        model: without a head.
-        inputs: `input_ids` and `attention_mask`, [texts, length], padded behind the tokens.
-        pooling: as in `Embed`.
+    `inputs` are `input_ids` and `attention_mask`, [texts, length], padded behind the tokens; `pooling` is as in
+    `Embed`.
     """
     mask = inputs["attention_mask"]
     states = model(input_ids=inputs["input_ids"], attention_mask=mask, use_cache=False).last_hidden_state.float()

@@ -133,11 +133,7 @@ def arguments(common: Json, recipe: Recipe) -> GRPOConfig | RLOOConfig:
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return prompts, in a number that makes whole steps.
-
-    Raises:
-        UserError: the reward functions return no number, or too few prompts fit.
-    """
+    """Return prompts, in a number that makes whole steps; the reward functions are tried on them."""
     found, held_out = load.read_examples(recipe, tokenizer)
     scoring.check(recipe, found.select(range(min(len(found), scoring.TRIED))).to_list())
     grpo = Grpo.of(recipe)

@@ -87,11 +87,7 @@ def arguments(common: Json, recipe: Recipe) -> KTOConfig:
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return tokens of judged answers in the order of training, each with a mismatched answer.
-
-    Raises:
-        UserError: too few examples, or all judged alike.
-    """
+    """Return tokens of judged answers, good and bad, in the order of training, each with a mismatched answer."""
     found, held_out = load.read_examples(recipe, tokenizer)
     if held_out and len(labels := set(held_out["label"])) == 1:
         say(

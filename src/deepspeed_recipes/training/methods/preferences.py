@@ -33,11 +33,7 @@ SIDES = ("chosen", "rejected")
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return pairs as the tokens of a prompt and its two answers.
-
-    Raises:
-        UserError: every pair has an answer that is too long, or two equal answers.
-    """
+    """Return pairs as the tokens of a prompt and its two answers, without too long or equal ones."""
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
     load.show(shown)
@@ -140,10 +136,7 @@ class FusedHead(RunHooks):
 def log_probs_of(model: PreTrainedModel, inputs: Batch, labelled: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each token but the first, [sequences, length - 1]; 0 where it is not labelled.
 
-    Args:
-        model: with the head.
-        inputs: `input_ids` and `attention_mask`, [sequences, length].
-        labelled: booleans of the same shape that select tokens.
+    `inputs` are `input_ids` and `attention_mask`, [sequences, length]; `labelled` has booleans of the same shape.
     """
     labels = inputs["input_ids"].masked_fill(~labelled, IGNORED)
     passed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
@@ -174,9 +167,6 @@ def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
     """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
 
     A new run computes them and stores them in its folder, for when it is resumed with a model that has changed.
-
-    Raises:
-        UserError: the run to resume has none, or has those of other pairs.
     """
     context = trainer.context
     if context.checkpoint:
@@ -189,11 +179,7 @@ def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
 
 
 def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
-    """Return the log-probabilities that a run has stored for `count` pairs.
-
-    Raises:
-        UserError: none are stored, or those of another number of pairs.
-    """
+    """Return the log-probabilities that a run has stored for `count` pairs."""
     found = read_json(run.reference) if run.reference.exists() else []
     if len(found) != count:
         raise UserError(

@@ -74,11 +74,8 @@ def trainer(context: RunContext, parts: Parts) -> RunTrainer:
 def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
     """Return `exact_match`, the share of last answers that greedy decoding reproduces, and the share `cut_off`.
 
-    The recipe's own metrics are added. Rank 0 stores its first answers in the run folder.
-
-    Args:
-        trainer: the run's.
-        examples: the held-out sequences, one document each.
+    The recipe's own metrics are added. Rank 0 stores its first answers in the run folder. `examples` are the held-out
+    sequences, one document each.
     """
     recipe = trainer.context.recipe
     samples: list[scores.Answer] = []
@@ -110,12 +107,9 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
 def answer(trainer: RunTrainer, examples: Dataset) -> None:
     """Store the answers to the first held-out examples in the run folder, where `exact_match` has not; a collective.
 
-    Every rank answers all of them. The time is limited, and ranks that have spent it wait for the others. The memory is
-    less than that of a training step, since the prompts and answers of a batch fit into a micro-batch.
-
-    Args:
-        trainer: the run's.
-        examples: the held-out sequences, one document each.
+    Every rank answers all of them, one document each. The time is limited, and ranks that have spent it wait for the
+    others. The memory is less than that of a training step, since the prompts and answers of a batch fit into a
+    micro-batch.
     """
     recipe, tokenizer = trainer.context.recipe, trainer.processing_class
     opening, room = answers.generation_prompt(tokenizer), recipe.micro_batch_size * recipe.sequence_length

@@ -39,10 +39,7 @@ WIDEST = 256
 def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[str]:
     """Return the possible values of `model.attention`, best first; `probe.check_packing` takes the first that works.
 
-    Args:
-        recipe: has `model.attention`, a name or `auto`.
-        config: the model's text part.
-        on_gpu: whether this run computes on GPUs.
+    `config` is that of the model's text part.
     """
     if recipe.model.attention != "auto":
         return [recipe.model.attention]
@@ -83,11 +80,8 @@ def _fits(config: PreTrainedConfig) -> bool:
 def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, torch.Tensor]:
     """Return the documents' boundaries as arguments of transformers' flash attention (`FlashAttentionKwargs`).
 
-    Computed on the host, so that no layer has to read them off the position ids on the device.
-
-    Args:
-        lengths: lengths of the documents of each sequence, in tokens.
-        width: length of the padded sequences; padding counts as part of a sequence's last document.
+    Computed on the host, so that no layer has to read them off the position ids on the device. The documents' `lengths`
+    are in tokens, and padding to `width` counts as part of a sequence's last document.
     """
     filled = [length for one in lengths for length in (*one[:-1], width - sum(one[:-1]))]
     starts = torch.tensor([0, *filled], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -171,9 +165,7 @@ def _fused(
     """Call torch's kernel with the arguments that the installed version supports.
 
     torch 2.10 has neither a scale nor windows, but `is_causal`; 2.11 and 2.12 share no keys and values between heads.
-
-    Raises:
-        ValueError: the kernel has no sliding windows, and the layer needs them.
+    Raises ValueError if the kernel has no sliding windows, and the layer needs them.
     """
     known = _parameters(varlen_attn)
     if options["enable_gqa"] and "enable_gqa" not in known:

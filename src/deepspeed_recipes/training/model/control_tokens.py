@@ -60,8 +60,7 @@ class ControlTokens:
     def mark(self, turns: Turns, tools: list[Json] | None = None) -> tuple[Turns, list[Json] | None]:
         """Return turns and tools with their control tokens marked, to be rendered and then encoded by `encode`.
 
-        Raises:
-            UserError: there are control tokens, and transformers is too old to mark them.
+        Where there are control tokens, transformers must be able to mark them.
         """
         if mark_control_tokens is None:
             if found := self._first(turns, tools):
@@ -100,10 +99,8 @@ class ControlTokens:
 def control_tokens(tokenizer: PreTrainedTokenizerBase, template: str, images: Collection[str] = ()) -> ControlTokens:
     """Return the patterns that find a tokenizer's control tokens in conversations that a template renders.
 
-    Args:
-        tokenizer: the model's.
-        template: the template in use, which need not be the tokenizer's own.
-        images: the tokens that represent an image; they are looked for in the assistant's turns too.
+    `template` need not be the tokenizer's own. The tokens in `images` represent an image, and are looked for in the
+    assistant's turns too.
     """
     added = tokenizer.added_tokens_decoder.values()
     if mark_control_tokens:
@@ -123,11 +120,7 @@ def _patterns(control: tuple[str, ...], images: tuple[str, ...]) -> ControlToken
 def conversation_tokens(
     tokenizer: PreTrainedTokenizerBase, turns: Turns, tools: list[Json] | None = None, **options: Any
 ) -> list[int]:
-    """Return a conversation's tokens; `options` are those of `apply_chat_template`, and arguments of the template.
-
-    Raises:
-        UserError: the template refuses the conversation, or drops a part of it.
-    """
+    """Return a conversation's tokens; `options` are those of `apply_chat_template`, and arguments of the template."""
     template = options.pop("chat_template", None) or tokenizer.chat_template
     arguments = {name: value for name, value in options.items() if name != "add_generation_prompt"}
     try:

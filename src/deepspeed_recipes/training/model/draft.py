@@ -44,11 +44,7 @@ WINDOW = 32
 
 
 def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
-    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model.
-
-    Raises:
-        UserError: the processor of a vision-language model cannot be created.
-    """
+    """Write the draft as a Hugging Face folder, so that every later step is the same as for the real model."""
     config, kind = AutoConfig.for_model(**recipe.model.config), AutoModelForCausalLM
     reader = tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     if recipe.model.vision:
@@ -232,11 +228,7 @@ def shrink_vision(
 ) -> PreTrainedConfig:
     """Return the architecture's configuration with the draft's language part and a tower of its layers and width.
 
-    Args:
-        config: the real one.
-        text: of the draft's language part.
-        draft: layers and width.
-        tokenizer: after its processor was created, which may add tokens.
+    Call it after the tokenizer's processor was created, which may add tokens.
     """
     vision = config.vision_config
     sizes: Json = {

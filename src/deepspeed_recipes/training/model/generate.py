@@ -103,17 +103,10 @@ def stream(
     max_new_tokens: int,
     **how: object,
 ) -> Iterator[str]:
-    """Yield the model's answer to a conversation in pieces, as it is written.
+    """Yield the model's answer to a conversation, whose last turn is a user's, in pieces as it is written.
 
-    Args:
-        model: of transformers or PEFT.
-        tokenizer: the model's, with a chat template.
-        turns: the conversation; its last turn is a user's.
-        max_new_tokens: limit of the answer.
-        how: arguments of transformers' `generate` that choose tokens, and a `seed`.
-
-    Raises:
-        UserError: the conversation does not fit into the model's context, or its chat template refuses it.
+    `how` are arguments of transformers' `generate` that choose tokens, and a `seed`. A conversation that does not fit
+    into the model's context, or that its chat template refuses, is refused.
     """
     tokens = conversation_tokens(tokenizer, turns, add_generation_prompt=True)
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -173,13 +166,9 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def check_settings(path: str) -> None:
-    """Refuse a generation_config.json that transformers cannot read; `correct_settings` handles what causes warnings.
+    """Refuse a folder's generation_config.json that transformers cannot read; a Hub id is not checked.
 
-    Args:
-        path: a model's folder; a Hub id is not checked.
-
-    Raises:
-        UserError: the message has the file and the reason.
+    `correct_settings` handles what causes warnings.
     """
     if not (Path(path) / FILE).exists():
         return
@@ -196,10 +185,7 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
 
     This follows transformers' own advice: sampling settings without `do_sample` set it, and settings that have no
     effect are unset. A temperature of 0 means no sampling, as for servers, where a `top_k` of -1 means all tokens.
-    Tokens that the model does not have are left out.
-
-    Raises:
-        UserError: a value of the wrong type, or a combination that cannot be corrected.
+    Tokens that the model does not have are left out. What cannot be corrected is refused.
     """
     config: GenerationConfig | None = getattr(model, "generation_config", None)
     if config is None:  # the model does not generate
@@ -242,10 +228,8 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
 def _check_generates(config: GenerationConfig, tokens: int, path: str) -> None:
     """Refuse settings with which transformers cannot generate, by generating a token with a small model.
 
-    Args:
-        config: the settings; what needs a tokenizer or another package is not tried.
-        tokens: size of the vocabulary.
-        path: the model's folder or Hub id, for the message.
+    What needs a tokenizer or another package is not tried. `tokens` is the size of the vocabulary, and `path` the
+    model's, for the message.
     """
     tried = copy.deepcopy(config)
     beams = min(config.num_beams or 1, 2)

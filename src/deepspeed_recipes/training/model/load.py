@@ -48,11 +48,7 @@ def config_of(path: str | Path, trusted: bool) -> PreTrainedConfig:
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """Return the model's configuration.
-
-    Raises:
-        UserError: the folder or Hub id has none.
-    """
+    """Return the model's configuration."""
     if recipe.model.trust_remote_code:
         base_model.permit_remote_code()
     try:
@@ -95,16 +91,10 @@ def _check_numbers(section: Json, path: str) -> None:
 def load_model(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
     """Return the model in the recipe's precision, with adapters where the recipe has them.
 
-    Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read,
-    and no rank ever holds the whole model.
-
-    Args:
-        recipe: has the model's path.
-        kind: the class to load; a pipeline's stages have their own. None is the method's class.
-        labels: the names of a classifier's classes, in the order of its outputs.
-
-    Raises:
-        UserError: the weights are missing, or exist only as pickles.
+    Call it after the training arguments exist: under ZeRO-3 every parameter is then sharded as it is read, and no rank
+    ever holds the whole model. `kind` is the class to load, by default the method's; a pipeline's stages have their
+    own. `labels` are the names of a classifier's classes, in the order of its outputs. Weights that exist only as
+    pickles are refused.
     """
     return adapted(load_base(recipe, kind, labels), recipe)
 
@@ -122,11 +112,7 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
 
 
 def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel:
-    """Return the model of `load_model` without adapters.
-
-    Raises:
-        UserError: the weights are missing, or exist only as pickles.
-    """
+    """Return the model of `load_model` without adapters."""
     loaded: Any = kind or heads.CLASSES[heads.trained_by(recipe)]
     dtype = DTYPES[recipe.precision]
     weights.check_intact(Path(recipe.model.path))
@@ -185,10 +171,7 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
 def dequantized_state(path: str, config: PreTrainedConfig, dtype: torch.dtype | str) -> dict[str, torch.Tensor] | None:
     """Return the weights of a folder or Hub id that were published quantised, as ordinary ones; None if they are.
 
-    Args:
-        path: the folder or Hub id.
-        config: loses its `quantization_config`.
-        dtype: of the weights; "auto" is the configuration's.
+    `config` loses its `quantization_config`. The `dtype` "auto" is the configuration's.
     """
     content = config.to_dict()
     if not stored_quantization.is_read(content):

@@ -41,13 +41,7 @@ class DownProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, inputs: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the same input, [..., in], and x A^T, [..., rank].
-
-        Args:
-            ctx: autograd's.
-            inputs: x, [..., in].
-            down: the adapter's A, [rank, in].
-        """
+        """Return the same input, x, [..., in], and x A^T, [..., rank]; `down` is the adapter's A, [rank, in]."""
         ctx.save_for_backward(inputs, down)
         return inputs.detach(), linear(inputs, down)
 
@@ -70,17 +64,11 @@ class UpProjection(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, output: Tensor, reduced: Tensor, up: Tensor, scaling: float) -> Tensor:
-        """Return the sum, [..., out], in the place of the base layer's output.
+        """Return the sum, [..., out], in the place of the base layer's output, which nothing else reads.
 
         Not marked as changed: if the output is a view, as in a layer with a bias, autograd would copy the gradient
         twice. If anything else has kept the output for a backward pass, autograd still detects that and raises.
-
-        Args:
-            ctx: autograd's.
-            output: y, [..., out], which nothing else reads.
-            reduced: x A^T, [..., rank].
-            up: the adapter's B, [out, rank].
-            scaling: of the adapter.
+        `reduced` is x A^T, [..., rank], and `up` the adapter's B, [out, rank].
         """
         ctx.save_for_backward(reduced, up)
         ctx.scaling = scaling
@@ -190,15 +178,12 @@ def add(
 
     Args:
         model: of the kind that the method trains.
-        lora: the adapters.
+        lora: the adapters; their targets must be in the model.
         seed: for their random values.
         scores: the model scores sequences: a reward model or a classifier.
         embeds: the model has no head.
         excluded: modules without adapters, as a regular expression.
         rows: PEFT's `trainable_token_indices`, or nothing.
-
-    Raises:
-        UserError: the targets are not in this model, or cannot be adapted in this way.
     """
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)

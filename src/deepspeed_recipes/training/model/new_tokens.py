@@ -36,11 +36,7 @@ class NewRows:
 
 
 def add(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
-    """Add the tokens to the tokenizer; does nothing if there are none.
-
-    Raises:
-        UserError: the tokenizer has one of them already.
-    """
+    """Add the tokens, if there are any, to the tokenizer, which must not have them already."""
     tokens = new_tokens.read(model.new_tokens)
     new_tokens.check(tokens, tokenizer.get_vocab(), model.path)
     for one in tokens:
@@ -117,8 +113,7 @@ def _ends(model: PreTrainedModel) -> list[torch.Tensor]:
 def trained_rows(model: PreTrainedModel, lora: Lora, numbers: tuple[int, ...]) -> dict[str, list[int]] | list[int]:
     """Return PEFT's `trainable_token_indices`, without modules that `lora.modules_to_save` trains whole.
 
-    Raises:
-        UserError: the head has a bias, of which PEFT would train no part.
+    A head with a bias is refused: PEFT would train no part of it.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and getattr(head, "bias", None) is not None:

@@ -24,12 +24,7 @@ class Noise:
         self.handle = inner.get_input_embeddings().register_forward_hook(self._add)
 
     def begin(self, step: int, lengths: torch.Tensor) -> None:
-        """Set the next forward pass.
-
-        Args:
-            step: number of optimizer steps so far.
-            lengths: length of each token's document, [sequences, length]; 0 for padding.
-        """
+        """Set the next forward pass, from the length of each token's document, [sequences, length]; 0 for padding."""
         self.pass_ = self.pass_ + 1 if step == self.step else 0
         self.step = step
         self.lengths = lengths

@@ -35,12 +35,9 @@ class Head:
         return [one for one in (self.module.weight, self.module.bias) if one is not None]
 
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the logits of hidden states, [tokens, vocabulary], in fp32.
+        """Return the logits, [tokens, vocabulary], in fp32, of hidden states, [tokens, hidden].
 
-        Args:
-            hidden: [tokens, hidden].
-            weight: from `weights`; ZeRO-3 must have gathered it.
-            bias: from `weights`.
+        The weight and the bias are from `weights`; ZeRO-3 must have gathered them.
         """
         kept = None if bias is None else bias[: self.vocabulary]
         logits = linear(hidden, weight[: self.vocabulary], kept).float() * self.scale
@@ -61,9 +58,6 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, say: Callable[[str
     """Return the recipe, without tiled logits if they would differ from the model's and the recipe does not need them.
 
     Reports a change of the recipe, and its reason, with `say`.
-
-    Raises:
-        UserError: the recipe or its method requires tiles.
     """
     config = load_config(recipe).get_text_config()
     method = recipe.method

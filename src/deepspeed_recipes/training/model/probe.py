@@ -43,12 +43,8 @@ def draft_of(
 ) -> PreTrainedModel:
     """Return a random draft, without a key/value cache; its windows, chunks and blocks are at most `WINDOW` tokens.
 
-    Args:
-        config: of the real model; the draft is of its class, with every kind of its layers.
-        tokenizer: for the size of the vocabulary.
-        name: an attention implementation, as in `from_pretrained(attn_implementation=...)`.
-        dtype: of the weights.
-        certain: without dropout, so that it computes the same in training as in evaluation.
+    It is of the class of the real model's `config`, with every kind of its layers, and computes attention with the
+    implementation `name`. One that is `certain` has no dropout, so it computes the same in training as in evaluation.
     """
     small = shrink(config, Draft(layers=4), tokenizer)
     key = (type(small), small.to_json_string(use_diff=False))
@@ -123,11 +119,8 @@ def _within(config: PreTrainedConfig, bound: int) -> PreTrainedConfig:
     """Return a small configuration in which everything that limits attention is at most `bound` tokens.
 
     Lowering such an integer changes late tokens and leaves early tokens unchanged. Integers that change the weights'
-    shapes are sizes, and those that scale positions also change early tokens.
-
-    Args:
-        config: of a small model, which is built and run once for every candidate.
-        bound: tokens.
+    shapes are sizes, and those that scale positions also change early tokens. The small model is built and run once for
+    every candidate.
     """
     tokens = random_tokens(config, 1, bound + bound // 2)
     shapes, expected = _shapes(config), _logits(config, tokens)
@@ -203,10 +196,8 @@ def check_packing(
     """Return the attention that the run computes with: the first candidate with which packing is correct.
 
     Takes about a second, before the ranks load anything. Reports faster candidates that were refused with `say`.
-
-    Raises:
-        UserError: packed documents would attend to each other, or this cannot be checked, or a model that is to write
-            attends to later tokens.
+    Refuses models that cannot be checked or in which packed documents attend to each other, and those that are to write
+    and attend to later tokens.
     """
     config = load_config(recipe).get_text_config()
     # BERT and its kin, which transformers also loads as models that write; others have no such key, or always write.
@@ -244,10 +235,7 @@ def check_packing(
 def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, name: str) -> bool:
     """Return whether documents in one sequence, separated by their position ids, get the same logits as each alone.
 
-    Args:
-        config: of the real model; a draft of its class with every kind of its layers is created from it.
-        tokenizer: for the size of the vocabulary.
-        name: the implementation to try, as in `from_pretrained(attn_implementation=...)`.
+    Tried on a draft of the real model's `config`, with the attention implementation `name`.
     """
     dtype = check_dtype(name)
     model = draft_of(config, tokenizer, name, dtype)
@@ -283,9 +271,7 @@ def leak(model: torch.nn.Module) -> float:
 def check_gradients(model: torch.nn.Module) -> None:
     """Compute the gradients of packed documents: a kernel's backward pass may have narrower limits than its forward.
 
-    Raises:
-        ArithmeticError: they are not finite.
-        Exception: the kernel has no backward pass for this model on this GPU.
+    Raises ArithmeticError if they are not finite, or the kernel's own error.
     """
     model(**_packed(_documents(model), model)).logits.float().square().mean().backward()
     gradients = [one.grad for one in model.parameters() if one.grad is not None]

@@ -34,11 +34,7 @@ NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "con
 
 
 def of_model(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the vision tower.
-
-    Raises:
-        UserError: transformers finds none in the model.
-    """
+    """Return the vision tower."""
     found = model.get_encoder(modality="image")
     if found is model or found is model.base_model:
         raise UserError(f"model.vision=true: transformers names no vision tower in {model.config.model_type}.")
@@ -61,11 +57,8 @@ def outside_language(model: PreTrainedModel) -> str:
 def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> None:
     """Make `model` compute `picture` in every forward pass without images, except for tokens after the first.
 
-    The hooks are on inner modules, since PEFT calls the outermost model's `forward` without its hooks.
-
-    Args:
-        model: with a tower.
-        picture: its inputs for one image, including `pixel_values`.
+    The hooks are on inner modules, since PEFT calls the outermost model's `forward` without its hooks. `picture` has
+    the inputs for one image, including `pixel_values`.
     """
     inner, decoder = model.base_model, model.get_decoder()
     batch = {"seen": False}
@@ -106,21 +99,13 @@ TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 def of_recipe(recipe: Recipe) -> ProcessorMixin:
-    """Return the processor of the recipe's model, loaded once.
-
-    Raises:
-        UserError: the model has none, or one that needs a missing package.
-    """
+    """Return the processor of the recipe's model, loaded once."""
     return load(recipe.model.path, recipe.model.trust_remote_code)
 
 
 @lru_cache(maxsize=2)
 def load(path: str, trust_remote_code: bool = False) -> ProcessorMixin:
-    """Return the processor in a folder or of a Hub id.
-
-    Raises:
-        UserError: see `of_recipe`.
-    """
+    """Return the processor in a folder or of a Hub id."""
     try:
         found = load_without_videos(path) or AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
@@ -139,11 +124,7 @@ def adopt(processor: ProcessorMixin, tokenizer: PreTrainedTokenizerBase) -> Proc
 
 
 def text_of_pictures(processor: ProcessorMixin, pictures: Sequence[object]) -> list[str]:
-    """Return the placeholder of each image in the text that is tokenized.
-
-    Raises:
-        UserError: transformers is too old to report it.
-    """
+    """Return the placeholder of each image in the text that is tokenized."""
     if not pictures:
         return []
     read = _processed(processor, [pictures], return_text_replacement_offsets=True)
@@ -170,12 +151,9 @@ def blank(processor: ProcessorMixin) -> dict[str, torch.Tensor]:
 
 
 def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the kind of each token under the name of the parameter of the model's `forward`, if it has one.
+    """Return the kind of each token in `ids`, [sequences, length], under its name in the model's `forward`.
 
-    Args:
-        processor: the model's.
-        accepted: names of the parameters of `forward`.
-        ids: [sequences, length].
+    It is empty if none of the `accepted` parameters is for it.
     """
     name = next((name for name in TYPES if name in accepted), None)
     if name is None:
@@ -222,11 +200,7 @@ def pictures_only(known: type[ProcessorMixin]) -> type[_PicturesOnly]:
 
 
 def load_without_videos(path: str) -> ProcessorMixin | None:
-    """Return the processor in a folder or of a Hub id for images only, or None if transformers can load it whole.
-
-    Raises:
-        OSError: it has none.
-    """
+    """Return the processor in a folder or of a Hub id for images only, or None if transformers can load it whole."""
     if is_torchvision_available():
         return None
     files = [ProcessorMixin.get_processor_dict(path)[0]]

@@ -101,18 +101,9 @@ def shown(
     """Return a conversation in a form in which the template renders every text.
 
     The forms tried are its own, content as lists of parts, and reasoning under other names. Reasoning that a template
-    renders in a last turn and drops once another question follows is dropped on purpose, and not refused.
-
-    Args:
-        tokenizer: whose special tokens the template writes.
-        template: in Jinja.
-        turns: in OpenAI's form.
-        tools: that may be called.
-        options: more arguments of the template.
-        prompt: nothing in it is learned, and the model answers it; models need not read their earlier reasoning.
-
-    Raises:
-        UserError: no form renders all texts; the message has the dropped text and the fix.
+    renders in a last turn and drops once another question follows is dropped on purpose, and not refused. `turns` are
+    in OpenAI's form, and `options` are more arguments of the template. Nothing in a `prompt` is learned, and the model
+    answers it; models need not read their earlier reasoning.
     """
     words, probe, described = _probed(turns, tools)
     shape = json.dumps([probe, described, options], sort_keys=True, default=str)
@@ -135,15 +126,9 @@ def _probed(turns: Turns, tools: list[Json] | None) -> tuple[_Words, Turns, Any]
 def owners(
     turns: Turns, tools: list[Json] | None, render: Callable[[Turns, object], tuple[str, Sequence[tuple[int, int]]]]
 ) -> list[int]:
-    """Return the turn's number for each stretch of the assistant's text.
+    """Return the turn's number for each stretch of the assistant's text; none may hold several turns.
 
-    Args:
-        turns: in the form that the template renders.
-        tools: that may be called.
-        render: returns a conversation as text, and the spans of the assistant in it.
-
-    Raises:
-        UserError: a stretch holds several turns.
+    `render` returns a conversation as text, and the spans of the assistant in it.
     """
     words, probe, described = _probed(turns, tools)
     text, spans = render(probe, described)
@@ -308,10 +293,9 @@ def _dropped(turns: Turns, number: int, what: str) -> str:
 
 @contextlib.contextmanager
 def bounded(where: str) -> Iterator[None]:
-    """Stop a template that does not end: its sandbox has no limit of its own.
+    """Stop a template that computes for longer than RENDER_SECONDS or takes more memory than RENDER_BYTES.
 
-    Raises:
-        UserError: it computes for longer than RENDER_SECONDS, or takes more memory than RENDER_BYTES.
+    Its sandbox has no limit of its own.
     """
     began = time.thread_time()  # on a busy machine a template may have to wait for longer than it may compute
 

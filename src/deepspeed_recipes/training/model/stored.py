@@ -73,15 +73,8 @@ def check(path: str, model: PreTrainedModel, key_mapping: dict[str, str] | None 
     """Return the parts of a model's files that the loaded model lacks, such as `model.visual`, a vision tower.
 
     transformers reports such tensors only in part: not those that a class ignores by pattern, and none under ZeRO-3.
-
-    Args:
-        path: the model's folder or Hub id.
-        model: whole, on any device; without adapters.
-        key_mapping: the argument with which it is loaded.
-
-    Raises:
-        UserError: a tensor belongs to a loaded layer that has no place for it, or is not a floating-point number where
-            the model has one.
+    `model` is whole, on any device, without adapters, and was loaded with `key_mapping`. A tensor of a loaded layer
+    that has no place for it, or that is not a floating-point number where the model has one, is refused.
     """
     folder = folder_of(path)
     if folder is None:

@@ -164,19 +164,14 @@ def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
 def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
     """Make every layer's feed-forward part compute a sequence in `tiles` pieces, keeping only their inputs and outputs.
 
-    Raises:
-        UserError: the layers have no such part, or one that routes tokens to experts.
+    Parts that route tokens to experts are refused, here and in `recompute_feed_forward`.
     """
     for part in _feed_forward(model, "tiled_mlp=true"):
         part.forward = functools.partial(_in_tiles, part.forward, tiles)
 
 
 def recompute_feed_forward(model: PreTrainedModel) -> None:
-    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass.
-
-    Raises:
-        UserError: the layers have no such part, or one that routes tokens to experts.
-    """
+    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass."""
     for part in _feed_forward(model, "gradient_checkpointing=feed_forward"):
         part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
 
@@ -208,11 +203,7 @@ def tile_count(recipe: Recipe, hidden: int) -> int:
 
 
 def fuse_kernels(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss is unchanged.
-
-    Raises:
-        UserError: Liger is not installed.
-    """
+    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss is unchanged."""
     if importlib.util.find_spec("liger_kernel") is None:
         raise UserError("liger_kernel=true: liger-kernel is not installed; pip install liger-kernel, or leave it out.")
     # The loss is `tiled_loss`, which supports every family's scales and soft caps, and ZeRO-3.
@@ -280,11 +271,7 @@ def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:
 
 
 def check_active(engine: DeepSpeedEngine, file: DeepSpeedFile) -> None:
-    """Refuse an engine that should be compiled but would silently train as plain ZeRO.
-
-    Raises:
-        UserError: DeepSpeed has skipped DeepCompile, for a reason that it only logs.
-    """
+    """Refuse an engine that should be compiled but would train as plain ZeRO, for a reason that DeepSpeed only logs."""
     if file.deepcompile and not engine.is_deepcompile_active():
         raise UserError(
             f"deepspeed={file.name}: DeepSpeed has not activated DeepCompile, and would train as plain "
@@ -298,9 +285,6 @@ def balance_experts(model: PreTrainedModel | PeftModel, coefficient: float, micr
     Adds `coefficient` times the mean over the step's micro-batches of the loss that transformers computes from
     each one's tokens, padding included. transformers itself adds all of it to every micro-batch of every rank, which
     the Trainer's weighting by tokens multiplies by the number of micro-batches.
-
-    Raises:
-        UserError: transformers has no such loss for the model.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     if not hasattr(inner, "router_aux_loss_coef"):
@@ -422,11 +406,7 @@ def _start_at(whole: PreTrainedModel, layer: nn.Module) -> None:
 
 
 def decoder_layers(whole: PreTrainedModel) -> nn.ModuleList:
-    """Return the layers of a decoder.
-
-    Raises:
-        UserError: not a decoder of the usual shape.
-    """
+    """Return the layers of a decoder of the usual shape."""
     decoder = whole.base_model
     count = whole.config.get_text_config().num_hidden_layers
     found = [child for child in decoder.children() if isinstance(child, nn.ModuleList) and len(child) == count]

@@ -48,16 +48,9 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     """Turn an export of the trained part of a model into the whole checkpoint, and return the names of what was added.
 
     The trained tensors get the names that the base has for them. What the run did not load is copied tensor by tensor,
-    the base's configuration is kept but for what training changed, and its processor's settings are added.
-
-    Args:
-        folder: the export; it is changed in place.
-        path: the base model's folder or Hub id.
-        head: of the trained model.
-        trusted: whether the model's own code may run.
-
-    Raises:
-        RuntimeError: the folder does not have the base's tensors afterwards.
+    the base's configuration is kept but for what training changed, and its processor's settings are added. Raises
+    RuntimeError if the folder does not have the tensors of the base (`path`) afterwards; `trusted` is whether the
+    model's own code may run.
     """
     base = stored.folder_of(path)
     if base is None or head not in ("vocabulary", "vision"):
@@ -116,13 +109,8 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
     """Name the weights of an adapter for the text part as they are named in the base's whole class, if it has one.
 
     Servers load a base in the class of its config.json, and PEFT and vLLM leave out, without an error, what has other
-    names. The whole class then has the adapter too, and `load.adapter_names` maps the names for the text part.
-
-    Args:
-        folder: the adapter's; it is changed in place.
-        path: the base model's folder or Hub id.
-        head: of the trained model.
-        trusted: whether the model's own code may run.
+    names. The whole class then has the adapter too, and `load.adapter_names` maps the names for the text part. The
+    arguments are as for `add`.
     """
     base = stored.folder_of(path)
     if base is None or head != "vocabulary":
@@ -203,11 +191,9 @@ def _outline(base: Path, head: Head, trusted: bool) -> tuple[PreTrainedModel, di
 
 
 def _names(written: Mapping[str, str], held: Mapping[str, str]) -> dict[str, str]:
-    """Return the base's name of each tensor of an export.
+    """Return the base's name of each tensor of an export; both sides map a tensor to the weight that it becomes.
 
-    Args:
-        written: the export's tensors, and the weight of the model that each becomes.
-        held: the same of the base. Several tensors, such as those of experts, may become one weight.
+    Several tensors of the base, such as those of experts, may become one weight.
     """
     groups: dict[str, tuple[list[str], list[str]]] = {place: ([], []) for place in written.values()}
     for side, names in enumerate((written, held)):

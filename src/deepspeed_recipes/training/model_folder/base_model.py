@@ -23,11 +23,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def config_of(folder: Path) -> Json:
-    """Return the content of a folder's config.json without its attention implementation; empty if it has none.
-
-    Raises:
-        UserError: it is not one JSON object.
-    """
+    """Return the content of a folder's config.json without its attention implementation; empty if it has none."""
     file = folder / "config.json"
     config = read_json(file) if file.exists() else {}
     if not (isinstance(config, dict) and isinstance(config.get("text_config") or {}, dict)):
@@ -46,14 +42,10 @@ def is_hub_id(name: str) -> bool:
 
 
 def make_portable(folder: Path, place: Path) -> None:
-    """Name the base model of the adapter in `folder` so that it can be found from there, if it is named by a path.
+    """Name the base model of the adapter in `folder` so that it can be found from `place`, where the folder will be.
 
     A model of the project keeps its place in the checkout, one in Hugging Face's cache gets its Hub id, and any other
     is named relative to the adapter (`../draft_model`): both can be moved together.
-
-    Args:
-        folder: holds the adapter; a whole model is left as it is.
-        place: the folder that it will be renamed to.
     """
     config = folder / ADAPTER
     if not config.exists():
@@ -68,11 +60,7 @@ def make_portable(folder: Path, place: Path) -> None:
 
 
 def find(adapter: Path) -> Path:
-    """Return the folder or the Hub id of an adapter's base model.
-
-    Raises:
-        UserError: adapter_config.json names no base model, or a folder that does not exist.
-    """
+    """Return the folder or the Hub id of an adapter's base model, which its adapter_config.json has to name."""
     name = read_json(adapter / ADAPTER).get(KEY)
     if not isinstance(name, str) or not name:
         raise UserError(f"{adapter / ADAPTER}: {KEY}={name}: write the folder or the Hub id of its base model there.")

@@ -236,13 +236,9 @@ def _licence_metadata(licence: str | None) -> dict[str, str]:
 
 
 def command(recipe: Recipe, ranks: int) -> str:
-    """Return the command that launches a portable recipe, without the values that its page has.
+    """Return the command that launches a portable recipe on `ranks` per machine, without the values that its page has.
 
     A file outside the project is named without its folder, since only its author has it.
-
-    Args:
-        recipe: as `portable_recipe` returns it.
-        ranks: of the run, per machine.
     """
     words = ["python", "scripts/launch.py", pages.typed(recipe), recipe.variant]
     words += ["--draft"] * recipe.draft.enabled

@@ -19,11 +19,7 @@ from . import base_model, card, record
 
 
 def check(source: Path, output: Path) -> None:
-    """Refuse to overwrite files, and to export a model that failed its check.
-
-    Raises:
-        UserError: the message names the folder.
-    """
+    """Refuse to overwrite files, and to export a model that failed its check."""
     files.check_writable("--output", output, folder=True)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"--output {output}: exists and is not empty; choose a new folder.")
@@ -32,11 +28,7 @@ def check(source: Path, output: Path) -> None:
 
 
 def check_smaller(source: Path, output: Path, option: str) -> None:
-    """Refuse a model of which `option` cannot make a smaller copy.
-
-    Raises:
-        UserError: as `check`, or `source` is not a model, returns scores or is already quantised.
-    """
+    """Refuse a model of which `option` cannot make a smaller copy: no whole model, scores, or quantised already."""
     check(source, output)
     adapter = (source / base_model.ADAPTER).exists()
     if not adapter and not (source / "config.json").exists():
@@ -50,12 +42,8 @@ def check_smaller(source: Path, output: Path, option: str) -> None:
 def of_run(folder: Path, run: RunFolder, place: Path, results: JsonView, step: int | None = None) -> None:
     """Add the card, `training/` and the response template to weights of a run, and remove absolute paths.
 
-    Args:
-        folder: holds the weights.
-        run: the run that trained them.
-        place: the folder that it will be renamed to.
-        results: content of the run's summary.json, now or later.
-        step: the step of the checkpoint with these weights, or None for the run's result.
+    `folder`, which will be renamed to `place`, holds the weights. `results` is the content of the run's summary.json,
+    now or later; `step` is the checkpoint's with these weights, or None for the run's result.
     """
     record.write(folder, record.of_run(run, results, step), run.deepspeed)
     _finish(folder, place)
@@ -65,11 +53,6 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     """Do the same for weights that are copied from a run's export, one of its checkpoints, or any model folder.
 
     A folder of another origin keeps its own card.
-
-    Args:
-        folder: holds the weights.
-        source: where they come from.
-        place: the folder that it will be renamed to.
     """
     from . import expected  # imports torch, without which `publish` reads a folder
 
@@ -87,13 +70,7 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
 
 
 def of_quantized(folder: Path, place: Path, quantization: JsonView) -> None:
-    """Do the same for a quantised copy, whose card and results describe the quantisation.
-
-    Args:
-        folder: holds the weights, and the original's `training/` if it had one.
-        place: the folder that it will be renamed to.
-        quantization: the description for `training/results.json`.
-    """
+    """Do the same for a quantised copy with the original's `training/`; `quantization` goes into its results."""
     record.add(folder, {record.QUANTIZATION: dict(quantization)})
     _finish(folder, place)
 
@@ -101,10 +78,8 @@ def of_quantized(folder: Path, place: Path, quantization: JsonView) -> None:
 def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
     """Record a certificate in `training/results.json` and in the card; return False if the folder has no record.
 
-    Args:
-        folder: the export.
-        asked: the software that computed its answers, with the version.
-        verdict: `difference`, `bound`, `same` and `places`.
+    `asked` is the software that computed its answers, with the version. `verdict` has `difference`, `bound`, `same` and
+    `places`.
     """
     if (held := record.read(folder)) is None:
         return False
@@ -137,14 +112,7 @@ MODULES = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Norma
 
 
 def write_pooling(folder: Path, settings: Embed, hidden_size: int, longest: int) -> None:
-    """Write the files next to the weights of an embedding model or its adapter.
-
-    Args:
-        folder: has the weights.
-        settings: how the model was trained to embed.
-        hidden_size: of the model.
-        longest: maximum number of tokens per text; longer texts are cut.
-    """
+    """Write the files next to the weights of an embedding model or its adapter; it cuts texts at `longest` tokens."""
     contents: Json = {
         "modules.json": [
             {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}

@@ -45,15 +45,9 @@ class Dequantized(torch.Tensor):
 
 
 def state(folder: Path, block: JsonView, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return all weights of a model's folder by their names without quantisation.
+    """Return all weights of a model's folder by their names without quantisation, each with the scales that it needs.
 
-    Args:
-        folder: the model's.
-        block: the `quantization_config` of its config.json.
-        dtype: of the dequantised weights.
-
-    Raises:
-        UserError: a scale has another shape than its weight needs.
+    `block` is the `quantization_config` of its config.json.
     """
     places: Json = {}
     for file in weights.files(folder):

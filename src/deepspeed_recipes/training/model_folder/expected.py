@@ -114,13 +114,9 @@ def measured(
 def write_of(
     trainer: Trainer, forward: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, folder: Path
 ) -> None:
-    """Write the file of a run into its export; a collective.
+    """Write the file of a run, of a model that writes text, into its export; a collective.
 
-    Args:
-        trainer: with `RunHooks`, of a model that writes text.
-        forward: as for `measured`; every rank calls it.
-        dtype: in which the model computes.
-        folder: holds the export.
+    `forward` is as for `measured`; every rank calls it. `dtype` is that in which the model computes.
     """
     examples = sequences(trainer.processing_class)
     model = trainer.model
@@ -141,12 +137,8 @@ def write(
 ) -> None:
     """Write the file into an export.
 
-    Args:
-        folder: holds the export.
-        examples: as `sequences` returns them.
-        dtype: in which the trained model computed.
-        trained: its answers, as `measured` returns them.
-        base: the base model's, for an adapter: what a server gives that leaves the adapter out.
+    `trained` are the trained model's answers as `measured` returns them, computed in `dtype`. For an adapter, `base`
+    are the base model's: what a server gives that leaves the adapter out.
     """
     both = zip(examples, trained, base or [{}] * len(trained), strict=True)
     content = {

@@ -86,12 +86,9 @@ class Record:
 
 
 def of_run(run: RunFolder, results: JsonView, step: int | None = None) -> Record:
-    """Return the record of a run, from its folder.
+    """Return the record of a run, from its folder; `results` is the content of its summary.json, now or later.
 
-    Args:
-        run: has at least a recipe.json.
-        results: content of its summary.json, now or later: `metric`, `before`, `after`.
-        step: the step of the recorded checkpoint, or None for the end of the run.
+    `step` is that of the recorded checkpoint, or None for the end of the run.
     """
     found = {key: results[key] for key in RESULT_KEYS if results.get(key) is not None}
     logged = [row for row in read_jsonl(run.metrics) if step is None or row["step"] <= step]
@@ -133,11 +130,7 @@ def add(folder: Path, results: JsonView) -> None:
 
 
 def read(folder: Path) -> Record | None:
-    """Return the record in an exported folder, or None if it has none.
-
-    Raises:
-        UserError: it cannot be read.
-    """
+    """Return the record in an exported folder, or None if it has none."""
     place = folder / FOLDER
     if not (place / RECIPE).exists():
         return None

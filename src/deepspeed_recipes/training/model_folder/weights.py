@@ -49,9 +49,6 @@ def check(folder: Path, key: str = "model.path") -> None:
     """Refuse a folder whose weights cannot be trained, as far as its config.json and headers show.
 
     A folder that does not exist (a Hub id) is not checked.
-
-    Raises:
-        UserError: no whole model, damaged or incomplete files, or quantised weights.
     """
     if not folder.is_dir():
         return
@@ -86,9 +83,8 @@ def check(folder: Path, key: str = "model.path") -> None:
 def in_parts(held: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, str]], list[str]]:
     """Return the weights that are stored quantised, and the names of all other tensors but what serving alone reads.
 
-    Returns:
-        The tensors of each quantised weight by its name without quantisation: `weight` and `scale`, maybe `zero_point`;
-        `blocks` and `scales` of MXFP4; or `packed`, `scale`, `shape` and what else belongs to packed integers.
+    The tensors of each weight, by its name without quantisation, are `weight` and `scale`, maybe `zero_point`; `blocks`
+    and `scales` of MXFP4; or `packed`, `scale`, `shape` and what else belongs to packed integers.
     """
     found: dict[str, dict[str, str]] = {}
     for name, tensor in held.items():
@@ -121,11 +117,7 @@ def unquantized(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
-    """Return every tensor in the files that transformers loads from a folder, by name.
-
-    Raises:
-        UserError: the folder has no weights that can be loaded, or a file is missing, cut off or contradicts the index.
-    """
+    """Return every tensor in the files that transformers loads from a folder, by name."""
     found: dict[str, Tensor] = {}
     for file in files(folder, key):
         held = header(file)
@@ -152,11 +144,7 @@ def tensors(folder: Path, key: str = "model.path") -> dict[str, Tensor]:
 
 
 def files(folder: Path, key: str = "model.path") -> list[Path]:
-    """Return the weight files that transformers loads from a folder.
-
-    Raises:
-        UserError: as `tensors`.
-    """
+    """Return the weight files that transformers loads from a folder."""
     if (folder / WHOLE).exists():
         if (folder / INDEX).exists():
             raise UserError(
@@ -200,11 +188,7 @@ def _why_none(folder: Path) -> str:
 
 
 def header(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file from its header: 8 bytes with its length, then JSON.
-
-    Raises:
-        UserError: damaged or cut off.
-    """
+    """Return the tensors of a safetensors file from its header: 8 bytes with its length, then JSON."""
     damaged = UserError(f"{file}: a .safetensors file is damaged or cut off; copy or download it again.")
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -235,15 +219,8 @@ def embedding_rows(folder: Path) -> int | None:
 def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[str], name: str) -> None:
     """Refuse tokens without rows in the embeddings: an IndexError in the first step, on GPUs an assertion.
 
-    Args:
-        folder: the model's.
-        tokens: the numbers of its tokenizer's tokens.
-        unwritten: tokens that no text and no template produces. Gemma 3's text models have no row for the token that
-            represents an image.
-        name: the key and the folder or Hub id.
-
-    Raises:
-        UserError: the message has both numbers.
+    No text and no template produces the `unwritten` ones. Gemma 3's text models have no row for the token that
+    represents an image. `name` is the key and the folder or Hub id.
     """
     rows = embedding_rows(folder)
     count = max((number for token, number in tokens.items() if token not in unwritten), default=-1) + 1

@@ -39,11 +39,8 @@ def whole_state(model: PreTrainedModel, keys: JsonView) -> dict[str, torch.Tenso
 
     Weights are gathered one by one and moved to the CPU: no rank's device ever holds more than one layer's experts.
     AutoEP's `w1` and `w3`, [local experts, feed-forward, hidden], are the gate and up projections, which transformers
-    holds as one matrix, [experts, 2 x feed-forward, hidden]; `w2` is the down projection.
-
-    Args:
-        model: with AutoEP's layers.
-        keys: the engine's `expert_parallel` block, which has transformers' names for the parts of a layer.
+    holds as one matrix, [experts, 2 x feed-forward, hidden]; `w2` is the down projection. `keys` is the engine's
+    `expert_parallel` block, which has transformers' names for the parts of a layer.
     """
     spread = layers(model)
     shared = {
@@ -99,15 +96,11 @@ def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
 
 
 def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:
-    """Move the experts to an optimizer group of their own, marked as DeepSpeed expects.
+    """Move the experts to an optimizer group of their own, as DeepSpeed expects; call it before the engine exists.
 
     The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
-    configuration has such groups too, but decays norms and biases like matrices.
-
-    Args:
-        optimizer: the Trainer's, before the engine exists.
-        model: the model whose parameters it updates.
-        size: number of ranks that share the experts of a layer.
+    configuration has such groups too, but decays norms and biases like matrices. `size` ranks share the experts of a
+    layer.
     """
     routed = {parameter for name, parameter in model.named_parameters() if ".experts." in name}
     group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]
@@ -137,8 +130,7 @@ class Mixture:
 def mixture(recipe: Recipe) -> Mixture:
     """Return AutoEP's settings; takes a second the first time, and must run before ZeRO-3 shards new models.
 
-    Raises:
-        UserError: AutoEP's results differ from transformers', or lack the router logits that the recipe's loss needs.
+    They must give transformers' results, and the router logits that the recipe's loss needs.
     """
     found = _mixture(recipe.model.path, recipe.model.trust_remote_code)
     if found.keys and recipe.router_aux_loss_coef:
@@ -158,8 +150,7 @@ def _mixture(path: str, trust_remote_code: bool) -> Mixture:
 def find(config: PreTrainedConfig) -> Mixture:
     """Return AutoEP's settings for a model of this configuration.
 
-    Raises:
-        UserError: no setting computes what transformers does; the message has the smallest difference or the error.
+    If no setting computes what transformers does, the message has the smallest difference or the error.
     """
     tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
     try:
@@ -249,12 +240,9 @@ def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
 
 
 def difference(whole: PreTrainedModel, keys: JsonView, count: int) -> float:
-    """Return how far a model with AutoEP's layers is from `whole`: logits and gradients, as a share of the largest.
+    """Return how far a draft with AutoEP's layers is from `whole`: logits and gradients, as a share of the largest.
 
-    Args:
-        whole: a draft; it is not changed.
-        keys: for the `expert_parallel` block.
-        count: number of layers of experts that AutoEP has to find.
+    `keys` are for the `expert_parallel` block; AutoEP has to find `count` layers of experts.
     """
     replaced = copy.deepcopy(whole)
     level = logger.level

@@ -35,22 +35,14 @@ TIED = "embedding"
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that computes different logits in stages.
-
-    Raises:
-        UserError: the model cannot be split, or computes something else in stages.
-    """
+    """Refuse a model that computes different logits in stages."""
     stages.check(recipe, tokenizer)
     if recipe.layout.tensor > 1:
         tensor_plan.styles(recipe)
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
-    """Return this rank's stage, with its own weights only.
-
-    Raises:
-        UserError: the model cannot be staged.
-    """
+    """Return this rank's stage, with its own weights only."""
     config, layout = load_config(recipe), recipe.layout
     parts = stages.stages(config, layout.pipeline)
     shared = (parts[0], parts[-1]) if config.get_text_config().tie_word_embeddings else ()
@@ -139,11 +131,9 @@ def _count_once(module: PipelineModule) -> None:
 
 
 def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Return the summed cross-entropy of a micro-batch times its weight.
+    """Return the summed cross-entropy of a micro-batch times its weight; logits are [sequences, length, vocabulary].
 
-    Args:
-        logits: [sequences, length, vocabulary].
-        labels: the token after each position ([sequences, length], -100 where it is not in the loss), and the weight.
+    `labels` are the token after each position, [sequences, length], -100 where it is not in the loss, and the weight.
     """
     of_next, weight = labels
     return _cross_entropy(logits, of_next).sum() * weight
@@ -216,9 +206,8 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
 def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed loss, and how many tokens of the last answer are not the likeliest, [sequences, 2].
 
-    Args:
-        logits: [sequences, length, vocabulary].
-        labels: the token after each position, [sequences, length]; -100 where it is not learned.
+    `logits` are [sequences, length, vocabulary]; `labels`, [sequences, length], are the token after each position, or
+    -100 where it is not learned.
     """
     learned = labels != IGNORED
     starts = learned & ~nn.functional.pad(learned[:, :-1], (1, 0), value=False)

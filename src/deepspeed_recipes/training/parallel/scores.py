@@ -139,11 +139,8 @@ def answers(
 def own_metrics(recipe: Recipe, mine: Sequence[tuple[str, str]], run: RunFolder | None, step: int) -> dict[str, float]:
     """Return the numbers of the recipe's own metrics for the answers of all ranks; a collective.
 
-    Args:
-        recipe: names the functions.
-        mine: this rank's answers that count, each with its reference, in the order of `rank_batches`.
-        run: its newest checkpoint is named in errors.
-        step: for errors.
+    `mine` are this rank's answers that count, each with its reference, in the order of `rank_batches`. Errors name the
+    step and the run's newest checkpoint.
     """
     if not functions("data.metric", recipe.data.metric):
         return {}
@@ -171,13 +168,8 @@ def closing(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -
 def compared(asked: Question, tokens: list[int], stop: Collection[int], tokenizer: PreTrainedTokenizerBase) -> Answer:
     """Compare the model's answer with the expected answer, as text, since a text has several tokenizations.
 
-    Where training teaches no token that ends the answer, only the length that training covers is compared.
-
-    Args:
-        asked: the question.
-        tokens: the model's answer, with the token that ends it unless it was cut off.
-        stop: the tokens that end an answer.
-        tokenizer: the model's.
+    Where training teaches no token that ends the answer, only the length that training covers is compared. `tokens` are
+    the model's, with the token of `stop` that ends them unless they were cut off.
     """
     wanted = until(asked.answer, stop)
     ended = bool(wanted) and wanted[-1] in stop
@@ -206,15 +198,7 @@ def preferences(
     """Return how a model ranks pairs of answers.
 
     `preference_accuracy` is the share of pairs whose chosen answer has the higher value, and `preference_margin` is how
-    much higher it is on average.
-
-    Args:
-        model: any model that `value` accepts.
-        tokenizer: the model's.
-        pairs: examples with `prompt`, `chosen` and `rejected`.
-        batch_size: pairs per forward pass and rank.
-        layout: defines which ranks share a copy of the model.
-        value: computes the value of answers: `log_likelihood`, `log_likelihood_per_token` or `reward`.
+    much higher it is on average. `value` computes it: `log_likelihood`, `log_likelihood_per_token` or `reward`.
     """
     right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
@@ -234,17 +218,10 @@ def judgements(
     batch_size: int,
     layout: Layout,
 ) -> dict[str, float]:
-    """Return how a model ranks answers that were judged good or bad, by their log-likelihood per token.
+    """Return how a model, as TRL's KTOTrainer has patched it, ranks judged answers by their log-likelihood per token.
 
     `judgement_accuracy` is the share of all pairs of a good and a bad answer in which the good answer is likelier (the
     area under the ROC curve). `judgement_margin` is how much likelier good answers are on average, in nats per token.
-
-    Args:
-        model: as TRL's KTOTrainer has patched it.
-        tokenizer: the model's.
-        judged: examples with `prompt`, `completion` and `label`.
-        batch_size: answers per forward pass and rank.
-        layout: defines which ranks share a copy of the model.
     """
     mine: list[tuple[bool, float]] = []
     for batch, count in rank_batches(judged, batch_size, layout):

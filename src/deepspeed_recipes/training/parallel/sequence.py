@@ -92,14 +92,11 @@ class PartCollator:
 
 
 def attend(model: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Make the attention in `model` cover whole sequences that are divided over the ranks of the group.
+    """Make the attention in `model` cover whole sequences that are divided over the ranks of the group, in their order.
 
     This applies in training only: in evaluation mode the model is unchanged, and each rank may have its own sequences.
-    Inputs must include `position_ids`, and no attention mask.
-
-    Args:
-        model: any tree of modules with Hugging Face attention layers; their configuration objects are changed.
-        group: its ranks, in the order of their parts.
+    Inputs must include `position_ids`, and no attention mask. The configuration objects of the attention layers are
+    changed.
     """
     modules = list(model.modules())
     found: list[object] = [getattr(module, "config", None) for module in modules]
@@ -144,8 +141,7 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute attention with the implementation `name`; queries, keys and values are [sequences, heads, part, width].
 
-    Returns:
-        [sequences, part, heads, width], as every implementation does, and None instead of weights.
+    Returns [sequences, part, heads, width], as every implementation does, and None instead of weights.
     """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     seen: dict[str, Any] = {"config": copy.copy(module.config)}
@@ -245,11 +241,7 @@ PAIR = Layout(sequence=2)
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse sequence parallelism where it would train a different model; takes about a second; a collective.
-
-    Raises:
-        UserError: the model's heads cannot be divided, or its code computes something different.
-    """
+    """Refuse sequence parallelism where it would train a different model; takes about a second; a collective."""
     size = recipe.layout.sequence
     config = load_config(recipe).get_text_config()
     if not getattr(config, "num_attention_heads", None):
@@ -268,11 +260,9 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def difference(model: torch.nn.Module, group: dist.ProcessGroup) -> float:
-    """Return how far logits, loss and gradients over two ranks are from those on one, each as a share of the largest.
+    """Return how far logits, loss and gradients of a draft without dropout over two ranks are from those on one.
 
-    Args:
-        model: a draft, the same on both ranks; without dropout.
-        group: the two ranks.
+    Each is a share of the largest; the draft is the same on both ranks.
     """
     attend(model, group)
     rank, found = dist.get_rank(group), []

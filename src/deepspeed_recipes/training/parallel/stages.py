@@ -20,11 +20,7 @@ PROBE_STAGES = 3
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a model that computes different logits in stages; checked on a shrunken model, before anything is loaded.
-
-    Raises:
-        UserError: the model cannot be split, or computes something else in stages.
-    """
+    """Refuse a model that computes different logits in stages, by a shrunken model, before anything is loaded."""
     size = recipe.layout.pipeline
     if recipe.model.trust_remote_code or recipe.model.quantization != "none":
         raise refusal("foreign pipeline", size=size)
@@ -74,11 +70,7 @@ def _without_weights(recipe: Recipe) -> PreTrainedModel:
 
 
 def stages(config: PreTrainedConfig, count: int) -> list[range]:
-    """Return the layers of each stage, balanced by parameters; embedding, norm and head count too.
-
-    Raises:
-        UserError: fewer layers than stages, or not a decoder of the usual shape.
-    """
+    """Return the layers of each stage, balanced by parameters; embedding, norm and head count too."""
     with torch.device("meta"):
         whole = AutoModelForCausalLM.from_config(config, trust_remote_code=base_model.remote_code_permitted())
     layers = transforms.decoder_layers(whole)
@@ -110,14 +102,10 @@ class Stage(nn.Module):
         return self.model.get_input_embeddings()
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Compute this stage.
+        """Compute this stage; return the same for the next stage, or the logits.
 
-        Args:
-            inputs: token ids (first stage, [sequences, length]) or hidden states ([sequences, length, width]), and
-                position ids.
-
-        Returns:
-            The same for the next stage, or the logits.
+        Inputs are token ids (first stage, [sequences, length]) or hidden states ([sequences, length, width]), and
+        position ids.
         """
         received, position_ids = inputs
         return transforms.run_stage(self.model, received, position_ids)

@@ -29,8 +29,7 @@ STYLES = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input", 
 def plan(config: PreTrainedConfig) -> dict[str, str]:
     """Return how each linear layer of a decoder layer is split, by its name in it (`self_attn.q_proj: colwise`).
 
-    Raises:
-        ValueError: transformers has no plan for this architecture, or one that splits what `shard` cannot.
+    Raises ValueError if transformers has no plan for this architecture, or one that splits what `shard` cannot.
     """
     planned = config.get_text_config().base_model_tp_plan or {}
     # transformers 5.17 plans the embeddings too.
@@ -42,13 +41,10 @@ def plan(config: PreTrainedConfig) -> dict[str, str]:
 
 
 def shard(module: torch.nn.Module, styles: Mapping[str, str], group: dist.ProcessGroup) -> None:
-    """Keep this rank's part of every linear layer in `module` that `styles` names; only its use is a collective.
+    """Keep this rank's part of the linear layers of `module` that are in `styles`; only its use is a collective.
 
-    Args:
-        module: one or more whole decoder layers, the same on all ranks of `group`. Heads and feed-forward width must be
-            multiples of the group's size.
-        styles: from `plan`.
-        group: the ranks that share the module; they must read the same sequences.
+    `module` is one or more whole decoder layers, the same on all ranks of `group`, which must read the same sequences.
+    Heads and feed-forward width must be multiples of the group's size.
     """
     set_autotp_mode(training=True)  # otherwise DeepSpeed freezes the layers that it replaces
     for name, style in _matches(module, styles):
@@ -118,12 +114,7 @@ def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[s
     AutoTP would also split the output head, whose weight is read by everything that computes a loss without whole
     logits. It mistakes PEFT's layer for the linear layer in it, and replaces it by a layer without adapters. And it
     refuses plans in which a layer splits whole inputs, though it has a layer for that. `test_autotp_loses_adapters` and
-    `test_autotp_splits_the_head` fail once AutoTP can be used.
-
-    Args:
-        model: whole on every rank, or sharded by ZeRO-3.
-        size: number of ranks that share the model.
-        styles: how its linear layers are split.
+    `test_autotp_splits_the_head` fail once AutoTP can be used. The model is whole on every rank, or sharded by ZeRO-3.
     """
     if isinstance(model, PeftModel):
         for parameter in model.parameters():
@@ -152,12 +143,10 @@ def layers(module: torch.nn.Module) -> dict[str, TensorParallel_Layer]:
 
 @torch.no_grad()
 def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True) -> dict[str, torch.Tensor]:
-    """Return the state dict of the unsplit module, on the host; a collective that gathers one layer at a time.
+    """Return the state dict of an unsplit module, on the host; a collective that gathers one layer at a time.
 
-    Args:
-        module: as `shard` returned it, its weights not sharded by ZeRO-3.
-        keep: False on ranks that only take part; they return nothing.
-        frozen: False omits weights that are not trained.
+    `module` is as `shard` leaves it, its weights not sharded by ZeRO-3. Ranks that only take part do not `keep` it and
+    return nothing; `frozen=False` omits weights that are not trained.
     """
     split = layers(module)
     state: dict[str, torch.Tensor] = {}

@@ -47,8 +47,7 @@ class Pair:
 def styles(recipe: Recipe) -> Mapping[str, str]:
     """Return how the linear layers in a decoder layer are split, by name; a collective the first time.
 
-    Raises:
-        UserError: no layer can be split; the message lists the layers.
+    A model of which no layer can be split is refused with its layers.
     """
     config = load_config(recipe).get_text_config()
     if config.model_type in TENSOR_PARALLEL_TYPES:
@@ -132,11 +131,7 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
 
 
 def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
-    """Return the pairs in a model's decoder layers, and the linear layers that belong to none.
-
-    Args:
-        model: a draft with every kind of layer; it makes one forward pass.
-    """
+    """Return the pairs in a draft's decoder layers, and the linear layers of none; makes one forward pass."""
     seen = _outputs(model)
     names = {node: name for name, (_, node) in seen.items()}
     before = {name: _reached(node, names) for name, (node, _) in seen.items()}

@@ -25,21 +25,13 @@ from . import expert, scores, sequence, tensor, tensor_plan
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Find how tensor parallelism splits the model; without it, accept every model.
-
-    Raises:
-        UserError: none of its layers can be split.
-    """
+    """Find how tensor parallelism splits the model; without it, accept every model."""
     if recipe.layout.tensor > 1:
         tensor_plan.styles(recipe)
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
-    """Return the model, split over tensor-parallel ranks; a classifier has `labels`.
-
-    Raises:
-        UserError: the weights cannot be loaded, or the model lacks a loss that the recipe needs.
-    """
+    """Return the model, split over tensor-parallel ranks; a classifier has `labels`."""
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe, labels=labels)
         if recipe.layout.tensor > 1:

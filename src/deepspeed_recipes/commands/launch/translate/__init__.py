@@ -33,17 +33,10 @@ WIDTH = 116
 
 
 def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], page: Path | None = None) -> int:
-    """Print the command that does what a file asks for; return 1 if the run would train differently.
+    """Print the command for another tool's YAML or JSON file; return 1 if the run would train differently.
 
-    Args:
-        file: the YAML or JSON file of another tool.
-        gpus: GPUs per machine, as the user gave them; None: 1.
-        nodes: number of machines, in the same way.
-        changes: the overrides that the user gave, which win.
-        page: a new page to keep the translation in, or None.
-
-    Raises:
-        UserError: the file cannot be read, or is of no tool that is known here; or the page cannot be written.
+    `gpus` per machine and `nodes` are 1 unless the user gave them. `changes`, the user's overrides, win. With `page`,
+    the translation is kept in a new page.
     """
     if words := [change for change in changes if "=" not in change]:
         raise UserError(f"--from {file}: {words[0]}: the file names model and method; only key=value can be added.")
@@ -67,11 +60,7 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], pa
 
 
 def translate(file: Path, gpus: int) -> Translation:
-    """Return the translation of a training file.
-
-    Raises:
-        UserError: the file cannot be read, is of no known tool, or has a value of the wrong kind.
-    """
+    """Return the translation of a training file."""
     values = read(file)
     if "train_dataset" in values:
         raise UserError(f"{file}: a file of LLaMA-Factory's v1 (train_dataset); only its files with `stage` are read.")
@@ -86,11 +75,7 @@ def translate(file: Path, gpus: int) -> Translation:
 
 
 def read(file: Path) -> Json:
-    """Return the settings in a YAML or JSON file.
-
-    Raises:
-        UserError: the file cannot be read, is not a mapping, has a key twice, or has text that another tool replaces.
-    """
+    """Return the settings in a YAML or JSON file: a mapping without double keys or another tool's placeholders."""
     import yaml  # not in the standard library, and only this command needs it
 
     class Loader(yaml.SafeLoader):
@@ -154,11 +139,7 @@ def recipe_of(model: str) -> str | None:
 
 
 def command_of(found: Translation) -> list[str]:
-    """Return the words of the command, without the settings that the recipe has already.
-
-    Raises:
-        UserError: the recipe lacks the variant, or the settings contradict each other.
-    """
+    """Return the words of the command, without the settings that the recipe has already."""
     name, chosen = recipe_of(found.model), variant(found)
     changes = [f"{key}={value}" for key, value in found.overrides.items()]
     keys = overrides.override_keys()
@@ -255,11 +236,7 @@ if __name__ == "__main__":
 
 
 def write(found: Translation, file: Path, page: Path) -> None:
-    """Write a page with the translation as its only variant.
-
-    Raises:
-        UserError: the model has no page to start from, or the page exists or cannot be one.
-    """
+    """Write a page with the translation as its only variant."""
     start, *rest = command_of(found)
     if why := found.missing.get("the command"):
         raise UserError(f"--write {page}: {why}")

@@ -57,11 +57,7 @@ def is_one(values: JsonView) -> bool:
 
 
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
-    """Translate the settings of a file; the arguments are those of `llama_factory.translate`.
-
-    Raises:
-        UserError: a value of the wrong kind.
-    """
+    """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
     found = Translation("Axolotl", _flat(values), DEFAULTS)
     found.model = str(found.take("base_model"))
     found.note("base_model", "the model")

@@ -47,16 +47,7 @@ def is_one(values: JsonView) -> bool:
 
 
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
-    """Translate the settings of a file.
-
-    Args:
-        values: the file's settings.
-        gpus: number of GPUs of the whole run.
-        place: the file's folder, from which `dataset_dir` is tried after the current folder.
-
-    Raises:
-        UserError: a stage that trains nothing, or a value of the wrong kind.
-    """
+    """Translate the settings of a file for a run on `gpus` GPUs; `dataset_dir` is in the current folder or `place`."""
     found = Translation("LLaMA-Factory", values, DEFAULTS)
     if "do_train" in values and not values["do_train"]:
         raise UserError("do_train: false: this file does not train; use ds-recipes evaluate or generate.")

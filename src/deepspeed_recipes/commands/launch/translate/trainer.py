@@ -240,12 +240,9 @@ def sharding_file(path: str) -> str | None:
 
 
 def adapters(found: Translation, names: Mapping[str, str], default_alpha: float | None = None) -> None:
-    """Translate LoRA's settings.
+    """Translate LoRA's settings; `names` maps our key without `lora.` to the other tool's.
 
-    Args:
-        found: the translation.
-        names: our key without `lora.` -> the other tool's key.
-        default_alpha: alpha by the rank's multiple, where the other tool derives it.
+    Where the other tool derives alpha from the rank, `default_alpha` is the multiple.
     """
     rank = found.take(names["rank"])
     found.set("lora.rank", rank, names["rank"])
@@ -262,11 +259,7 @@ def adapters(found: Translation, names: Mapping[str, str], default_alpha: float 
 
 
 def number(value: Any, name: str) -> float:
-    """Return a number that YAML may have read as text (`1e-4`).
-
-    Raises:
-        UserError: it is not a number.
-    """
+    """Return a number that YAML may have read as text (`1e-4`), or refuse the value."""
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -81,11 +81,7 @@ def is_one(values: JsonView) -> bool:
 
 
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
-    """Translate the settings of a file; the arguments are those of `llama_factory.translate`.
-
-    Raises:
-        UserError: a value of the wrong kind.
-    """
+    """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
     given, kind = _set_by_the_user(values) if saved else (values, "")
     own = bool(kind) or (not saved and "model_name_or_path" in values)
@@ -234,11 +230,7 @@ def _data(found: Translation) -> None:
 
 
 def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
-    """Return the arguments that differ from the defaults of their class, and its method: none for TrainingArguments.
-
-    Raises:
-        UserError: transformers or TRL is not installed.
-    """
+    """Return the arguments that differ from the defaults of their class, and its method: none for TrainingArguments."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:  # takes seconds, and only saved arguments need it
         import trl

@@ -118,8 +118,7 @@ def _takes_passages(form: str, method: str) -> bool:
 def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
     """Return the form of a source, detected from the fields of its first example unless the recipe names a form.
 
-    Raises:
-        UserError: the fields belong to no form, or to one that only another method reads.
+    A form that only another method reads is refused.
     """
     example = keys.with_usual_names(where, example)
     if asked != "auto":
@@ -190,14 +189,7 @@ def converted(
 ) -> Iterator[Example]:
     """Yield the examples of one source, (place, example) each, as the method reads them.
 
-    Args:
-        located: the examples.
-        method: the method's name.
-        form: the source's, or "auto".
-        bad: called with the errors of examples, which are otherwise raised.
-
-    Raises:
-        UserError: the message has the place, the field, the expected value and the fix.
+    `bad` is called with the errors of examples, which are otherwise raised.
     """
     found = None
     for where, given in located:
@@ -226,8 +218,7 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
 def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
     """Return the first example of a source whose form is known, its place, and the form.
 
-    Raises:
-        UserError: there is no example, or the first example's error if none has a form.
+    If no example has one, the first example's error is raised.
     """
     first = None
     for where, example in islice(located, TRIED):
@@ -278,12 +269,8 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
 def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | None:
     """Return a line with the keys of a source that neither this project nor the chat template reads, or None.
 
-    The keys that only a reward function gets are on a line of their own: which of them it reads is not known.
-
-    Args:
-        name: the source's.
-        counts: number of examples by key, from `unread`.
-        template: the chat template's text.
+    `counts` is the number of examples by key, from `unread`. The keys that only a reward function gets are on a line of
+    their own: which of them it reads is not known.
     """
     found = {
         key: count
@@ -498,11 +485,7 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
 
 
 def column_fields(text: str | None) -> dict[str, str]:
-    """Return the field of each column in `data.columns`; a column's name may contain any character.
-
-    Raises:
-        UserError: not in the form column:field, or a field that nothing reads.
-    """
+    """Return the field of each column in `data.columns`; a column's name may contain any character."""
     if text is None:
         return {}
     pairs = re.findall(rf"(.+?):({'|'.join((*FIELDS, *OF_TURNS))})(?:,|$)", text)
@@ -517,11 +500,7 @@ def column_fields(text: str | None) -> dict[str, str]:
 def renamed_columns(
     located: Iterable[tuple[str, Example]], columns: Mapping[str, str]
 ) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of one source with the columns renamed that `fields` lists.
-
-    Raises:
-        UserError: the first example has no such column.
-    """
+    """Yield the examples of one source with the columns renamed that `fields` lists."""
     for number, (where, example) in enumerate(located):
         missing = [column for column in columns if column not in example]
         if missing and not number:
@@ -531,11 +510,7 @@ def renamed_columns(
 
 
 def role_names(text: str | None) -> dict[str, str]:
-    """Return the role of each name in `data.roles`.
-
-    Raises:
-        UserError: not in the form name:role, or a role that nothing reads.
-    """
+    """Return the role of each name in `data.roles`."""
     pairs = [pair.partition(":") for pair in (text or "").split(",") if pair.strip()]
     for name, _, role in pairs:
         if not name.strip() or role.strip().lower() not in ROLES:
@@ -555,9 +530,6 @@ def prepared(
     """Yield the examples of one source transformed, with columns and roles renamed, and turns joined.
 
     `reading` is from `reading_of`, and `on_drop` is called for each example that `data.transform` drops.
-
-    Raises:
-        UserError: the first example lacks a column, or turns are not JSON.
     """
     turns = {name: reading[name] for name in ("keys", "roles", "join")}
     located = own_code.transformed(located, reading["transform"], on_drop, bad)
@@ -578,11 +550,7 @@ def prepared(
 
 
 def reading_of(data: Data) -> Json:
-    """Return how a recipe's examples are read before their form is known, in plain types.
-
-    Raises:
-        UserError: `data.columns` or `data.roles` is not in its form.
-    """
+    """Return how a recipe's examples are read before their form is known, in plain types."""
     fields = column_fields(data.columns)
     columns = {column: field for column, field in fields.items() if field not in OF_TURNS}
     of_turns = {key: field for key, field in fields.items() if field in OF_TURNS}

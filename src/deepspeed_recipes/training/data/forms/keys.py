@@ -57,11 +57,7 @@ def yes_or_no(value: object, words: Mapping[str, bool]) -> bool | None:
 
 
 def with_usual_names(where: str, example: Json) -> Json:
-    """Return the example with the forms' names of its fields.
-
-    Raises:
-        UserError: it has a field under two names.
-    """
+    """Return the example with the forms' names of its fields."""
     for other, usual in ALIASES.items():
         if example.get(other) not in EMPTY:
             if example.get(usual) not in EMPTY:
@@ -116,11 +112,7 @@ def refuse_parts(where: str, parts: Iterable[object]) -> None:
 
 
 def is_learned(where: str, turn: JsonView) -> bool:
-    """Return whether an assistant's turn is in the loss according to its flags.
-
-    Raises:
-        UserError: a flag is neither yes nor no, or concerns a part of the turn.
-    """
+    """Return whether an assistant's turn is in the loss by its flags, none of which may concern a part of it."""
     if turn.get(DETAIL):
         raise UserError(
             f"{where} has {DETAIL!r}, flags of parts of a turn; a turn is learned whole or not at all: write 'train' "
@@ -131,11 +123,7 @@ def is_learned(where: str, turn: JsonView) -> bool:
 
 
 def is_example_learned(where: str, example: JsonView) -> bool:
-    """Return whether a whole conversation is in the loss according to its flags.
-
-    Raises:
-        UserError: see `is_learned`.
-    """
+    """Return whether a whole conversation is in the loss according to its flags."""
     given = {name: example[name] for name in FLAGS if example.get(name) not in EMPTY}
     if str(given.get(MEASURED)).lower() not in ("true", "false"):
         given.pop(MEASURED, None)
@@ -153,11 +141,7 @@ def _flag(where: str, name: str, value: object) -> bool:
 
 
 def options(where: str, example: JsonView) -> Json | None:
-    """Return the example's arguments for the chat template, or None if it has none.
-
-    Raises:
-        UserError: they are not an object, or include one that no template gets.
-    """
+    """Return the example's arguments for the chat template, or None if it has none."""
     found = example.get("chat_template_kwargs") or {}
     if isinstance(found, str):
         found = parsed(f"{where}: 'chat_template_kwargs'", found)
@@ -187,11 +171,7 @@ def without_nulls(value: object) -> Any:
 
 
 def parsed(where: str, text: str) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        UserError: it is not JSON.
-    """
+    """Return the value of a JSON text."""
     try:
         return from_json(text)
     except (ValueError, RecursionError) as error:

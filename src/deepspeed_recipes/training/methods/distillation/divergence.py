@@ -28,12 +28,9 @@ Compare = Callable[[torch.Tensor, slice], tuple[torch.Tensor, torch.Tensor]]
 
 
 def per_token(student: torch.Tensor, teacher: torch.Tensor, recipe: Recipe) -> torch.Tensor:
-    """Return the divergence that the recipe names, at its temperature, [tokens], in nats.
+    """Return the divergence that `distill.loss` and `distill.beta` name, at their temperature, [tokens], in nats.
 
-    Args:
-        student: its log-probabilities.
-        teacher: its log-probabilities of the same outcomes.
-        recipe: for `distill.loss` and `distill.beta`.
+    Both sides are log-probabilities of the same outcomes.
     """
     distill = Distill.of(recipe)
     if distill.loss == "forward_kl":
@@ -67,12 +64,9 @@ def of_outcomes(log_probs: torch.Tensor, likeliest: torch.Tensor) -> torch.Tenso
 
 
 def summed(hidden: torch.Tensor, head: Head, compare: Compare) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the loss of `compare`, summed over all tokens, and its numbers, which have no gradients.
+    """Return the sum of `compare`'s loss over tiles of hidden states, [tokens, hidden], and its numbers, detached.
 
-    Args:
-        hidden: hidden states, [tokens, hidden].
-        head: its weights must be gathered.
-        compare: computes the loss of a tile.
+    The head's weights must be gathered.
     """
     return _Tiles.apply(hidden, head, compare, *head.weights)
 

@@ -86,11 +86,7 @@ class Served:
 
     @classmethod
     def of(cls, recipe: Recipe, vocabulary: int) -> "Served":
-        """Return the teacher of a recipe.
-
-        Raises:
-            UserError: the server does not answer, or has no model.
-        """
+        """Return the teacher of a recipe."""
         address = str(Distill.of(recipe).teacher).rstrip("/").removesuffix("/v1")
         models = _asked_for(address, "/v1/models")["data"]
         if not models:
@@ -98,11 +94,7 @@ class Served:
         return cls(address, models[0]["id"], vocabulary)
 
     def check(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Refuse a server whose model has another tokenizer than the student.
-
-        Raises:
-            UserError: the tokenizers split a text differently, or the server does not return its tokens.
-        """
+        """Refuse a server that does not return its tokens, or whose model has another tokenizer than the student."""
         body = {"model": self.model, "prompt": SAMPLE, "add_special_tokens": False}
         theirs = _asked_for(self.address, "/tokenize", body)["tokens"]
         ours = tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
@@ -115,13 +107,8 @@ class Served:
     def likeliest(self, inputs: Batch, places: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the likeliest tokens at some places, and their log-probabilities with that of all others, on the CPU.
 
-        Args:
-            inputs: a batch of packed or single sequences; each document is a prompt by itself.
-            places: numbers of tokens, all sequences of the batch laid end to end.
-            count: number of tokens per place.
-
-        Raises:
-            UserError: the server does not answer, or refuses this number of tokens.
+        `inputs` is a batch of packed or single sequences, each of whose documents is a prompt by itself. `places` are
+        numbers of tokens, all sequences of the batch laid end to end, with `count` tokens each.
         """
         ids, positions = (inputs[name].flatten().tolist() for name in ("input_ids", "position_ids"))
         documents: dict[int, list[int]] = {}
@@ -207,11 +194,7 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
 
 
 def known(folder: Path, mark: Json) -> bool:
-    """Return whether a folder is complete and matches `of_run`.
-
-    Raises:
-        UserError: it was computed from something else.
-    """
+    """Return whether a folder is complete; refuse it if it was computed from something else than `of_run`."""
     if not (folder / MARK).exists():
         return False
     found = read_json(folder / MARK)

@@ -45,11 +45,7 @@ def entries(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of vocabulary entries of both models; call it before either is loaded.
-
-    Raises:
-        UserError: the teacher does not exist, or its tokenizer has other tokens or other numbers for them.
-    """
+    """Return the number of vocabulary entries of both models, which must be equal; call it before either is loaded."""
     path = recipe_of(recipe).model.path
     try:
         theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
@@ -65,8 +61,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
 def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Find the attention with which a teacher computes; call it before ZeRO-3 shards every new model.
 
-    Raises:
-        UserError: as `check`, or its logits cannot be computed in tiles, or it would mix packed documents.
+    Refuses logits that cannot be computed in tiles, and a teacher that would mix packed documents.
     """
     check(recipe, tokenizer)
     teacher = recipe_of(recipe)
@@ -76,11 +71,7 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def load_frozen(recipe: Recipe) -> PreTrainedModel:
-    """Return the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
+    """Return the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank."""
     teacher = recipe_of(recipe)
     attention = _attention[teacher.model.path]
     model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
@@ -145,10 +136,8 @@ def read_by_models(inputs: Batch) -> Batch:
 def hidden_states(model: PreTrainedModel, inputs: Batch, places: torch.Tensor) -> torch.Tensor:
     """Return a causal model's last hidden states at some places, [places, hidden].
 
-    Args:
-        model: without an adapter model around it; adapters may be inside.
-        inputs: the part of a batch that models read.
-        places: numbers of tokens when all sequences of the batch are concatenated.
+    Adapters may be inside the model, but no adapter model around it. `inputs` is the part of a batch that models read;
+    `places` are numbers of tokens when all its sequences are concatenated.
     """
     states = model.base_model(**inputs, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, places)

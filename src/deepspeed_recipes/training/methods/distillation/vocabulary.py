@@ -13,12 +13,7 @@ from ....recipe.run_folder import read_json
 def tokens(folder: Path, special: bool = True) -> dict[str, int]:
     """Return the tokens in a folder's tokenizer.json with their numbers; empty if the file does not exist.
 
-    Args:
-        folder: a model's.
-        special: include tokens that only templates write; ordinary text is never read as these.
-
-    Raises:
-        UserError: not a tokenizer.json.
+    `special` tokens are those that only templates write; ordinary text is never read as these.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -36,16 +31,7 @@ def tokens(folder: Path, special: bool = True) -> dict[str, int]:
 
 
 def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> None:
-    """Refuse a teacher whose tokens are not the model's.
-
-    Args:
-        teacher: its folder or Hub id.
-        ours: the numbers of the model's tokens.
-        theirs: the numbers of the teacher's tokens.
-
-    Raises:
-        UserError: a token is missing on one side or has another number.
-    """
+    """Refuse a teacher (a folder or Hub id) whose tokens and their numbers are not the model's."""
     differing = {token for token, _ in ours.items() ^ theirs.items()}
     if differing:
         example = min(differing)

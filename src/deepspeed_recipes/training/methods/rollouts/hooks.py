@@ -60,13 +60,8 @@ def written_answers(
 ) -> list[list[int]]:
     """Return the answers of a trainer's current model to prompts, without dropout; a collective under ZeRO-3.
 
-    Args:
-        trainer: the run's.
-        prompts: tokens.
-        noise: for as many answers.
-        max_new_tokens: limit per answer.
-        end: tokens that end an answer.
-        gather: make ZeRO-3's weights whole on every rank meanwhile.
+    `noise` is for as many answers; `end` are the tokens that end one. With `gather`, ZeRO-3's weights are whole on
+    every rank meanwhile.
     """
     training = trainer.model.training
     with unwrap_model_for_generation(

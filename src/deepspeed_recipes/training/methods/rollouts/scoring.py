@@ -70,11 +70,7 @@ class Scorer:
         return [math.nan] * len(self.functions)
 
     def ask(self, answer: str, example: Json) -> list[float] | str:
-        """Return each function's number, or an error message.
-
-        Raises:
-            UserError: the functions cannot be loaded.
-        """
+        """Return each function's number, or an error message."""
         self._start()
         assert self.process is not None and self.process.stdin is not None
         try:
@@ -149,22 +145,14 @@ class Scorer:
 
 
 def example_of(row: Json) -> Json:
-    """Return the example for a reward function: its fields, its prompt and the expected answer.
-
-    Args:
-        row: an example in the form of `formats.py` for the methods that read prompts.
-    """
+    """Return the example for a reward function: its fields, its prompt and the expected answer."""
     turns, given = row["messages"], row["given"]
     expected = turns[given]["content"] if len(turns) > given else None
     return {**row["fields"], "prompt": turns[:given], "expected": expected}
 
 
 def check(recipe: Recipe, rows: Sequence[Json]) -> None:
-    """Try the reward functions on the expected answers of the first examples.
-
-    Raises:
-        UserError: they cannot be loaded, or return no number for any of them.
-    """
+    """Try the reward functions on the expected answers of the first examples; some have to get a number."""
     scorer = Scorer(recipe)
     try:
         failures = []

@@ -48,9 +48,7 @@ def main(seconds: float, names: list[str]) -> None:
 def load(path: str, name: str) -> Function:
     """Return a function of a file, which may import modules from its folder.
 
-    Raises:
-        AttributeError: the file has no function of that name.
-        TypeError: the name is not that of a function.
+    Raises AttributeError if the file has no such name, and TypeError if it is not that of a function.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
     found = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
