@@ -82,7 +82,8 @@ def cause(ranks: list[Rank], about: Json) -> Cause:
         return Cause(
             "compute",
             f"it computes {mean(rank.share('compute') for rank in ranks):.0%} of the time",
-            "nothing; nearly all time is computation, though a larger micro_batch_size may use the hardware better",
+            f"nothing is certain to help: no other share is above {share:.0%} ({worst.partition('_')[0]}); a larger "
+            "micro_batch_size may use the hardware better",
         )
     if worst == "communication_waited":
         return _communication(share, ranks, about)

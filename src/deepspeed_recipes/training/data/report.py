@@ -113,10 +113,10 @@ Pieces = list[tuple[str, bool]]
 
 def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
     """Return (shortest, longest, number), for equal steps of length from the shortest to the longest."""
-    least = int(lengths.min())
-    step = -(-(int(lengths.max()) - least + 1) // BARS)
-    counts = np.bincount((lengths - least) // step, minlength=BARS)
-    starts = range(least, least + step * BARS, step)
+    least, most = int(lengths.min()), int(lengths.max())
+    step = -(-(most - least + 1) // BARS)
+    counts = np.bincount((lengths - least) // step)
+    starts = range(least, most + 1, step)
     return tuple((start, start + step - 1, int(count)) for start, count in zip(starts, counts, strict=True))
 
 
