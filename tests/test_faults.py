@@ -320,13 +320,43 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_only_one_stays(original, tmp_
     os.truncate(run.checkpoints / "checkpoint-6" / FILES[1], 3)
     by_torchrun(run)
     assert (run.checkpoints / "checkpoint-6-damaged" / FILES[0]).exists()
-    assert f"checkpoint-6/{FILES[1]} is damaged" in capsys.readouterr().err
+    wrong = f"checkpoint-6/{FILES[1]} is damaged (it has 3 bytes, and 100 were written)"
+    assert wrong in capsys.readouterr().err
     (run.checkpoints / "checkpoint-3" / FILES[0]).unlink()
     before = tree(run.path)
     for resume in (launched, by_torchrun):
         with pytest.raises(UserError, match=f"no complete checkpoint.*|checkpoint-3/{FILES[0]} is damaged"):
             resume(run)
     assert tree(run.path) == before
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    {
+        b"global_step9": "it names 'global_step9', and the checkpoint has global_step)",
+        b"": "it names '', and",
+        b"global_step\n": r"it names 'global_step\n', and",
+        b"\xff\x00": "it names '\ufffd\\x00', and",
+        None: "it is missing)",
+        "gone": "a link to gone, which does not exist)",
+    }.items(),
+)
+def test_a_damaged_latest_is_described(original, tmp_path, capsys, content, why):
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(original.path, run.path)
+    checkpoint = run.checkpoints / "checkpoint-6"
+    latest, written = checkpoint / "latest", run_folder.read_json(checkpoint / COMPLETE)
+    latest.write_text("global_step")
+    written["files"]["latest"], written["digests"]["latest"] = 11, digests.of_file(latest)
+    write_json(checkpoint / COMPLETE, written)
+    assert digests.newest_intact(run) == checkpoint
+    latest.unlink()
+    if isinstance(content, bytes):
+        latest.write_bytes(content)
+    elif content:
+        latest.symlink_to(content)
+    assert digests.newest_intact(run).name == "checkpoint-3"
+    assert f"checkpoint-6/latest is damaged ({why}" in capsys.readouterr().err
 
 
 def test_a_run_that_has_saved_does_not_start_again_without_its_disk(tmp_path):

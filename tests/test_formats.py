@@ -114,6 +114,9 @@ PAIRS = {
     },
     "an instruction": {"instruction": "Hi?", "input": "", "chosen": "Yes.", "rejected": "No."},
     "a question": {"question": "Hi?", "chosen": "Yes.", "rejected": "No."},
+    "texts of hh-rlhf": {"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes.", "rejected": "\n\nHuman: Hi?\n\nAssistant: No."},
+    "a prompt of hh-rlhf": {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": "Yes.", "rejected": "No."},
+    "answers of hh-rlhf": {"prompt": "Hi?", "chosen": "\n\nAssistant: Yes.", "rejected": "\n\nAssistant: No."},
     "whole conversations": {"chosen": SHORT, "rejected": [user("Hi?"), assistant("No.")]},
     "whole conversations beside a prompt": {
         "prompt": "Hi?",

@@ -101,17 +101,23 @@ def test_a_run_resumes_on_another_day_with_the_date_in_its_template(ranks, model
     assert "01 May 2024" in run.data.read_text() and read_json(run.summary)["steps"] == 2
 
 
-def test_cached_tokens_of_an_earlier_day_are_not_those_of_a_dated_template(model_folder, tmp_path, monkeypatch):
-    path = write(tmp_path / "a.jsonl", 4)
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "classify"])
+def test_cached_tokens_of_an_earlier_day_are_not_those_of_a_dated_template(method, model_folder, tmp_path, monkeypatch):
+    rows = [
+        {**conversation("q?", "Yes."), **({"label": f"c{at % 2}"} if method == "classify" else {})} for at in range(4)
+    ]
+    if method in ("dpo", "reward"):
+        rows = [{"prompt": "q?", "chosen": "A.", "rejected": f"B{at}."} for at in range(4)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     tokenizer.chat_template = "{{ strftime_now('%d %b') }} " + tokenizer.chat_template
-    recipe, read = small(model_folder, path), []
+    recipe = small(model_folder, tmp_path / "a.jsonl", method=method, packing=False)
+    read = []
     for day in (1, 2):
         now = classmethod(lambda cls, tz=None, day=day: cls(2024, 5, day))
         monkeypatch.setattr(chat_template_utils, "datetime", type("Later", (datetime,), {"now": now}))
-        examples = sources.mix(sources.read(str(path), recipe), None, 1)
-        packed, _ = tokenize.tokenized(examples, recipe, tokenizer)
-        read.append(tokenizer.decode(packed[0]["input_ids"]))
+        found = training_run.method(method).datasets(recipe, tokenizer).training[0]
+        read.append(tokenizer.decode(next(found[key] for key in ("input_ids", "prompt_ids") if key in found)))
     assert "01 May" in read[0] and "02 May" in read[1]
 
 

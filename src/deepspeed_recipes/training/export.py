@@ -541,7 +541,8 @@ def _check_copies(source: Path, copy: Path) -> None:
     written = read_json(source / COMPLETE).get("digests", {}) if (source / COMPLETE).exists() else {}
     for file in copy.iterdir():
         if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
-            raise UserError(f"{source / file.name} is damaged (a disk or memory error); export another checkpoint.")
+            why = digests.harm(source, file.name)
+            raise UserError(f"{source / file.name} is damaged ({why}); export another checkpoint.")
 
 
 _COPIED = (".json", ".safetensors", ".jinja", ".model", ".txt")

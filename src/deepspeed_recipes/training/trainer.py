@@ -364,7 +364,7 @@ class RunHooks(Hooked):
         dist.broadcast_object_list(bad)
         if bad[0]:
             raise UserError(
-                f"{checkpoint / bad[0]} is damaged (a disk or memory error), and its weights are the best; "
+                f"{checkpoint / bad[0]} is damaged ({digests.harm(checkpoint, bad[0])}), and its weights are the best; "
                 "--resume keep_best=false exports the last step's."
             )
         converted = universal.is_needed(context.recipe.layout, context.run, dist.get_world_size(), checkpoint)

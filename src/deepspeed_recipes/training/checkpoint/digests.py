@@ -49,6 +49,27 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
         return next((name for name, bad in zip(digests, pool.map(differs, digests), strict=True) if bad), None)
 
 
+def harm(checkpoint: Path, name: str) -> str:
+    """Return what is wrong with a damaged file of a checkpoint.
+
+    Raises:
+        FileUnusable: it cannot be read now.
+    """
+    file = checkpoint / name
+    with explained(file):
+        if not file.exists():
+            return f"a link to {os.readlink(file)}, which does not exist" if file.is_symlink() else "it is missing"
+        if name == COMPLETE:
+            return "it is cut off"
+        if name == "latest":  # DeepSpeed's, with the name of the folder to load
+            folders = ", ".join(one.name for one in checkpoint.iterdir() if one.is_dir()) or "no folder"
+            return f"it names {file.read_bytes()[:80].decode(errors='replace')!r}, and the checkpoint has {folders}"
+        written, found = read_json(checkpoint / COMPLETE).get("files", {}).get(name), file.stat().st_size
+        if written not in (None, found):
+            return f"it has {found:,} bytes, and {written:,} were written"
+    return "a disk or memory error"
+
+
 def newest_intact(run: RunFolder) -> Path | None:
     """Return the newest complete checkpoint whose files are intact, or None if the run has written none.
 
@@ -59,12 +80,12 @@ def newest_intact(run: RunFolder) -> Path | None:
         name = truncated(checkpoint) or damaged(checkpoint)
         if name is None:
             for one, file in bad.items():
-                aside = _free_name(one)
+                aside, why = _free_name(one), harm(one, file)
                 with explained(one):
                     one.rename(aside)
                 print(
-                    f"{one / file} is damaged (a disk or memory error): skipping this checkpoint, which is now "
-                    f"{aside.name}; delete it if you do not need it",
+                    f"{one / file} is damaged ({why}): skipping this checkpoint, which is now {aside.name}; delete it "
+                    "if you do not need it",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -73,8 +94,8 @@ def newest_intact(run: RunFolder) -> Path | None:
     if bad:
         one, file = next(iter(bad.items()))
         raise UserError(
-            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is damaged (a disk or memory "
-            "error), and no older checkpoint is intact; restore one from a copy, or start a new run."
+            f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is damaged ({harm(one, file)}), "
+            "and no older checkpoint is intact; restore one from a copy, or start a new run."
         )
     return None
 

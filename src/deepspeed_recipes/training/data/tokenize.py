@@ -22,7 +22,7 @@ from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..console import say
-from ..model import control_tokens, stored
+from ..model import stored
 from ..model.control_tokens import Turns, conversation_tokens
 from ..model.shown import bounded, shown
 from ..model_folder import weights
@@ -44,7 +44,11 @@ SHUFFLED = 1000
 
 
 TOKENIZED_BY = sources.digest_of_code(
-    (file for module in (__file__, control_tokens.__file__) for file in sorted(Path(module).parent.glob("*.py"))),
+    (
+        file
+        for part in ("data", "methods", "model")
+        for file in sorted((Path(__file__).parents[1] / part).rglob("*.py"))
+    ),
     transformers.__version__,
     tokenizers.__version__,
 )
@@ -218,12 +222,19 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
     unread = [name for name in raw.column_names if name not in features]
     options: Json = {"batched": batched, "remove_columns": unread, "features": features}
     if isinstance(raw, Dataset):
-        # datasets would pickle whole modules for its own key: half a second of every start, on every rank.
-        dated = "strftime_now" in str(tokenizer.chat_template)  # Llama 3's template writes the date
-        day = str(chat_template_utils.datetime.now().date()) if dated else None
-        key = Hasher.hash([raw._fingerprint, TOKENIZED_BY, options, _state(tokenize), day])
-        options |= {"desc": "tokenizing", "new_fingerprint": key}
+        options |= {"desc": "tokenizing", "new_fingerprint": cache_key(raw, tokenizer, options, _state(tokenize))}
     return raw.map(tokenize, **options)
+
+
+def cache_key(examples: Dataset, tokenizer: PreTrainedTokenizerBase, *given: object) -> str:
+    """Return the key of what tokenizing `examples` gives, which depends on `given` and on this version of the code.
+
+    datasets would pickle whole modules for its own key, which takes half a second of every start on every rank, and
+    would find yesterday's tokens where the template writes the date, as Llama 3's does.
+    """
+    dated = "strftime_now" in str(tokenizer.chat_template)
+    day = str(chat_template_utils.datetime.now().date()) if dated else None
+    return Hasher.hash([examples._fingerprint, TOKENIZED_BY, given, day])
 
 
 def _state(value: object) -> Any:

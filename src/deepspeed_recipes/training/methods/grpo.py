@@ -24,7 +24,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.run_folder import append_jsonl
 from .. import distributed
 from ..console import say
-from ..data import load, report, thinking, updates
+from ..data import load, report, thinking, tokenize, updates
 from ..data.collate import Batch
 from ..model.control_tokens import conversation_tokens
 from ..model.generate import continued, ends
@@ -139,7 +139,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     grpo = Grpo.of(recipe)
     longest = recipe.sequence_length - grpo.max_new_tokens
     prompts = found.map(_as_prompt, remove_columns=found.column_names)
-    fitting = prompts.filter(lambda row: len(_tokens(tokenizer, row)) <= longest)
+    key = tokenize.cache_key(prompts, tokenizer, tokenizer, longest)
+    fitting = prompts.filter(lambda row: len(_tokens(tokenizer, row)) <= longest, new_fingerprint=key)
     per_step = recipe.global_batch_size // grpo.group_size
     kept = fitting.select(range(len(fitting) // per_step * per_step))
     if not len(kept):

@@ -37,7 +37,9 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
     load.show(shown)
-    tokens = pairs.map(partial(with_tokens, tokenizer=tokenizer), remove_columns=pairs.column_names)
+    make = partial(with_tokens, tokenizer=tokenizer)
+    key = tokenize.cache_key(pairs, tokenizer, make)
+    tokens = pairs.map(make, remove_columns=pairs.column_names, new_fingerprint=key)
     differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
     if equal := len(tokens) - len(differing):
         alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"

@@ -4,6 +4,7 @@ Standard library only, as `formats.py`. Every function raises UserError with the
 and the fix.
 """
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -99,8 +100,16 @@ def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]
     return [said(role, read_string(where, example, field))]
 
 
+_DIALOGUE = re.compile(r"\s*Human:.*?\n\nAssistant:|\n\n(?:Human|Assistant):", re.DOTALL)
+"""How a dialogue begins as Anthropic's hh-rlhf writes it: a whole one, or a part of one."""
+
+
 def _turns_as_text(text: str) -> Any:
-    """Return the turn or the turns that a table's cell holds as JSON, or None if the text is a text."""
+    """Return the turn or the turns that a text holds, as JSON in a table's cell or as hh-rlhf's, or None."""
+    if _DIALOGUE.match(text):
+        parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)[1:]
+        turns = [said(role.lower(), content.strip()) for role, content in zip(parts[::2], parts[1::2], strict=True)]
+        return turns[:-1] if turns[1:] and turns[-1] == said("assistant", "") else turns  # the answer follows
     if not text.lstrip().startswith(("[{", "{")) or not any(f'"{name}"' in text for name in ("role", "from")):
         return None
     try:
