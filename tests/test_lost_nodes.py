@@ -7,12 +7,15 @@ import time
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.without_launcher import lost_peer
 from tests.launching import LAUNCH
 from tests.network_hosts import Hosts, without_hosts
+from tests.ranks import read_logs
 from tests.ray_cluster import RayNodes, variables, without_ray
 from tests.small import small
 from tests.test_hosts_run import overrides
@@ -31,12 +34,36 @@ NAMED = 30
         ("[gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:15064: Connection reset by peer.", "10.0.0.2"),
         ("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [fe80::1]:7", "fe80::1"),
         ("ncclRemoteError: NET/Socket: remote process exited, peer 10.0.0.3<42>", "10.0.0.3"),
+        ("recvValue failed on SocketImpl(fd=4, addr=[::1]:376, remote=[::1]:567): Connection reset by peer", "::1"),
+        ("Gloo connectFullMesh failed with [...] no error", "another rank"),
         ("shapes do not match", None),
     ],
 )
 def test_the_host_that_a_connection_led_to_is_named(said, host):
     found = lost_peer(RuntimeError(said))
     assert found is None if host is None else f"the connection to {host} was lost" in found
+
+
+def refuse_on_rank_1(folder):
+    """Run with a mistake that rank 1 alone finds, while rank 0 waits for it."""
+
+    def execute(*_):
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise UserError("optimizer.pt: Input/output error; try again.")
+        dist.barrier()
+
+    training_run.execute, training_run.LOST = execute, 1
+    training_run.main(folder)
+
+
+def test_the_reason_of_one_rank_is_not_followed_by_tracebacks_of_others(ranks, tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations))
+    assert ranks.run(refuse_on_rank_1, str(run.path), log=tmp_path / "log") == [1, 2]
+    other, reason = read_logs(tmp_path / "log")
+    assert "Traceback" not in other and reason == "optimizer.pt: Input/output error; try again.\n"
+    assert "Connection closed by peer" in (run.ranks / "rank-0.log").read_text()
 
 
 @pytest.fixture(scope="module")

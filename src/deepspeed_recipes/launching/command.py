@@ -105,6 +105,8 @@ def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
         "OMP_NUM_THREADS": threads(ranks),
         # Silences PyTorch's profiler, which prints each start and stop on stderr.
         "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99"),
+        # Leaves out the stack that torch's store warns with where another rank has ended and printed why.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         **ops.environment(),
     }
     if not gpus:

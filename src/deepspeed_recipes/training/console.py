@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from itertools import chain
@@ -97,6 +98,12 @@ def keep_log(run: RunFolder) -> None:
     log = (run.ranks / f"rank-{os.environ['RANK']}.log").open("a", encoding="utf-8", errors="replace", buffering=1)
     sys.stdout, sys.stderr = Tee(sys.stdout, log), Tee(sys.stderr, log)
     faulthandler.enable(log)
+
+
+def keep_from_screen(error: BaseException) -> None:
+    """Write an error's traceback to this rank's log only: on the screen it would follow the reason of another rank."""
+    stream = sys.stderr
+    traceback.print_exception(error, file=stream.log if isinstance(stream, Tee) else stream)
 
 
 class Tee:

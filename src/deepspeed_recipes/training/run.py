@@ -8,6 +8,7 @@ from . import peft_without_bitsandbytes  # noqa: F401  # first: before anything 
 # isort: split
 import gc
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
@@ -61,6 +62,9 @@ from .parallel import holdings, implementation, sequence
 from .tracking.trackers import Trackers
 from .trainer import Parts, RunContext
 
+LOST = 15
+"""Seconds that a rank which has lost another waits for the launcher, longer than `supervise.LAST_GRACE`."""
+
 
 def main(folder: str) -> None:
     """Train the recipe in `folder`, from its newest complete checkpoint if there is one."""
@@ -83,9 +87,14 @@ def main(folder: str) -> None:
         fail(error, REWIND, trackers)
     except Exception as error:
         refused = lasting(error, run.path)
-        if refused is None and not rendezvous.is_watched(os.environ) and (lost := without_launcher.lost_peer(error)):
-            print(lost, file=sys.stderr, flush=True)
-            trackers.failed(lost, 1)
+        if refused is None and (lost := without_launcher.lost_peer(error)):
+            if rendezvous.is_watched(os.environ):
+                console.keep_from_screen(error)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                time.sleep(LOST)  # until the launcher, which prints why the other rank has ended, ends this one
+            else:
+                print(lost, file=sys.stderr, flush=True)
+                trackers.failed(lost, 1)
             os._exit(1)  # the group of ranks would wait for the lost rank
         if refused is None:
             raise

@@ -10,6 +10,8 @@ import re
 import socket
 from collections.abc import Iterator
 
+from torch.distributed import DistNetworkError
+
 from ..machine import ops, run_lock
 from ..recipe import run_folder
 from ..recipe.errors import UserError
@@ -22,8 +24,9 @@ from .checkpoint import digests, universal
 _LOST = re.compile(
     r"(?:(?:Read|Write) error|Connection closed by peer|Connection reset by peer) \[([^\]\s]+)\]:\d+"  # gloo
     r"|(?:remote process exited|closed by remote peer|peer) ([\w.:]+)<\d+>"  # NCCL
+    r"|SocketImpl\(.*remote=\[?([\w.:]+)\]?:\d+\)|Gloo connectFullMesh failed"  # at the start
 )
-"""Matches the host in messages of gloo and NCCL about a lost connection."""
+"""Matches the host, if it is named, in messages of gloo, NCCL and torch's store about a lost connection."""
 
 
 @contextlib.contextmanager
@@ -60,11 +63,12 @@ def lost_peer(error: BaseException) -> str | None:
     not mention that another rank has died.
     """
     match = _LOST.search(str(error))
-    if match is None:
+    if match is None and not isinstance(error, DistNetworkError):
         return None
-    rank, host = os.environ.get("RANK", "0"), match[1] or match[2]
+    host = next(filter(None, match.groups()), None) if match else None
+    rank, host = os.environ.get("RANK", "0"), host or "another rank"
     return (
-        f"rank {rank} on {socket.gethostname()}: the connection to {host} was lost: a rank there has died, or the host "
+        f"rank {rank} on {socket.gethostname()}: the connection to {host} was lost: it has died, or its host "
         "has; started again, the run resumes from its newest checkpoint."
     )
 
