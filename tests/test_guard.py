@@ -232,6 +232,16 @@ def test_rewind_needs_numbered_sequences(model_folder, conversations):
         replace(recipe, on_nan="rewind", data=replace(recipe.data, streaming=True))
 
 
+def test_the_norm_is_logged_where_nothing_is_clipped(ranks, tmp_path, model_folder, conversations):
+    norms = {}
+    for most in (0.0, 1e6):
+        run = RunFolder(tmp_path / str(most))
+        recipe = small(model_folder, conversations, "zero0.json", max_grad_norm=most, max_steps=2)
+        assert train(ranks, run, recipe, tmp_path / "log")[0] == [0, 0]
+        norms[most] = [record["grad_norm"] for record in read_jsonl(run.metrics)]
+    assert norms[0.0] == norms[1e6] and all(norms[0.0])
+
+
 @pytest.mark.every
 def test_the_guard_reads_nothing_from_the_device(ranks, tmp_path, model_folder, conversations):
     """As many values are fetched with it as without, and one more read per step would be noticed."""

@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import inspect
 import json
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -290,16 +291,20 @@ def score_every_token() -> None:
 def remember_gradient_norm(engine: DeepSpeedEngine) -> None:
     """Make the engine report its gradient norm in fp32 without ZeRO too, where DeepSpeed computes and forgets it.
 
-    DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped.
+    DeepSpeed 0.19.8, engine.py, `clip_fp32_gradients`: the return value of `clip_grad_norm_` is dropped, and without
+    clipping it is not called, so that nothing would notice a gradient that is not finite.
     `test_deepspeed_forgets_the_fp32_gradient_norm` fails once this can be removed.
     """
 
-    def clip_and_remember() -> None:
-        engine._global_grad_norm = clip_grad_norm_(
-            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-        )
+    def clip_and_remember(*_: object) -> None:
+        most = engine.gradient_clipping() or math.inf
+        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), most, mpu=engine.mpu)
 
     engine.clip_fp32_gradients = clip_and_remember
+    if not (
+        engine.gradient_clipping() or engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled()
+    ):
+        engine.basic_optimizer.register_step_pre_hook(clip_and_remember)
 
 
 def leave_out_step_of_zeros() -> None:

@@ -72,7 +72,37 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
             "no encoder; remove the key."
         )
     _check_numbers(config.to_dict(), recipe.model.path)
+    _check_keys(PreTrainedConfig.get_config_dict(recipe.model.path)[0], config, recipe.model.path)
     return config
+
+
+def _check_keys(written: Json, config: PreTrainedConfig, path: str) -> None:
+    """Refuse a misspelt key, which transformers keeps as an attribute while it computes with the right key's default.
+
+    Other keys that a class does not have are usual in published files.
+    """
+    kind = type(config)
+    if not kind.__module__.startswith("transformers."):
+        return
+    known = {*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling", "torch_dtype"}
+    for key in written.keys() - known:
+        meant = next((one for one in known - written.keys() if one[0] != "_" and _is_one_edit(key, one)), None)
+        if meant:
+            raise UserError(
+                f"model.path={path}: its config.json has {key!r}, which {kind.__name__} does not read, and no "
+                f"{meant!r}; correct or remove the key."
+            )
+    for name in kind.sub_configs:
+        if isinstance(written.get(name), dict):
+            _check_keys(written[name], getattr(config, name), path)
+
+
+def _is_one_edit(one: str, other: str) -> bool:
+    """Return whether one letter more, less or changed, or two that change places, make `other` of `one`."""
+    differing = (at for at, (x, y) in enumerate(zip(one, other, strict=False)) if x != y)
+    start = next(differing, min(len(one), len(other)))
+    a, b = one[start:], other[start:]
+    return b in (a[1:], a[1::-1] + a[2:]) or b[1:] in (a, a[1:])
 
 
 _NUMBERS = {r"(\w+_)?eps(ilon)?": Bounds(least=0), r"rope_theta|rotary_emb_base|rope_local_base_freq": Bounds(above=0)}
