@@ -19,6 +19,7 @@ from deepspeed_recipes.export.evaluate.held_out import alone, read
 from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import CHAT, PREFERENCES, TINY_MODEL
 from deepspeed_recipes.report import run_data, text, write
@@ -244,6 +245,20 @@ def test_a_servers_answer_is_compared_by_what_it_says_and_calls(server, tmp_path
     call, result = request["messages"][1:]
     assert call["tool_calls"][0]["function"]["arguments"] == '{"first": 1}'
     assert call["tool_calls"][0]["id"] == result["tool_call_id"]
+
+
+def test_examples_without_a_learned_answer_are_left_out(tmp_path, capsys):
+    asked, unlearned = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "train": False}
+    file = tmp_path / "some.jsonl"
+    for learned in (0, 1, 3):
+        turns = [[asked, unlearned | {"train": at < learned}] for at in range(3)]
+        file.write_text("".join(json.dumps({"messages": one}) + "\n" for one in turns))
+        if learned:
+            assert len(read(None, file, "exact_match", None).examples) == learned
+            assert ("2 of 3 examples are left out" in capsys.readouterr().err) == (learned < 3)
+        else:
+            with pytest.raises(UserError, match="all 3 examples mark every answer as not learned"):
+                read(None, file, "exact_match", None)
 
 
 def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from datasets import Dataset
 from ...machine import system
 from ...recipe import pages
 from ...recipe.errors import UserError
+from ...recipe.files import JsonView
 from ...recipe.methods.texts import Sft
 from ...recipe.own_code import is_own
 from ...recipe.recipe import Recipe, names
@@ -92,8 +94,29 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
             raise UserError(f"{error}\nFor conversations add --metric exact_match or loss.") from None
     if examples is None:
         raise UserError("this run held out no examples; name some with --data FILE.")
-    chosen = examples.select(range(min(limit or len(examples), len(examples))))
-    return HeldOut(found, data.validation or f"a share of {data.path}", chosen, recipe)
+    chosen, source = examples.select(range(min(limit or len(examples), len(examples)))), data.validation
+    if recipe.method.examples == "conversations":
+        chosen = _taught(chosen, source or data.path)
+    return HeldOut(found, source or f"a share of {data.path}", chosen, recipe)
+
+
+def is_learned(turn: JsonView) -> bool:
+    """Return whether a turn is an answer that training teaches."""
+    return turn["role"] == "assistant" and turn.get("train") is not False
+
+
+def _taught(examples: Dataset, source: str) -> Dataset:
+    """Return the conversations with an answer that training teaches: as in a run, the others measure nothing."""
+    answers = [example["messages"][example["given"] :] for example in examples]
+    kept = [at for at, turns in enumerate(answers) if any(map(is_learned, turns))]
+    if not kept:
+        raise UserError(
+            f"{source}: all {len(examples)} examples mark every answer as not learned (`train`: false), so there is "
+            "nothing to measure; correct the flags, or name other examples with --data FILE."
+        )
+    if left := len(examples) - len(kept):
+        print(f"{source}: {left} of {len(examples)} examples are left out: no answer is learned", file=sys.stderr)
+    return examples.select(kept)
 
 
 def _located(paths: str | None) -> Any:

@@ -23,7 +23,7 @@ from ...training.methods import classify, embed
 from ...training.model_folder import base_model
 from ...training.parallel import scores
 from . import server
-from .held_out import HeldOut
+from .held_out import HeldOut, is_learned
 from .server import Server
 
 
@@ -84,8 +84,7 @@ def _asked(example: JsonView, reasoning_learned: bool) -> tuple[list[Json], Json
     The last turn keeps its reasoning, for comparison with the server's, only if training teaches reasoning.
     """
     turns = example["messages"]
-    answers = [at for at, turn in enumerate(turns) if turn["role"] == "assistant"]
-    last = ([at for at in answers if turns[at].get("train") is not False] or answers)[-1]
+    last = max(at for at, turn in enumerate(turns) if is_learned(turn))
     return turns[:last], turns[last] if reasoning_learned else stripped([turns[last]])[0]
 
 
