@@ -1,5 +1,6 @@
 """Two hosts with a link of their own under torchrun, mpirun and Ray: a slow link, and a host that dies."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -9,8 +10,8 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
+from deepspeed_recipes.recipe.errors import UserError, passing
+from deepspeed_recipes.recipe.run_folder import UNREADABLE, RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.without_launcher import lost_peer
 from tests.launching import LAUNCH
@@ -44,26 +45,38 @@ def test_the_host_that_a_connection_led_to_is_named(said, host):
     assert found is None if host is None else f"the connection to {host} was lost" in found
 
 
-def refuse_on_rank_1(folder):
-    """Run with a mistake that rank 1 alone finds, while rank 0 waits for it."""
+def refuse_on_rank_1(folder, error):
+    """Run with an error that rank 1 alone finds, while rank 0 waits for it."""
 
     def execute(*_):
         dist.barrier()
         if dist.get_rank() == 1:
-            raise UserError("optimizer.pt: Input/output error; try again.")
+            raise error
         dist.barrier()
 
     training_run.execute, training_run.LOST = execute, 1
     training_run.main(folder)
 
 
-def test_the_reason_of_one_rank_is_not_followed_by_tracebacks_of_others(ranks, tmp_path, model_folder, conversations):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UserError("rng.pt: wrong."), 2),
+        (PermissionError(errno.EACCES, "Permission denied", "rng.pt"), 2),
+        (OSError(errno.EIO, "Input/output error", "rng.pt"), UNREADABLE),
+        (OSError(errno.ESTALE, "Failed to open local file 'rng.pt'. Detail: [errno 116]"), UNREADABLE),
+    ],
+)
+def test_the_reason_of_one_rank_is_not_followed_by_tracebacks(
+    ranks, tmp_path, model_folder, conversations, error, status
+):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, small(model_folder, conversations))
-    assert ranks.run(refuse_on_rank_1, str(run.path), log=tmp_path / "log") == [1, 2]
+    assert ranks.run(refuse_on_rank_1, str(run.path), error, log=tmp_path / "log") == [1, status]
     other, reason = read_logs(tmp_path / "log")
-    assert "Traceback" not in other and reason == "optimizer.pt: Input/output error; try again.\n"
+    assert "Traceback" not in other and reason.startswith("rng.pt: ") and reason.count("\n") == 1
     assert "Connection closed by peer" in (run.ranks / "rank-0.log").read_text()
+    assert passing(TimeoutError(errno.ETIMEDOUT, "a host, and no file")) is None
 
 
 @pytest.fixture(scope="module")

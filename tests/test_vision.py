@@ -5,6 +5,7 @@ import io
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -185,6 +186,28 @@ def test_pictures_are_made_smaller_in_proportion_and_turned_as_the_camera_says()
     clear = io.BytesIO()
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(clear, "PNG")
     assert images.read("x", {"path": None, "bytes": clear.getvalue()}, 100).getpixel((0, 0)) == (255, 255, 255)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "highest", "frames", "wrong"),
+    [
+        *((kind, mode, 200, 1, None) for kind, mode in (("PNG", "I;16"), ("PNG", "P"), ("JPEG", "CMYK"), ("PNG", "1"))),
+        *((kind, "I;16", 300, 1, r"more than 8 bits per colour \(I;16\)") for kind in ("PNG", "TIFF")),
+        ("TIFF", "F", 1, 1, r"more than 8 bits per colour \(F\)"),
+        *((kind, "L", 200, 2, "2 frames or pages") for kind in ("GIF", "TIFF", "WEBP", "PNG")),
+        ("MPO", "RGB", 200, 2, None),
+    ],
+)
+def test_what_eight_bits_and_one_frame_cannot_hold_is_refused(kind, mode, highest, frames, wrong):
+    held, pictures = io.BytesIO(), [Image.new(mode, (4, 4), highest - 100 * at) for at in range(frames)]
+    pictures[0].save(held, kind, **({"save_all": True, "append_images": pictures[1:]} if frames > 1 else {}))
+    picture = {"path": None, "bytes": held.getvalue()}
+    for look in (images.check, partial(images.read, max_pixels=100)):
+        if wrong:
+            with pytest.raises(UserError, match=f"^a: image 1: has {wrong}.*; save .*or remove the example"):
+                look("a: image 1", picture)
+        else:
+            look("a: image 1", picture)
 
 
 @pytest.fixture(scope="module")

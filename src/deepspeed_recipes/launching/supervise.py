@@ -15,12 +15,12 @@ import psutil
 
 from ..machine import children
 from ..recipe.errors import redact
-from ..recipe.run_folder import REWIND, RunFolder, starting_recipe
+from ..recipe.run_folder import REWIND, UNREADABLE, RunFolder, starting_recipe
 from .ranks import POLL, RankMonitor, numbered
 
 LAST_LINES = 8
 """Number of lines of a failed rank's log to print."""
-EXPLAINED = (0, 2, REWIND)
+EXPLAINED = (0, 2, REWIND, UNREADABLE)
 """Exit statuses that need no explanation: the run finished, or the ranks have printed the reason."""
 HUNG = "Timeout"
 """The first word of a stack that the interpreter's watchdog writes; stacks from a crash start differently."""

@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 _SECRET_NAME = re.compile(
@@ -153,11 +153,21 @@ def lasting(error: BaseException, where: object = None) -> str | None:
     Only causes that are themselves system errors count: an exception that our own code raises while it handles a system
     error is our defect. `where` is as for `cannot_write`.
     """
+    cause = _cause(error, _LASTING)
+    return cannot_write(error, where) or (of_system(cause, where) if cause and (_file_of(cause) or where) else None)
+
+
+def passing(error: BaseException) -> str | None:
+    """Return a line about a file that the system refuses for a reason that may pass, or None; see `lasting`."""
+    cause = _cause(error, _PASSING)
+    return of_system(cause) if cause and _file_of(cause) else None
+
+
+def _cause(error: BaseException, numbers: Container[int]) -> OSError | None:
     cause: BaseException | None = error
-    while isinstance(cause, OSError) and cause.errno not in _LASTING:
+    while isinstance(cause, OSError) and cause.errno not in numbers:
         cause = cause.__cause__ or cause.__context__
-    known = isinstance(cause, OSError) and (_file_of(cause) or where)
-    return cannot_write(error, where) or (of_system(cause, where) if known and isinstance(cause, OSError) else None)
+    return cause if isinstance(cause, OSError) else None
 
 
 def of_system(error: OSError, where: object = None) -> str:
@@ -168,12 +178,20 @@ def of_system(error: OSError, where: object = None) -> str:
     file = _file_of(error) or where
     if isinstance(error, FileNotFoundError) and os.path.islink(str(file)):
         return f"{file}: a link to {os.readlink(str(file))}, which does not exist; is its disk mounted?"
-    line = f"{file or 'a file'}: {error.strerror or error}"
+    reason = error.strerror or str(error)
+    if error.errno and _ARROW.search(reason):
+        reason = os.strerror(error.errno)
+    line = f"{file or 'a file'}: {reason}"
     return f"{line}; {fix}." if fix else f"{line}."
 
 
+_ARROW = re.compile(r"Failed to open local file '(.*?)'")
+"""How pyarrow's errors, which have no `filename`, name the file."""
+
+
 def _file_of(error: BaseException) -> object:
-    return getattr(error, "filename2", None) or getattr(error, "filename", None)
+    opened = _ARROW.search(str(error))
+    return getattr(error, "filename2", None) or getattr(error, "filename", None) or (opened and opened[1])
 
 
 def is_secret(name: str, value: str) -> bool:

@@ -30,6 +30,8 @@ CHECK_FAILED = "check_failed.json"
 
 REWIND = 75
 """Exit status of ranks that rewind: the run should resume from its newest checkpoint (`EX_TEMPFAIL`: try again)."""
+UNREADABLE = 74
+"""Exit status of ranks that have named a file which the system refuses now (`EX_IOERR`); a restart may succeed."""
 
 
 class Place:

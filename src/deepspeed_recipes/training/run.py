@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ..machine.system import gathered_bytes
 from ..recipe import deepspeed_file, limits, quantization
 from ..recipe.deepspeed_file import DeepSpeedFile
-from ..recipe.errors import UserError, first_line, lasting, printable, redact
+from ..recipe.errors import UserError, first_line, lasting, passing, printable, redact
 from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
@@ -29,6 +29,7 @@ from ..recipe.project import display
 from ..recipe.recipe import Recipe, names
 from ..recipe.run_folder import (
     REWIND,
+    UNREADABLE,
     RunFolder,
     checkpoint_bytes,
     newest_checkpoint,
@@ -96,6 +97,9 @@ def main(folder: str) -> None:
                 print(lost, file=sys.stderr, flush=True)
                 trackers.failed(lost, 1)
             os._exit(1)  # the group of ranks would wait for the lost rank
+        if refused is None and (unreadable := passing(error)):
+            console.keep_from_screen(error)
+            fail(unreadable, UNREADABLE, trackers)
         if refused is None:
             raise
         fail(refused, 2, trackers)

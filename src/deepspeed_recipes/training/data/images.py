@@ -306,6 +306,13 @@ def _decode(where: str, picture: Picture, image: "Image") -> None:
         raise UserError(
             f"{where}{_named(picture)}: cut off or damaged ({error}); copy it again, or remove the example."
         ) from None
+    wrong, most = None, image.getextrema()[1] if image.mode[0] in "IF" else 0
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # cameras' JPEGs, with a preview
+        wrong = f"{getattr(image, 'n_frames', 2)} frames or pages, of which one would be read; save each as an image"
+    elif image.mode == "F" or (isinstance(most, int | float) and most > 255):
+        wrong = f"more than 8 bits per colour ({image.mode}), which would be cut off to white or black; save it with 8"
+    if wrong:
+        raise UserError(f"{where}{_named(picture)}: has {wrong}, or remove the example.")
 
 
 def _named(picture: Picture) -> str:

@@ -19,7 +19,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...recipe import quantization as stored_quantization
 from ...recipe.bounds import Bounds
 from ...recipe.conversions import MAMBA, NOT_IN_MAMBA
-from ...recipe.errors import UserError, errors_only, first_line
+from ...recipe.errors import UserError, errors_only, first_line, lasting, passing
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing, upstream
@@ -274,6 +274,8 @@ def quantization(recipe: Recipe, config: PreTrainedConfig) -> QuantizationConfig
 def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     """Return why the model's folder or Hub id cannot be loaded, in a line with the fix."""
     reason, frames = first_line(error), traceback.extract_tb(error.__traceback__)
+    if refused := lasting(error) or passing(error):
+        return refused
     if frames and frames[-1].filename.endswith("deepspeed/runtime/config.py"):  # zero.Init reads it as the model loads
         return f"deepspeed={recipe.deepspeed}: DeepSpeed refuses this configuration: {reason}"
     if isinstance(error, SafetensorError):
