@@ -13,9 +13,9 @@ import pytest
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import quantize
-from deepspeed_recipes.export.evaluate import server
 from deepspeed_recipes.export.serve import engines, environment
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json
+from deepspeed_recipes.training import server
 from deepspeed_recipes.training.model_folder import card, record
 from tests import ROOT
 from tests.launching import run

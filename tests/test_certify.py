@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.commands import certify
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
-from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -26,6 +25,7 @@ from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model import draft, lora
 from deepspeed_recipes.training.model_folder import base_model, complete, expected, record
+from deepspeed_recipes.training.server import Server
 from tests.small import language_families
 from tests.tiers import tiered
 
@@ -121,6 +121,27 @@ def test_a_model_that_is_split_over_devices_agrees(whole, adapter, tmp_path, mon
     assert found.agrees and found.difference < 1e-4, (str(found), found.causes)
     with pytest.raises(UserError, match="larger than the GPUs' and the host's memory"):
         export.load(adapter, placed=True)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama3-8b", "qwen3_moe-30b-a3b"])
+def test_the_check_of_an_export_reads_from_the_disk_what_the_host_does_not_hold(family, stored, tmp_path, monkeypatch):
+    """Also experts, which the model has in another form than the files, and weights that are compared in fp32."""
+    folder, tokens = tmp_path / "export", torch.arange(20)[None]
+    draft.write(replace(pages.find(family, "full"), draft=Draft(enabled=True)), folder, stored)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = model(input_ids=tokens).logits.detach()
+    assert export.host_map(folder, torch.float32, tmp_path) == {}
+    monkeypatch.setattr(export, "free_memory", lambda: 4 * model.num_parameters())
+    split = export.host_map(folder, torch.float32, tmp_path)
+    assert set(export.load_whole(folder, torch.float32, split=split).hf_device_map.values()) == {"cpu", "disk"}
+
+    def difference():
+        return export._differences(folder, torch.float32, {"input_ids": tokens}, logits).max()
+
+    assert difference() < 1e-5
+    change(folder, lambda tensors: tensors["model.layers.1.self_attn.o_proj.weight"].zero_())
+    assert difference() > 1e-3
 
 
 def test_a_model_is_split_where_one_gpu_is_too_small_for_its_weights(whole, monkeypatch):

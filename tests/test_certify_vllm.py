@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_recipes.commands import certify
 from deepspeed_recipes.export import certificate
-from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import engines, process, served
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.model_folder import base_model, complete, expected
+from deepspeed_recipes.training.server import Server
 from tests.ranks import free_port
 from tests.servers import NO_SERVING
 from tests.test_certify import adapter, answers, change, trained, whole

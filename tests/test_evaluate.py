@@ -16,7 +16,6 @@ from deepspeed_recipes.commands import evaluate
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export.evaluate import comparison, harness, score
 from deepspeed_recipes.export.evaluate.held_out import alone, read
-from deepspeed_recipes.export.evaluate.server import Server
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -28,6 +27,7 @@ from deepspeed_recipes.training.data import tokenize
 from deepspeed_recipes.training.data.collate import Collator
 from deepspeed_recipes.training.parallel import scores
 from deepspeed_recipes.training.parallel.scores import Layout
+from deepspeed_recipes.training.server import Server
 from tests import ROOT
 
 SHORT = overrides.apply(pages.find("tiny", "full"), ["data.max_new_tokens=96"])

@@ -25,7 +25,6 @@ from transformers.cli.serving.utils import Modality
 from deepspeed_recipes.commands import plan, serve
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
-from deepspeed_recipes.export.evaluate import server as client
 from deepspeed_recipes.export.serve import engines, environment, one_model, process, served
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -33,6 +32,7 @@ from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import CHAT, TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training import server as client
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model.generate import generate
 from deepspeed_recipes.training.model_folder import base_model, expected

@@ -277,7 +277,7 @@ TRAINING_LAYERS = (
     ("model",),
     ("activation_checkpointing", "model_folder"),
     ("console",),
-    ("distributed", "rendezvous"),
+    ("distributed", "rendezvous", "server"),
     ("upstream", "peft_without_bitsandbytes"),
 )
 """The files and folders of `src/deepspeed_recipes/training`, from the top: each imports only from layers below its

@@ -1,6 +1,7 @@
 """GRPO and RLOO: on two ranks, whatever the ZeRO stage, what TRL trains alone from the same answers."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain
+from tests.ranks import free_port
 from tests.tiers import tiered
-from tests.workers import grpo_alone, own_code
+from tests.workers import grpo_alone, grpo_served, own_code
 from tests.workers.grpo_alone import GRPO, SETTINGS
 from tests.workers.trl_alone import ADAPTERS
 
@@ -141,3 +143,25 @@ def test_a_wrong_reference_is_noticed(alone, loss, mistake):
     off = max(abs(ours - theirs) for ours, theirs in zip(wrongly, rightly, strict=True))
     assert off > 100 * gate.LOSS * max(map(abs, rightly))
     assert any(plain.worst(wrong.weights[name], weight) > 10 for name, weight in right.weights.items())
+
+
+SERVED = {
+    "right": ("nothing", 2e-2, None),
+    "a tensor left out": ("model.layers.1.mlp.down_proj.weight", 2e-2, "of step 1, .* differ from the model's by"),
+    "nothing transferred": ("", 2e-4, "and from those of step 0 by"),
+}
+"""The weights that a transfer leaves out, the learning rate, and what the run says of it."""
+
+
+@pytest.mark.parametrize("transfer", SERVED)
+def test_a_server_with_other_weights_ends_the_run(ranks, tmp_path, writer, conversations, reward, transfer):
+    left_out, rate, refused = SERVED[transfer]
+    run, address = RunFolder(tmp_path / "run"), f"http://127.0.0.1:{free_port()}"
+    method = replace(GRPO, iterations=1, beta=0.0, vllm=address, vllm_check_steps=1)
+    settings = replace(SETTINGS, steps=3, learning_rate=rate)
+    options = {"reward": reward, "method": method, "micro_batch_size": 2}
+    write_recipe(run, gate.recipe_for(settings, writer, conversations, "zero3.json", **options))
+    statuses = ranks.run(grpo_served.main, str(run.path), left_out, log=tmp_path / "log")
+    said = "".join(file.read_text() for file in sorted(tmp_path.glob("log*")))
+    assert statuses == ([2, 2] if refused else [0, 0]), said[-3000:]
+    assert not refused or re.search(rf"grpo.vllm={address}: after the transfer of the weights .*{refused}", said)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..export.evaluate import server as servers
 from ..export.serve import engines, process, served
 from ..machine import children
 from ..recipe.errors import UserError
+from ..training import server as servers
 from ..training.model_folder.base_model import ADAPTER
 from ..training.rendezvous import free_port
 from .main import Parser

@@ -19,13 +19,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..export.evaluate import candidates, server
+from ..export.evaluate import candidates
 from ..export.evaluate.candidates import Candidate
 from ..export.serve import environment
 from ..recipe.errors import UserError, printable
 from ..recipe.files import Json
 from ..recipe.run_folder import read_json, write_json
 from ..report import write
+from ..training import server
 from .main import Parser
 
 

@@ -21,11 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..export.evaluate import candidates, server
+from ..export.evaluate import candidates
 from ..recipe.errors import UserError, printable, redact
 from ..recipe.files import Json
 from ..recipe.recipe import Data
 from ..recipe.run_folder import RunFolder
+from ..training import server
 from ..training.model_folder import base_model
 from .main import Parser
 

@@ -18,12 +18,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..export.evaluate.server import Server
 from ..export.serve import engines, process, served
 from ..export.serve.served import Served
 from ..machine import children
 from ..recipe import files
 from ..recipe.errors import UserError
+from ..training.server import Server
 from .certify import shown
 from .main import Parser
 

@@ -11,17 +11,12 @@ from pathlib import Path
 from ..recipe.errors import UserError
 from ..recipe.files import Json, JsonView
 from ..recipe.run_folder import read_json
+from ..training import server as servers
 from ..training.model_folder import base_model, complete, expected, weights
-from .evaluate import server as servers
-from .evaluate.server import Server
+from ..training.model_folder.expected import BOUNDS
+from ..training.server import Server
 from .serve import environment
 
-BOUNDS = {"float32": 0.002, "float16": 0.03, "bfloat16": 0.06}
-"""Mean difference of a token's log-probability, in nats, that rounding explains, by the dtype of the training.
-
-Seen with the tiny model on two CPU ranks (2026-11-26), 24 steps, the largest of the sixteen texts: fp32 with an adapter
-0, merged 6e-6; bf16 with all weights 3e-6, with an adapter 0.029; that adapter left out: 1.9 to 4.9; merged and in nf4:
-0.43."""
 QUANTIZED = 0.5
 """The bound for a quantised copy, whose weights differ by intention."""
 
@@ -149,7 +144,7 @@ def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certif
         UserError: the server does not answer, or gives no log-probabilities.
     """
     wanted = read(folder)
-    found = [servers.log_probabilities(server, one["tokens"], one["start"]) for one in wanted["texts"]]
+    found = expected.served(server, wanted["texts"])
     certificate = compare(wanted, found, folder, read_tensors)
     return replace(certificate, causes=(*certificate.causes, *_prompts(server, wanted)))
 
@@ -158,9 +153,9 @@ def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: boo
     """Return the certificate of answers, with the causes that the folder shows; `read_tensors` as for `of_server`."""
     results, base = [], []
     for text, one in zip(wanted["texts"], found, strict=True):
-        off = _apart(text["logprobs"], one["logprobs"])
+        off = expected.apart(text["logprobs"], one["logprobs"])
         if "base_logprobs" in text:
-            base.append((off, _apart(text["base_logprobs"], one["logprobs"])))
+            base.append((off, expected.apart(text["base_logprobs"], one["logprobs"])))
         named = text["messages"][-1]["content"] if "messages" in text else text["text"]
         others = sum(mine != theirs for mine, theirs in zip(text["likeliest"], one["likeliest"], strict=True))
         results.append(Result(str(named).strip(), off, others, len(one["logprobs"])))
@@ -172,14 +167,6 @@ def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: boo
     like_base = sum(from_trained for from_trained, _ in base) > sum(from_base for _, from_base in base)
     alone = Certificate(tuple(results), bound, like_base=like_base)
     return replace(alone, causes=tuple(causes(wanted, folder, read_tensors or not alone.agrees)))
-
-
-def _apart(wanted: list[float], found: list[float]) -> float:
-    if len(wanted) != len(found):
-        return float("inf")
-    pairs = [abs(one - other) for one, other in zip(wanted, found, strict=True)]
-    mean = sum(pairs) / max(len(pairs), 1)
-    return mean if mean == mean else float("inf")  # a NaN means that they disagree
 
 
 def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterator[str]:

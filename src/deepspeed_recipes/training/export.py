@@ -1,5 +1,6 @@
 """Exports a run as a folder that plain `transformers` loads, and proves that it does."""
 
+import math
 import shutil
 import tempfile
 import warnings
@@ -21,7 +22,7 @@ from transformers import (
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ..machine import children
-from ..machine.system import check_disk
+from ..machine.system import check_disk, free_memory
 from ..recipe import quantization as stored_quantization
 from ..recipe.errors import UserError, cannot_write, errors_only, first_line
 from ..recipe.files import Json, JsonView
@@ -36,7 +37,8 @@ from .model_folder import base_model, complete, expected, record, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
 WEIGHTS_SHARE = 0.8
-"""Share of a GPU's free memory that weights may take; the rest is for activations and the cache of answers."""
+"""Share of the free memory, a GPU's or the host's, that weights may take; the rest is for activations and the cache of
+answers."""
 
 
 def save(trainer: Trainer, folder: Path) -> None:
@@ -170,11 +172,15 @@ def _differences(
 ) -> torch.Tensor:
     """Return how far the export's outputs are from the trained model's at each position, relative to the largest.
 
-    Computed on the host, unless quantised: a GPU that still holds the engine's states cannot fit a whole model.
+    Computed on the host, unless quantised: a GPU that still holds the engine's states cannot fit a whole model. What
+    exceeds the host's memory stays on the disk, and each layer is read when it computes.
     """
-    reloaded = load(folder, dtype=dtype).eval()
-    logits = heads.outputs(reloaded(**{name: value.to(reloaded.device) for name, value in given.items()}))
-    return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
+    with tempfile.TemporaryDirectory(prefix="reloaded-", dir=folder.parent) as place:
+        split = host_map(folder, dtype, Path(place))
+        reloaded = load_whole(folder, dtype, split=split).eval() if split else load(folder, dtype=dtype).eval()
+        device = torch.device("cpu") if split else reloaded.device
+        logits = heads.outputs(reloaded(**{name: value.to(device) for name, value in given.items()}))
+        return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
 
 
 def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
@@ -229,6 +235,26 @@ def device_map(folder: Path) -> Json:
         return {}
     size = untrained.bytes_of(weights.unquantized(weights.tensors(place)))
     return {} if size < WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0] else {"device_map": "auto"}
+
+
+def host_map(folder: Path, dtype: torch.dtype, place: Path) -> Json:
+    """Return the arguments that keep in `place` what exceeds the host's memory, or none if a model fits into it.
+
+    None for an adapter either, as PEFT 0.21 leaves out the adapters of layers on the disk. Its base model's files are
+    mapped into the memory, not copied, where they have the dtype and the names that the model has.
+
+    Args:
+        folder: an export.
+        dtype: in which it is loaded.
+        place: an empty folder.
+    """
+    if (folder / ADAPTER).exists():
+        return {}
+    weight = dtype.itemsize * sum(math.prod(one.shape) for one in weights.tensors(folder).values())
+    room = int(WEIGHTS_SHARE * free_memory())
+    if weight < room:
+        return {}
+    return {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": str(place)}
 
 
 def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "default") -> PeftModel:

@@ -6,9 +6,9 @@ from pathlib import Path
 from ...recipe.errors import UserError, redact
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint, read_recipe
+from ...training import server
 from ...training.model_folder import base_model, record, weights
-from . import server
-from .server import Server
+from ...training.server import Server
 
 
 @dataclass(frozen=True)

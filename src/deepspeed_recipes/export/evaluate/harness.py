@@ -12,8 +12,8 @@ from ...recipe.files import JsonView
 from ...recipe.run_folder import read_json, read_jsonl
 from ...training import export
 from ...training.model_folder import base_model, card
+from ...training.server import Server
 from .score import Scores
-from .server import Server
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Layout
-from ...training import export
+from ...training import export, server
 from ...training.data import tokenize
 from ...training.data.answers import Question, generation_prompt, question
 from ...training.data.collate import Collator
@@ -22,9 +22,8 @@ from ...training.data.thinking import stripped
 from ...training.methods import classify, embed
 from ...training.model_folder import base_model
 from ...training.parallel import scores
-from . import server
+from ...training.server import Server
 from .held_out import HeldOut, is_learned
-from .server import Server
 
 
 @dataclass(frozen=True)

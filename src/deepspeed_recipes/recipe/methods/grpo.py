@@ -90,8 +90,12 @@ class Grpo(Method):
     """Under ZeRO-3, gather the whole weights on every rank while it generates. `false` gathers layer by layer for every
     token, which is slow, for models that do not fit."""
     vllm: str | None = None
-    """Address of a server that generates the answers (`http://HOST:8000`, started by `trl vllm-serve --model MODEL`).
-    Not tested by this project: it needs a GPU for the server alone."""
+    """Address of a vLLM server that generates the answers (`http://HOST:8000`), on a GPU of its own. Start it with
+    `VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "nccl"}' --logprobs-mode
+    processed_logprobs --max-logprobs -1`. The transfer of weights over NCCL is not tested by this project."""
+    vllm_check_steps: Annotated[int, Bounds(least=0)] = 50
+    """Steps between comparisons of the server's log-probabilities with the model's, from the first transfer of weights;
+    a server with other weights ends the run. 0 never compares."""
 
     @property
     def asks_reference(self) -> bool:

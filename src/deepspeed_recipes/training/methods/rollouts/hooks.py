@@ -9,6 +9,7 @@ arXiv:1411.0030, section 2).
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from ....recipe.errors import UserError
 from ....recipe.files import Json
 from ....recipe.methods import Grpo
 from ....recipe.run_folder import append_jsonl
-from ... import distributed
+from ... import distributed, server
 from ...data.collate import Batch
 from ...model.control_tokens import conversation_tokens
 from ...model.generate import continued
+from ...model_folder import expected
 from ...trainer import RunContext
 from ..averages import Averaging
 from .scoring import Scorer
@@ -113,6 +115,7 @@ class RolloutHooks(Averaging):
         functions = [_named(name) for name in self.scorer.names]
         super().__init__(context, processing_class=processing_class, reward_funcs=functions, **options)
         self.data_collator = together
+        self._compared: tuple[int, list[Json]] = (0, [])
         self.beta = Grpo.of(context.recipe).beta  # TRL got 0, or it would load a second model in its own way
         if reference is not None:
             add_fused_lm_head(reference, temperature=self.temperature)
@@ -164,13 +167,48 @@ class RolloutHooks(Averaging):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *others: object) -> Any:
         if self.use_vllm:
-            return super()._generate_single_turn(prompt_ids, *others)
+            found = super()._generate_single_turn(prompt_ids, *others)
+            self._check_server()
+            return found
         first = self.accelerator.process_index * len(prompt_ids)
         numbers = range(first, first + len(prompt_ids))
         seeds = seeds_of(self.args.seed, self.state.global_step, numbers)
         noise = Noise(seeds, self.temperature, self.accelerator.device)
         longest, gather = self.max_completion_length, self.args.ds3_gather_for_generation
         return self._as_trl_expects(written_answers(self, prompt_ids, noise, longest, self.eos_token_ids, gather))
+
+    def _check_server(self) -> None:
+        """Refuse a server whose weights are not those of the last transfer, where a comparison is due; a collective.
+
+        A transfer that changes nothing on the server is found even if training has changed the answers by less than the
+        bound: the server's are then at most half as far from the model's at the last comparison as from those of now.
+
+        Raises:
+            UserError: the server answers otherwise than the model, or gives no log-probabilities.
+        """
+        grpo, step = Grpo.of(self.context.recipe), self.state.global_step
+        last, before = self._compared
+        if not grpo.vllm_check_steps or (before and step < last + grpo.vllm_check_steps):
+            return
+        examples, training = expected.sequences(self.processing_class), self.model.training
+        forward = partial(self.context.parallel.logits, self)
+        mine = expected.measured(forward, examples, distributed.device())
+        self.model.train(training)
+        self._compared = step, mine
+
+        def compare() -> None:
+            theirs = expected.served(server.connect(str(grpo.vllm)), examples)
+            now, earlier = (_apart(answers, theirs) for answers in (mine, before or mine))
+            # A server computes in bf16, its default for a model in fp32, too.
+            if not now <= expected.BOUNDS["bfloat16"] or 2 * earlier < now:
+                raise UserError(
+                    f"grpo.vllm={grpo.vllm}: after the transfer of the weights of step {step}, the server's "
+                    f"log-probabilities differ from the model's by {now:.2g} nats (bound {expected.BOUNDS['bfloat16']})"
+                    + (f", and from those of step {last} by {earlier:.2g}.\n" if before else ".\n")
+                    + "Restart it with this model and TRL's options (see grpo.vllm), or set grpo.vllm_check_steps=0."
+                )
+
+        distributed.check_on_first(compare)
 
     def _log_probs(self, model: PreTrainedModel, inputs: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the log-probability of each token of the answers, [answers, longest], and the mask of the loss."""
@@ -252,6 +290,10 @@ def _named(name: str) -> Any:
 
     function.__name__ = name
     return function
+
+
+def _apart(wanted: list[Json], found: list[Json]) -> float:
+    return max(expected.apart(one["logprobs"], other["logprobs"]) for one, other in zip(wanted, found, strict=True))
 
 
 def _cut(text: str) -> str:

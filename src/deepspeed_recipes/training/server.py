@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ...recipe.errors import UserError
-from ...recipe.files import Json, JsonView
-from ...recipe.samples import REASONING
+from ..recipe.errors import UserError
+from ..recipe.files import Json, JsonView
+from ..recipe.samples import REASONING
 
 TIMEOUT = 600
 """Time limit of an answer, in seconds."""
