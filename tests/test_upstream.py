@@ -23,7 +23,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from pandas.io.json import ujson_dumps
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, modeling_layers, modeling_utils
+from transformers import AutoConfig, AutoModelForCausalLM, modeling_layers, modeling_utils
 from transformers.integrations import deepspeed as integration
 
 from deepspeed_recipes.machine import ops
@@ -380,3 +380,10 @@ def test_heads_for_further_tokens_cannot_be_trained(tmp_path):
     assert head(tokens, hidden, **given)[0].shape == (1, 1), "it drafts"
     with pytest.raises(TypeError, match="'NoneType' and 'Tensor'"):
         head(tokens, hidden, **given, labels=tokens)
+    # A layer by itself has gradients: what is missing is the loss, and most families' heads.
+    drafted = head.forward_layer(0, hidden[:, :-1].detach(), tokens[:, 1:], None, input_ids=tokens[:, 1:])
+    head._project_to_logits(drafted).sum().backward()
+    assert all(weight.grad is not None for name, weight in head.layers.named_parameters() if "eh_proj" in name)
+    for other in ("qwen3_5-0.8b", "qwen3_5_moe-35b-a3b", "minimax_m2-229b", "nemotron_h-30b-a3b"):
+        with pytest.raises(ValueError, match="without `num_mtp_layers`"):
+            AutoConfig.for_model(**pages.find(other, "full").model.config).get_mtp_config()

@@ -153,7 +153,7 @@ SERVED = {
 """The weights that a transfer leaves out, the learning rate, and what the run says of it."""
 
 
-@pytest.mark.parametrize("transfer", SERVED)
+@pytest.mark.parametrize("transfer", tiered(SERVED, {"a tensor left out"}))
 def test_a_server_with_other_weights_ends_the_run(ranks, tmp_path, writer, conversations, reward, transfer):
     left_out, rate, refused = SERVED[transfer]
     run, address = RunFolder(tmp_path / "run"), f"http://127.0.0.1:{free_port()}"
