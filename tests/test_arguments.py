@@ -11,7 +11,7 @@ from deepspeed_recipes.recipe.methods import Dpo
 from deepspeed_recipes.recipe.recipe import Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder
 from deepspeed_recipes.training.arguments import common_arguments
-from deepspeed_recipes.training.methods import dpo, sft
+from deepspeed_recipes.training.methods import preferences, sft
 from tests.small import small
 
 CHANGED = {
@@ -78,5 +78,5 @@ def rates_of(asked):
 
 
 def test_dpo_gets_its_beta_and_length(tmp_path):
-    asked = arguments(tmp_path, dpo, method=Dpo(beta=0.37), sequence_length=96)
+    asked = arguments(tmp_path, preferences.METHODS["dpo"], method=Dpo(beta=0.37), sequence_length=96)
     assert asked.beta == 0.37 and asked.max_length == 96

@@ -24,7 +24,7 @@ from tests.parity import gate, plain
 from tests.small import with_zero
 from tests.tiers import tiered
 from tests.workers import adapters as worker
-from tests.workers import fused_mistakes
+from tests.workers import mistakes
 
 IN, OUT, RANK = 96, 160, 4
 ROUNDINGS = 16
@@ -394,9 +394,7 @@ def test_runs_with_and_without_it_are_the_same(train, within, changes):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=10 * within)
 
 
-MISTAKES = (
-    fused_mistakes.unscaled_outputs, fused_mistakes.unscaled_gradients, fused_mistakes.overwritten_gradients,
-)  # fmt: skip
+MISTAKES = (mistakes.unscaled_outputs, mistakes.unscaled_gradients, mistakes.overwritten_gradients)
 
 
 @pytest.mark.parametrize("mistake", tiered(MISTAKES, MISTAKES[2:]), ids=lambda one: one.__name__)

@@ -17,7 +17,7 @@ from deepspeed_recipes.recipe.layout import gradient_accumulation_steps
 from deepspeed_recipes.recipe.project import CONFIGS
 from tests import ROOT
 from tests.tiers import tiered
-from tests.workers import doubled_gradients, mended
+from tests.workers import mended, mistakes
 
 KNOWN = {technique.name: technique for technique in TECHNIQUES}
 DEFECTS = {defect.name: defect for defect in defects.known()}
@@ -65,7 +65,7 @@ def test_the_command_shows_and_writes_what_it_finds(launcher, tmp_path):
 
 @pytest.mark.parametrize("name", tiered(["zero1", "adapters"], {"zero1"}))
 def test_a_gradient_that_is_twice_as_large_is_found_and_named(shop, name):
-    planted = replace(KNOWN[name], name=f"planted_{name}", train=doubled_gradients.main)
+    planted = replace(KNOWN[name], name=f"planted_{name}", train=mistakes.doubled_gradients)
     found = prove.prove(shop, planted)
     assert found.state == "different" and "gradient norm off by 1.0e+00" in found.detail
     right = prove.prove(shop, KNOWN[name])
@@ -75,7 +75,7 @@ def test_a_gradient_that_is_twice_as_large_is_found_and_named(shop, name):
 
 
 def test_a_technique_that_does_not_train_is_named_with_the_reason(shop):
-    found = prove.prove(shop, replace(KNOWN["zero1"], name="fails", train=doubled_gradients.fail))
+    found = prove.prove(shop, replace(KNOWN["zero1"], name="fails", train=mistakes.fail))
     assert found.state == "failed" and found.detail == "ValueError: no training in run"
     assert prove.exit_status([found]) == 1
 

@@ -18,7 +18,7 @@ from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.methods.reward import RunRewardTrainer
+from deepspeed_recipes.training.methods.preferences import RunRewardTrainer
 from deepspeed_recipes.training.model import heads, load
 from tests.parity import gate
 from tests.small import small

@@ -35,7 +35,7 @@ from tests import ROOT
 from tests.conftest import write_rows
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import untrained
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 DEEPSEEK = {
@@ -207,7 +207,7 @@ def test_exports_the_bytes_that_plain_transformers_writes(ranks, tmp_path, conve
     run = RunFolder(tmp_path / "run")
     recipe = recipe_for(mixture(family), conversations, tmp_path, stage, learning_rate=1e-30, max_steps=1, save_steps=1)
     write_recipe(run, recipe)
-    ranks.check(untrained.main, str(run.path), log=tmp_path / "log")
+    ranks.check(mistakes.untrained, str(run.path), log=tmp_path / "log")
     before = (mixture(family) / "model.safetensors").read_bytes()
     assert (run.export / "model.safetensors").read_bytes() == before
     assert (run.checkpoints / "checkpoint-1" / "model.safetensors").read_bytes() == before

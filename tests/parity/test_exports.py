@@ -8,7 +8,7 @@ from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from tests.small import small
 from tests.tiers import tiered
-from tests.workers import untrained
+from tests.workers import mistakes
 
 LAYOUTS = {
     "zero3": ("zero3.json", Layout(), 2),
@@ -27,7 +27,7 @@ def test_the_bytes_are_the_same(ranks, tmp_path, model_folder, conversations, na
     # A step that is zero in fp32.
     still = {"learning_rate": 1e-60, "weight_decay": 0.0, "max_steps": 1, "save_steps": 1}
     write_recipe(run, small(model_folder, conversations, config, layout=layout, micro_batch_size=2, **still))
-    ranks.check(untrained.main, str(run.path), log=tmp_path / "log", world_size=world_size)
+    ranks.check(mistakes.untrained, str(run.path), log=tmp_path / "log", world_size=world_size)
     started = load_file(model_folder / "model.safetensors")
     for folder in (run.export, run.checkpoints / "checkpoint-1"):
         exported = {}

@@ -12,7 +12,7 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl
 from deepspeed_recipes.training import run as training_run
 from tests import ROOT
 from tests.parity import gate, plain
-from tests.workers import stale_copies
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 
@@ -54,7 +54,7 @@ def test_same_model_as_plain_pytorch(train, recipe, reference, size):
 @pytest.mark.every
 def test_a_stale_copy_is_noticed(train, recipe, reference):
     with pytest.raises(AssertionError):  # by the run itself, where a loss is not finite
-        gate.agree(train(recipe, function=stale_copies.main), *reference)
+        gate.agree(train(recipe, function=mistakes.stale_copies), *reference)
 
 
 @pytest.mark.every

@@ -16,7 +16,7 @@ from tests import ROOT
 from tests.parity import gate, plain
 from tests.small import in_sub_groups
 from tests.tiers import tiered
-from tests.workers import layer_mistakes
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings(steps=3)
 """Rounding grows with every step, fast where ReLUs switch: without ZeRO, in two stages, layer 0's norm is off by 3e-5,
@@ -106,10 +106,10 @@ def worst(run, records) -> dict[str, float]:
     return found
 
 
-def trained(ranks, folder, case, model, data, main=training_run.main, *words):
+def trained(ranks, folder, case, model, data, main=training_run.main):
     run = RunFolder(folder / "run")
     write_recipe(run, recipe_of(case, model, data, folder))
-    ranks.check(main, str(run.path), *words, log=folder / "log", world_size=case.world_size)
+    ranks.check(main, str(run.path), log=folder / "log", world_size=case.world_size)
     return run
 
 
@@ -138,7 +138,7 @@ def test_same_numbers_as_plain_pytorch(ranks, tmp_path, models, conversations, r
     ),
 )
 def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, reference, mistake, case, shows_in):
-    run = trained(ranks, tmp_path, case, models(False), conversations, layer_mistakes.main, mistake)
+    run = trained(ranks, tmp_path, case, models(False), conversations, getattr(mistakes, mistake))
     assert worst(run, reference(case, False))[shows_in] > 10 * SHARE
 
 

@@ -20,7 +20,7 @@ from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.data import collate
-from deepspeed_recipes.training.methods import dpo, preferences
+from deepspeed_recipes.training.methods import preferences
 from tests.parity import gate, plain
 from tests.tiers import tiered
 from tests.workers import own_code, trl_alone
@@ -152,14 +152,14 @@ def test_ranks_pass_equally_many_pairs_of_dpo_at_a_time(monkeypatch, count, micr
         found = 0.0
         for share in shares:
             passes.append([])
-            trainer = dpo.RunDPOTrainer.__new__(dpo.RunDPOTrainer)
+            trainer = preferences.RunDPOTrainer.__new__(preferences.RunDPOTrainer)
             vars(trainer).update(context=context, state=SimpleNamespace(global_step=step), noise=None)
             trainer.train_dataset = range(count)
             numbers = share[step * each : (step + 1) * each]
-            made = [dict.fromkeys(dpo.REFERENCE, values[[max(at, 0) for at in one]]) for one in numbers]
+            made = [dict.fromkeys(preferences.REFERENCE, values[[max(at, 0) for at in one]]) for one in numbers]
             made = [one | {"input_ids": torch.zeros(2 * len(own), 3)} for one, own in zip(made, numbers, strict=True)]
             for inputs, own in zip(trainer.prepare_step(made, None)[0], numbers, strict=True):
-                trainer.filler, trainer.one_by_one = own[0] < 0, inputs.pop(dpo.UNEVEN, False)
+                trainer.filler, trainer.one_by_one = own[0] < 0, inputs.pop(preferences.UNEVEN, False)
                 found += trainer.compute_loss(None, inputs) / len(made) / 2
         assert passes[0] == passes[1]
         assert found.item() == pytest.approx(values[8 * step : 8 * (step + 1)].mean().item())

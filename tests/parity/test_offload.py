@@ -13,7 +13,7 @@ from tests import ROOT
 from tests.parity import gate, plain
 from tests.test_configs_run import LIBAIO
 from tests.tiers import tiered
-from tests.workers import long_adam_steps
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 WIDE = plain.Settings(learning_rate=2e-4)
@@ -58,7 +58,7 @@ def test_same_model_as_plain_pytorch(train, model_folder, conversations, referen
 
 
 def test_a_longer_step_on_the_cpu_is_noticed(train, model_folder, conversations, reference):
-    run = train(SETTINGS, model_folder, conversations, "zero2_offload", function=long_adam_steps.main)
+    run = train(SETTINGS, model_folder, conversations, "zero2_offload", function=mistakes.long_adam_steps)
     with pytest.raises(AssertionError):
         gate.agree(run, *reference)
 
@@ -92,7 +92,7 @@ def test_same_model_from_a_drive(train, tmp_path, wide, conversations, wide_refe
 @pytest.mark.every
 @pytest.mark.skipif(not LIBAIO, reason="libaio's headers are not installed")
 def test_a_longer_step_from_a_drive_is_noticed(train, wide, conversations, wide_reference):
-    run = train(WIDE, wide, conversations, "zero3_nvme", function=long_adam_steps.main)
+    run = train(WIDE, wide, conversations, "zero3_nvme", function=mistakes.long_adam_steps)
     with pytest.raises(AssertionError):
         gate.agree(run, *wide_reference, norms=NORMS)
 

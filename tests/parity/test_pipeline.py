@@ -19,7 +19,7 @@ from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model.lora import add
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import pipeline_mistakes
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 
@@ -141,7 +141,7 @@ SPLIT = Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b")
             ("every_copy_reads_the_first_ones_share", IN_ALL),
             ("own_heads_only", IN_ALL),
             ("tied_weights_apart", IN_ALL),
-            ("parts_at_position_zero", IN_ALL),
+            ("positions_from_zero", IN_ALL),
         ],
         {("tied_weights_apart", TIED)},
     ),
@@ -149,7 +149,7 @@ SPLIT = Case(Layout(pipeline=2, tensor=2), 4, stage=0, family="qwen3-0.6b")
 def test_a_mistake_is_noticed(ranks, tmp_path, models, conversations, references, mistake, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, models(case.family), conversations))
-    ranks.run(pipeline_mistakes.main, str(run.path), mistake, log=tmp_path / "log", world_size=case.world_size)
+    ranks.run(getattr(mistakes, mistake), str(run.path), log=tmp_path / "log", world_size=case.world_size)
     assert len(read_jsonl(run.metrics)) == SETTINGS.steps
     with pytest.raises(AssertionError):
         gate.agree(run, *references(case.family))

@@ -13,7 +13,7 @@ from deepspeed_recipes.training.model.lora import add
 from tests import ROOT
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import sequence_mistakes
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 TWO, FOUR = Layout(sequence=2), Layout(sequence=4)
@@ -141,7 +141,7 @@ SPREAD = Case(stage=0, layout=FOUR, world_size=4)
 def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake, case):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(case, model_folder, conversations, save_steps=0))
-    ranks.run(sequence_mistakes.main, str(run.path), mistake, log=tmp_path / "log", world_size=case.world_size)
+    ranks.run(getattr(mistakes, mistake), str(run.path), log=tmp_path / "log", world_size=case.world_size)
     assert len(read_jsonl(run.metrics)) == SETTINGS.steps
     with pytest.raises(AssertionError):
         gate.agree_on_steps(run, reference[0])

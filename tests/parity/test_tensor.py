@@ -17,7 +17,7 @@ from deepspeed_recipes.training.model import draft
 from tests.parity import gate, plain
 from tests.small import language_families
 from tests.tiers import tiered
-from tests.workers import split_layers, untrained
+from tests.workers import mistakes, split_layers
 
 SETTINGS = plain.Settings()
 RELATIVE = gate.LOSS
@@ -88,7 +88,7 @@ def test_the_export_has_the_same_bytes_as_unsplit(ranks, tmp_path, model_folder,
     exports = []
     for name, recipe in (("split", still), ("whole", replace(still, layout=Layout(), micro_batch_size=1))):
         (tmp_path / name).mkdir()
-        exports.append(train(ranks, tmp_path / name, recipe, 4, main=untrained.main).export)
+        exports.append(train(ranks, tmp_path / name, recipe, 4, main=mistakes.untrained).export)
     # The model card and what training/ keeps are no part of the model; they say in which layout it was trained.
     beside = {"README.md", "training"}
     names, others = (sorted({file.name for file in export.iterdir()} - beside) for export in exports)

@@ -7,11 +7,11 @@ import pytest
 from safetensors.torch import load_file
 
 from deepspeed_recipes.recipe.methods import Classify, Embed
-from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_recipe
+from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import run as training_run
 from tests.parity import gate, plain, texts
 from tests.tiers import tiered
-from tests.workers import wrong_losses
+from tests.workers import mistakes
 
 NOTICED = 100 * gate.LOSS
 """The mistakes below differ by more."""
@@ -101,9 +101,9 @@ def test_a_wrong_reference_is_noticed(alone, method, mistake):
 )
 def test_a_wrong_run_is_noticed(ranks, tmp_path, model_folder, examples, alone, method, fault):
     """Transformers' own loss of a classifier is doubled on two ranks; without gradients the gather still gathers."""
-    run = trained(ranks, tmp_path, model_folder, examples, method, 2, target=getattr(wrong_losses, fault), max_steps=2)
+    run = trained(ranks, tmp_path, model_folder, examples, method, 2, target=getattr(mistakes, fault), max_steps=2)
     with pytest.raises(AssertionError):
         gate.agree_on_steps(run, alone(method, False)[0][:2])
     if fault == "loss_of_transformers":
         expected = 2 * alone(method, False, "weights")[0][0]["loss"]
-        assert wrong_losses.first_loss(run) == pytest.approx(expected, rel=gate.LOSS)
+        assert read_jsonl(run.metrics)[0]["loss"] == pytest.approx(expected, rel=gate.LOSS)

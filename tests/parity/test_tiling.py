@@ -10,7 +10,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model.lora import add
 from tests.parity import gate, plain
 from tests.tiers import tiered
-from tests.workers import tiling_mistakes
+from tests.workers import mistakes
 
 SETTINGS = plain.Settings()
 
@@ -77,7 +77,7 @@ def test_same_model_as_plain_pytorch(ranks, tmp_path, model_folder, conversation
 def test_a_mistake_is_noticed(ranks, tmp_path, model_folder, conversations, reference, mistake):
     run = RunFolder(tmp_path / "run")
     write_recipe(run, recipe_of(Case(0), model_folder, conversations))
-    ranks.run(tiling_mistakes.main, str(run.path), mistake, log=tmp_path / "log")
+    ranks.run(getattr(mistakes, mistake), str(run.path), log=tmp_path / "log")
     assert len(read_jsonl(run.metrics)) == SETTINGS.steps
     with pytest.raises(AssertionError):
         gate.agree_on_steps(run, reference[0])

@@ -18,7 +18,7 @@ from tests import seeing
 from tests.parity import gate, plain
 from tests.ranks import read_logs
 from tests.tiers import tiered
-from tests.workers import blind_ranks
+from tests.workers import mistakes
 
 SETTINGS = Settings(steps=4, learning_rate=3e-3)
 """Adam moves a weight whose gradient is rounding like any other: at 1e-2 one of Qwen's tower is off by 1.2 bounds."""
@@ -108,7 +108,7 @@ def test_without_the_black_picture_ranks_fall_out_of_step(ranks, tmp_path, model
     """ZeRO-3 over gloo: one rank gathers the tower's weights while the other gathers a layer's."""
     run = RunFolder(tmp_path / "run")
     write_recipe(run, seeing.recipe_for(models("gemma3"), data["one"], "zero3.json", SETTINGS, micro_batch_size=4))
-    statuses = ranks.run(blind_ranks.main, str(run.path), log=tmp_path / "log")
+    statuses = ranks.run(mistakes.blind_ranks, str(run.path), log=tmp_path / "log")
     assert any(statuses) and not run.export.exists()
     assert any("gloo::EnforceNotMet" in log for log in read_logs(tmp_path / "log"))
 

@@ -1,4 +1,6 @@
-"""The training methods: one module each, named like the recipe's `method`, with the functions of `TrainingMethod`.
+"""The training methods, each with the functions of `TrainingMethod`: a module named like the recipe's `method`.
+
+Those on pairs of answers differ in a loss and a setting or two, and share `preferences.py`.
 
 Continued pre-training is supervised fine-tuning with a loss on every token.
 """
@@ -17,8 +19,12 @@ if TYPE_CHECKING:  # the launcher reads `distillation/vocabulary.py`, and import
     from ..trainer import Parts, RunContext
 
 
+PAIRS = ("dpo", "orpo", "simpo", "reward")
+"""The methods in `preferences.py`."""
+
+
 class TrainingMethod(Protocol):
-    """What the module of a method has; `sft` also has `answer`, which stores a few answers of each run."""
+    """What a method has; `sft` also has `answer`, which stores a few answers of each run."""
 
     def arguments(self, common: Json, recipe: Recipe, /) -> "TrainingArguments":
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""
@@ -34,11 +40,15 @@ class TrainingMethod(Protocol):
 
 
 if TYPE_CHECKING:  # at run time only the recipe's own method is imported
-    from . import classify, distill, dpo, embed, grpo, kto, orpo, reward, sft, simpo
+    from . import classify, distill, embed, grpo, kto, preferences, sft
 
-    CHECKED: tuple[TrainingMethod, ...] = (*(classify, distill, dpo, embed, grpo, kto, orpo, reward, sft, simpo),)
+    CHECKED: tuple[TrainingMethod, ...] = (classify, distill, embed, grpo, kto, sft, *preferences.METHODS.values())
 
 
 def method(name: str) -> TrainingMethod:
-    """Return the module of a method."""
+    """Return a method: its module, or one of the methods on pairs."""
+    if name in PAIRS:
+        from . import preferences
+
+        return preferences.METHODS[name]
     return cast(TrainingMethod, import_module(f".{'sft' if name == 'pretrain' else name}", __package__))

@@ -1,4 +1,4 @@
-"""Shared by the methods on preferences: pairs and their ranking, log-likelihoods in tiles, and the reference model.
+"""The methods that learn from pairs of answers, DPO, ORPO, SimPO and reward models, on TRL's trainers.
 
 The reference is the model before training. To compute its log-probabilities once, in advance, TRL gives the model to a
 second DeepSpeed engine before the run's, whose hooks stay on its modules under ZeRO-3; `precomputed` uses the run's
@@ -6,28 +6,35 @@ engine, before the first step.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from torch.nn.functional import logsigmoid
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 from trl.trainer.utils import add_fused_lm_head
 
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
+from ...recipe.methods import Dpo, Orpo, Simpo
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder, read_json, write_json
 from .. import distributed
 from ..console import say
 from ..data import load, tokenize, updates
-from ..data.collate import IGNORED, Batch
+from ..data.collate import IGNORED, KEY, Batch
 from ..model.load import load_model
 from ..parallel import scores
 from ..trainer import Parts, RunContext, RunHooks
+from .averages import Averaging
 
 SIDES = ("chosen", "rejected")
 
@@ -208,3 +215,163 @@ def computed_reference(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
         parts += [part.cpu() for part in gathered]
     engine.train()
     return torch.cat(parts)[: len(pairs)]
+
+
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+UNEVEN = "uneven"
+"""Key of a micro-batch of which some ranks have fewer pairs."""
+
+
+class RunDPOTrainer(PairHooks, DPOTrainer):
+    """Direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), by TRL's trainer with our hooks."""
+
+    before: torch.Tensor | None = None
+    """The reference model's log-likelihoods of all pairs, if they are computed once; [pairs, 2], on the host."""
+    one_by_one = False
+    """Whether the micro-batch is one of which some ranks have fewer pairs."""
+
+    def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
+        """Also mark the micro-batch of which some ranks have fewer pairs."""
+        batches, items = super().prepare_step(batches, items)
+        return [*batches[:-1], {**batches[-1], UNEVEN: self.uneven}], items
+
+    def _precompute_ref_logps(self, dataset: Dataset, *arguments: object) -> Dataset:
+        """Return the pairs unchanged; TRL's computation here is postponed until the engine exists."""
+        return dataset
+
+    def on_engine_ready(self) -> None:
+        """Also compute or read the reference model's log-likelihoods."""
+        super().on_engine_ready()
+        if self.precompute_ref_logps:
+            self.before = precomputed(self, self.train_dataset)
+
+    def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
+        """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""
+        if self.before is not None:
+            sides = self.before[inputs[KEY]].to(self.args.device, non_blocking=True).unbind(1)
+            inputs |= dict(zip(REFERENCE, sides, strict=True))
+        self.one_by_one = inputs.pop(UNEVEN, False)
+        return super().training_step(model, inputs, *arguments)
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
+        """Return a micro-batch's part of the step's mean over pairs.
+
+        TRL gathers the numbers of all ranks' pairs at every pass, which must be equally many: pairs that ranks cannot
+        share evenly are passed one by one, and ranks without another one repeat theirs, without effect on the loss.
+        """
+        pairs, ordinary = len(inputs["input_ids"]) // 2, super().compute_loss
+        if not self.one_by_one:
+            return self.mean(ordinary(model, inputs, *arguments, **options).expand(pairs))
+        losses = []
+        for number in range(self.context.recipe.micro_batch_size):
+            at = number % pairs
+            one = {  # a micro-batch has all better answers, then all worse ones
+                name: value[[at]] if name in REFERENCE else value[[at, pairs + at]] if torch.is_tensor(value) else value
+                for name, value in inputs.items()
+            }
+            losses.append(ordinary(model, one, *arguments, **options) * (number < pairs))
+        return self.mean(torch.stack(losses))
+
+
+class RunORPOTrainer(FusedHead, Averaging, PairHooks, ORPOTrainer):
+    """ORPO: imitates the better answer and raises its odds above the worse one's, without a reference model.
+
+    Hong et al. 2024, arXiv:2403.07691. The odds ratio is that of TRL's trainer; its inputs are computed here, in tiles,
+    since TRL's whole logits of two answers take gigabytes, and it reads a dozen numbers at every pass.
+    """
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
+        """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6).
+
+        Each pair counts the same. TRL averages the imitated tokens of a micro-batch instead, so that long answers count
+        more, and its loss depends on the micro-batch and on the number of ranks; with one pair per micro-batch both are
+        equal. As in TRL and in the authors' code, the better conversation is imitated with its prompt.
+        """
+        answers = inputs["completion_mask"].bool()
+        pairs = len(answers) // 2
+        imitated = inputs["attention_mask"][:pairs].bool()
+        log_probs = log_probs_of(model, inputs, torch.cat([imitated, answers[pairs:]]))
+        imitation = -mean_of(log_probs[:pairs], imitated)
+        terms, chosen, rejected, *_ = self.odds_ratio_loss(*mean_of(log_probs, answers).chunk(2))
+        self.averages.add(of_pairs(chosen, rejected) | {"nll_loss": imitation, "odds_loss": -terms})
+        return self.mean(imitation - terms)
+
+
+class RunSimPOTrainer(FusedHead, Averaging, PairHooks, CPOTrainer):
+    """SimPO: makes the better answer's tokens likelier than the worse one's by a margin, without a reference model.
+
+    Meng et al. 2024, arXiv:2405.14734. The loss is that of TRL's CPOTrainer; its inputs are computed here, as for ORPO.
+    """
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
+        """Return the mean loss of a micro-batch of pairs, in nats (the paper's equation 6)."""
+        answers = inputs["completion_mask"].bool()
+        log_probs = log_probs_of(model, inputs, answers)
+        losses, chosen, rejected = self.cpo_loss(*mean_of(log_probs, answers).chunk(2))
+        self.averages.add(of_pairs(chosen, rejected))
+        return self.mean(losses)
+
+
+class RunRewardTrainer(Averaging, PairHooks, RewardTrainer):
+    """Reward modelling: a model that gives each answer a number, higher for the better of two.
+
+    The loss is Bradley and Terry's, `-log sigmoid(chosen - rejected)` (Ouyang et al. 2022, arXiv:2203.02155, eq. 1).
+    """
+
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Batch, *arguments: object, **options: object
+    ) -> torch.Tensor:
+        """Return the mean loss of a micro-batch, in nats, as TRL computes it but without reading from the device."""
+        passed = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        chosen, rejected = model(**passed, use_cache=False).logits[:, 0].float().chunk(2)
+        self.averages.add(of_pairs(chosen, rejected))
+        return self.mean(-logsigmoid(chosen - rejected))
+
+
+def dpo_arguments(common: Json, recipe: Recipe) -> DPOConfig:
+    """Return TRL's arguments of DPO."""
+    dpo = Dpo.of(recipe)
+    loss = {"loss_type": dpo.loss, "label_smoothing": dpo.label_smoothing, "beta": dpo.beta}
+    options = {"max_length": recipe.sequence_length, "precompute_ref_log_probs": dpo.precompute}
+    return DPOConfig(**common, **loss, **options)
+
+
+def orpo_arguments(common: Json, recipe: Recipe) -> ORPOConfig:
+    """Return TRL's arguments of ORPO."""
+    return ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length)
+
+
+def simpo_arguments(common: Json, recipe: Recipe) -> CPOConfig:
+    """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
+    simpo = Simpo.of(recipe)
+    loss = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": simpo.beta, "simpo_gamma": simpo.gamma}
+    return CPOConfig(**common, **loss, max_length=recipe.sequence_length)
+
+
+def reward_arguments(common: Json, recipe: Recipe) -> RewardConfig:
+    """Return TRL's arguments of reward modelling."""
+    return RewardConfig(**common, max_length=recipe.sequence_length)
+
+
+@dataclass(frozen=True)
+class PairMethod:
+    """A `TrainingMethod` that reads pairs."""
+
+    arguments: Callable[[Json, Recipe], TrainingArguments]
+    trainer: Callable[[RunContext, Parts], PairHooks]
+    metric: Callable[[PairHooks, Dataset], dict[str, float]]
+    datasets: Callable[[Recipe, PreTrainedTokenizerBase], load.Datasets] = datasets
+
+
+METHODS = {
+    "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), ranked_by(scores.log_likelihood)),
+    "orpo": PairMethod(orpo_arguments, RunORPOTrainer.of, ranked_by(scores.log_likelihood_per_token)),
+    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, ranked_by(scores.log_likelihood_per_token)),
+    "reward": PairMethod(reward_arguments, RunRewardTrainer.of, ranked_by(scores.reward)),
+}
