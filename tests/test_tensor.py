@@ -14,7 +14,7 @@ from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training.arguments import deepspeed_config
-from deepspeed_recipes.training.parallel import tensor_plan
+from deepspeed_recipes.training.parallel import tensor
 from deepspeed_recipes.training.parallel.tensor import SHARE, WHOLE, shard
 from tests.small import small
 from tests.workers import split_layers
@@ -148,10 +148,10 @@ def test_a_number_of_heads_is_divided_by_the_number_of_ranks():
 def test_pairs_that_are_right_one_by_one_are_tried_together(monkeypatch, alone, together):
     """What the two ranks would find of each pair is given; the pairs are those of a real model."""
     config = AutoConfig.from_pretrained(TINY_MODEL)
-    monkeypatch.setattr(tensor_plan, "_is_right", lambda whole, pairs, group: together if len(pairs) > 1 else alone)
+    monkeypatch.setattr(tensor, "_is_right", lambda whole, pairs, group: together if len(pairs) > 1 else alone)
     if alone and not together:
         with pytest.raises(ValueError, match="correct one by one, but not together"):
-            tensor_plan.split(config, "sdpa", None)
+            tensor.split(config, "sdpa", None)
         return
-    styles, rest = tensor_plan.split(config, "sdpa", None)
+    styles, rest = tensor.split(config, "sdpa", None)
     assert bool(styles) == alone and any("down_proj" in name for name in (styles if alone else rest))

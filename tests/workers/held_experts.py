@@ -8,7 +8,7 @@ from torch.autograd.graph import Node
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from deepspeed_recipes.training import distributed
-from deepspeed_recipes.training.parallel.tensor_plan import nodes
+from deepspeed_recipes.training.parallel.tensor import nodes
 
 WIDTHS = {
     "vocab_size": 512,

@@ -16,7 +16,7 @@ from deepspeed_recipes.recipe.run_folder import write_json
 from deepspeed_recipes.training import distributed, export, run
 from deepspeed_recipes.training.model import attention, draft
 from deepspeed_recipes.training.model import lora as adapters
-from deepspeed_recipes.training.parallel import tensor, tensor_plan
+from deepspeed_recipes.training.parallel import tensor
 from tests.small import language_families
 
 ROW = 48
@@ -40,9 +40,9 @@ def split_without_plan(output: str) -> None:
     distributed.start()
     group = dist.new_group([0, 1])
     kinds = ("cohere", "gemma2", "olmo2", "opt", "phi3", "qwen3")
-    found = {kind: tensor_plan.split(AutoConfig.for_model(kind), "eager", group) for kind in kinds}
+    found = {kind: tensor.split(AutoConfig.for_model(kind), "eager", group) for kind in kinds}
     tensor._summed_over = lambda group: lambda gradient: gradient
-    found["qwen3, wrongly"] = tensor_plan.split(AutoConfig.for_model("qwen3"), "eager", group)
+    found["qwen3, wrongly"] = tensor.split(AutoConfig.for_model("qwen3"), "eager", group)
     if distributed.is_first():
         write_json(Path(output), found)
     distributed.stop()

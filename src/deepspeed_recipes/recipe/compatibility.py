@@ -105,7 +105,7 @@ TENSOR_PARALLEL_TYPES = (
     *("qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3"),
 )
 """Model types that transformers' plan splits correctly (`tests/test_tensor.py` checks this against every recipe). For
-other types `training/parallel/tensor_plan.py` determines which layers can be split, or refuses the run."""
+other types `training/parallel/tensor.py` determines which layers can be split, or refuses the run."""
 EXPERT_PARALLEL_TYPES = ("deepseek_v2", "deepseek_v3", "mixtral", "qwen3_moe")
 """Model types for which DeepSpeed has a preset with which expert parallelism trains like plain PyTorch
 (`tests/parity/test_expert.py`). For other types `training/parallel/expert.py` makes one, or refuses the run."""

@@ -28,7 +28,7 @@ from ...recipe.run_folder import read_json, write_json
 from .. import distributed, upstream
 from ..data.collate import IGNORED, Batch, Collator, next_labels
 from ..model.load import load_config
-from . import scores, sequence, stages, tensor, tensor_plan
+from . import scores, sequence, stages, tensor
 
 TIED = "embedding"
 """DeepSpeed's key for the weight that the first and the last stage share."""
@@ -38,7 +38,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that computes different logits in stages."""
     stages.check(recipe, tokenizer)
     if recipe.layout.tensor > 1:
-        tensor_plan.styles(recipe)
+        tensor.styles(recipe)
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
@@ -60,7 +60,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
             specs, topology=topology, loss_fn=LastStageOutput(), partition_method="uniform", dynamic_shape=True
         )
     if layout.tensor > 1:
-        tensor.shard(stage(module).model, tensor_plan.styles(recipe), module._grid.get_slice_parallel_group())
+        tensor.shard(stage(module).model, tensor.styles(recipe), module._grid.get_slice_parallel_group())
     _count_once(module)
     if layout.sequence > 1:
         sequence.attend_over_ranks(module, layout)

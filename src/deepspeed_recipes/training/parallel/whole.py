@@ -21,13 +21,13 @@ from ..model import heads, lora, transforms
 from ..model.load import load_config, load_model
 from ..model_folder import complete
 from ..model_folder.base_model import LABELS, QUANTIZATION
-from . import expert, scores, sequence, tensor, tensor_plan
+from . import expert, scores, sequence, tensor
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Find how tensor parallelism splits the model; without it, accept every model."""
     if recipe.layout.tensor > 1:
-        tensor_plan.styles(recipe)
+        tensor.styles(recipe)
 
 
 def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftModel:
@@ -35,7 +35,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> PreTrainedModel | PeftMo
     with upstream.without_tensor_parallel_block():
         model = load_model(recipe, labels=labels)
         if recipe.layout.tensor > 1:
-            tensor.shard_model(model, recipe.layout.tensor, tensor_plan.styles(recipe))
+            tensor.shard_model(model, recipe.layout.tensor, tensor.styles(recipe))
     if recipe.router_aux_loss_coef:
         world_size = dist.get_world_size()
         micro_batches = gradient_accumulation_steps(recipe, world_size) * data_parallel_size(recipe.layout, world_size)
