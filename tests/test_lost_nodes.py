@@ -19,7 +19,7 @@ from tests.network_hosts import Hosts, without_hosts
 from tests.ranks import read_logs
 from tests.ray_cluster import RayNodes, variables, without_ray
 from tests.small import small
-from tests.test_hosts_run import overrides
+from tests.test_hosts import overrides
 from tests.test_launch import ranks_of, wait_for_step
 from tests.test_other_launchers import ROOT_IS_ALLOWED, environment, losses
 

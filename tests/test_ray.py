@@ -19,7 +19,7 @@ from tests import test_launch
 from tests.launching import LAUNCH
 from tests.ray_cluster import RayNodes, variables, without_ray
 from tests.small import small
-from tests.test_hosts_run import overrides
+from tests.test_hosts import overrides
 from tests.test_launch import processes_of, ranks_of
 
 HERE = pytest.mark.skipif(bool(without_ray()), reason=without_ray() or "Ray is installed")

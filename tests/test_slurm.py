@@ -30,7 +30,7 @@ from deepspeed_recipes.training import run as training_run
 from tests.launching import LAUNCH
 from tests.ranks import free_port
 from tests.small import small
-from tests.test_hosts_run import overrides, wait_for_step
+from tests.test_hosts import overrides, wait_for_step
 from tests.test_launch import ranks_of
 
 SINFO = """\

@@ -1,4 +1,7 @@
-"""What a model's files hold: every tensor becomes a weight, is named, or is refused with the file and the fix."""
+"""What a model's files hold: every tensor becomes a weight, is named, or is refused with the file and the fix.
+
+The comparison of pages with the Hub, on a local folder of the same form; these tests use no network.
+"""
 
 import json
 import shutil
@@ -8,9 +11,10 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.quantization_config import QuantizationMethod
 
+from deepspeed_recipes.commands import main, page
 from deepspeed_recipes.export import shrink
 from deepspeed_recipes.launching import preflight
 from deepspeed_recipes.planning.model_profile import decoders
@@ -314,3 +318,25 @@ def test_a_header_is_read_as_safetensors_reads_it(model):
         (model / weights.WHOLE).write_bytes(damaged)
         with pytest.raises(UserError, match="damaged or cut off"):
             weights.header(model / weights.WHOLE)
+
+
+def test_a_page_that_matches_the_model_has_no_differences(tmp_path):
+    model = pages.page("llama3").SIZES["8b"]
+    AutoConfig.for_model(**model.config).save_pretrained(tmp_path)
+    assert page.compare(replace(model, path=str(tmp_path))) == []
+
+
+def test_every_other_dimension_is_named(tmp_path):
+    model = pages.page("llama3").SIZES["8b"]
+    AutoConfig.for_model(**model.config | {"hidden_size": 2048, "num_hidden_layers": 16}).save_pretrained(tmp_path)
+    assert page.compare(replace(model, path=str(tmp_path))) == [
+        "hidden_size: the page has 4096, the Hub 2048",
+        "num_hidden_layers: the page has 32, the Hub 16",
+    ]
+
+
+def test_without_a_network_it_says_so(capsys):
+    assert main.run("page", ["compare", "llama3-8b"]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert main.run("page", ["compare", "llama4-8b"]) == 2
+    assert "unknown recipe 'llama4'" in capsys.readouterr().err
