@@ -109,7 +109,7 @@ def run_with_restarts(
     """Run to the end, restarting after failures at most `most` times, and return the last exit status.
 
     `run` is prepared for the first start with `ranks` ranks. `start` runs an attempt with the given number of ranks to
-    its end, and `available` returns the number that could be started now. Ends if there is no checkpoint to restart
+    its end, and `available` returns the number that could be started now. Gives up if there is no checkpoint to restart
     from, or no possible number of ranks can resume from it.
     """
     asked, restarts, rewinds = ranks, 0, 0

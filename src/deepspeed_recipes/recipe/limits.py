@@ -24,7 +24,7 @@ SPLITS = {
 
 
 def check(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> None:
-    """Refuse a recipe that cannot run on `world_size` ranks with the nearest layout that can.
+    """Refuse a recipe that cannot run on `world_size` ranks, and name the nearest layout that can.
 
     Dimensions that are missing in the recipe's `model.config` are not checked.
     """

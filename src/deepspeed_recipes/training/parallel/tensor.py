@@ -158,7 +158,7 @@ def layers(module: torch.nn.Module) -> dict[str, TensorParallel_Layer]:
 
 @torch.no_grad()
 def whole_state(module: torch.nn.Module, keep: bool = True, frozen: bool = True) -> dict[str, torch.Tensor]:
-    """Return the state dict of an unsplit module, on the host; a collective that gathers one layer at a time.
+    """Return the state dict of the unsplit module, on the host; a collective that gathers one layer at a time.
 
     `module` is as `shard` leaves it, its weights not sharded by ZeRO-3. Ranks that only take part do not `keep` it and
     return nothing; `frozen=False` omits weights that are not trained.
