@@ -33,7 +33,6 @@ MODULES = (
     "trl.trainer.reward_trainer",
     "trl.trainer.rloo_trainer",
     "trl.trainer.sft_trainer",
-    "matplotlib.pyplot",
 )
 
 for module in MODULES:

@@ -30,6 +30,7 @@ from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import load, lora
 from deepspeed_recipes.training.model import lora as adapters
+from deepspeed_recipes.training.model_folder import base_model
 from tests.parity import gate, plain
 from tests.small import language_families, with_zero
 from tests.test_catalogue import short_run
@@ -86,7 +87,7 @@ def exactly(adapter: Path) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Return the base model of an adapter and what both give together, computed in fp32."""
 
     def base():
-        model = export.load_base(export.base_of(adapter), adapter)
+        model = export.load_base(base_model.find(adapter), adapter)
         return (model.dequantize() if getattr(model, "hf_quantizer", None) else model).float()
 
     return base(), PeftModel.from_pretrained(base(), adapter).merge_and_unload()

@@ -7,6 +7,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_json
 from deepspeed_recipes.training import distributed, export, run
+from deepspeed_recipes.training.model_folder import base_model
 
 
 def main(folder: str) -> None:
@@ -21,7 +22,7 @@ def main(folder: str) -> None:
         weights = whole_parameters(trainer.model)
         if distributed.is_first():
             unset_hf_deepspeed_config()  # or transformers would shard what it loads
-            base = export.load_base(export.base_of(exported), exported, dtype=trainer.model.dtype)
+            base = export.load_base(base_model.find(exported), exported, dtype=trainer.model.dtype)
             write_json(exported.parent / "changes.json", changes(weights, base) | held)
 
     export.save = save_and_look

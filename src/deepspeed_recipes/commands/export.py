@@ -165,10 +165,11 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
         parts.append(Part(path, find_model(Path(path)) if path else Path(), _number(other, factor)))
     check(parts)
     from ..training import export
+    from ..training.model_folder import base_model
 
     with children.scratch(inside=_nearest(output)) as place:
         folder = place / "adapter"
-        write_sum(export.load_base(export.base_of(source), source), parts, folder)
+        write_sum(export.load_base(base_model.find(source), source), parts, folder)
         for file in (
             *source.glob("token*"),
             *source.glob("chat_template.jinja"),

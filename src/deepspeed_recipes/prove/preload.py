@@ -14,7 +14,6 @@ MODULES = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "transformers.models.llama.modeling_llama",
-    "matplotlib.pyplot",
 )
 
 for module in MODULES:

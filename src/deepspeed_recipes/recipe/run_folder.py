@@ -98,8 +98,6 @@ class RunFolder:
     """The result: a Hugging Face folder, or an adapter."""
     unverified = Place("export.part")
     """The export, until it has been reloaded and its logits match the trained model's."""
-    report = Place("report.png")
-    """Loss, learning rate, gradient norm and throughput over the steps."""
     report_page = Place("report.html")
     """The report with all charts and tables, in one HTML file."""
     summary = Place("summary.json")

@@ -210,7 +210,7 @@ def load(
     """
     if adapter is None and (folder / ADAPTER).exists():
         weights.check_intact(folder)
-        folder, adapter = base_of(folder), folder
+        folder, adapter = base_model.find(folder), folder
     split = device_map(folder) if placed else {}
     if adapter is None:
         model = load_whole(folder, dtype, split=split)
@@ -296,11 +296,6 @@ def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "
     return model
 
 
-def base_of(adapter: Path) -> Path:
-    """Return the folder or Hub id of the base model of an adapter."""
-    return base_model.find(adapter)
-
-
 def load_base(
     folder: Path, adapter: Path, dtype: torch.dtype | str = "auto", split: JsonView = MappingProxyType({})
 ) -> PreTrainedModel:
@@ -380,7 +375,7 @@ def load_merged(folder: Path) -> PreTrainedModel:
     that share one weight are separated where either has an adapter: PEFT would add it to both. Raises RuntimeError if
     the merged model computes other logits than the adapter on its base model.
     """
-    base = load_base(base_of(folder), folder)
+    base = load_base(base_model.find(folder), folder)
     stored_quantization.check(base.config.to_dict() if not (folder / QUANTIZATION).exists() else {}, str(folder))
     if getattr(base, "hf_quantizer", None):
         base = base.dequantize()
@@ -476,7 +471,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _with_tokenizer(folder: Path) -> Path:
     """Return the base model's folder for an adapter without a tokenizer, as plain PEFT saves it."""
     own = any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model"))
-    return folder if own or not (folder / ADAPTER).exists() else base_of(folder)
+    return folder if own or not (folder / ADAPTER).exists() else base_model.find(folder)
 
 
 def write(source: Path, output: Path, merge: bool) -> str:
@@ -508,7 +503,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
             merged.save_pretrained(part)
             del merged  # before it is loaded again
             load_processor(source).save_pretrained(part)
-            untrained.add(part, str(base_of(source)), base_model.head_of(source), base_model.may_run_code(source))
+            base, trusted = str(base_model.find(source)), base_model.may_run_code(source)
+            untrained.add(part, base, base_model.head_of(source), trusted)
             _check_merged(part, expected)
             kind = "a whole model with the adapter merged into it"
         else:
@@ -518,7 +514,7 @@ def write(source: Path, output: Path, merge: bool) -> str:
                     shutil.copy2(file, part)
             _check_copies(source, part)
             if is_adapter:
-                name = str(base_of(source))
+                name = str(base_model.find(source))
                 untrained.name_adapter(part, name, base_model.head_of(source), base_model.may_run_code(source))
             elif (run := RunFolder(source.parents[1])).recipe.exists():
                 recipe = read_recipe(run)

@@ -1,7 +1,6 @@
-"""The end of a run: summary.json, the curves in report.png, and the last screen."""
+"""The end of a run: summary.json and the last screen."""
 
 import shlex
-from pathlib import Path
 
 from ..recipe.files import Json
 from ..recipe.methods.method import title
@@ -67,7 +66,6 @@ def finished(
         summary["skipped"] = SKIPPED
     accept_recipe(run)  # here if all steps were trained before
     write_json(run.summary, summary)
-    draw_curves(run, recipe.name, recipe.method.curve)
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
     shown = f"--image {shlex.quote(image)} " if image else ""
@@ -98,42 +96,3 @@ def finished(
         else f"training loss: {last['loss']:.4f}, before the only update",
     ]
     say("\n".join(line for line in lines if line is not None))
-
-
-CURVES = {
-    "learning_rate": "learning rate",
-    "grad_norm": "gradient norm",
-    "tokens_per_second": "tokens per second, all ranks",
-}
-
-
-def draw_curves(run: RunFolder, name: str, loss: str) -> Path | None:
-    """Draw the four curves over the steps and return the file, or None if nothing was logged.
-
-    `name` is printed above the curves; `loss` is the loss's name, with its unit.
-    """
-    records = read_jsonl(run.metrics)
-    if not records:
-        return None
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot  # takes most of a second, and is needed once
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), sharex=True)
-    figure.subplots_adjust(left=0.09, right=0.98, bottom=0.07, top=0.92, wspace=0.24)  # a layout engine draws it twice
-    for axis, (key, label) in zip(axes.flat, ({"loss": loss} | CURVES).items(), strict=True):
-        points = [(record["step"], record[key]) for record in records if record[key] is not None]
-        axis.plot(*zip(*points, strict=True), label="training") if points else axis.text(0.4, 0.5, "not reported")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-    held_out = sorted((row["step"], row["loss"]) for row in read_jsonl(run.evaluations) if "loss" in row)
-    if held_out:
-        axes[0, 0].plot(*zip(*held_out, strict=True), "o--", label="held out")
-        axes[0, 0].legend()
-    for axis in axes[1]:
-        axis.set_xlabel("optimizer step")
-    figure.suptitle(name)
-    figure.savefig(run.report, dpi=90)
-    pyplot.close(figure)
-    return run.report

@@ -206,7 +206,7 @@ def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: 
 
 
 def convert(checkpoint: Path) -> None:
-    """Write the universal form into `checkpoint`, in one process, if the disk has room and no intact one exists."""
+    """Write the universal form into `checkpoint`, in one process, unless an intact one exists."""
     if (checkpoint / CONVERTED).exists() and digests.damaged(checkpoint, CONVERTED) is None:
         return
     for name in (CONVERTED, MARKER):

@@ -107,9 +107,9 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
 def answer(trainer: RunTrainer, examples: Dataset) -> None:
     """Store the answers to the first held-out examples in the run folder, where `exact_match` has not; a collective.
 
-    Every rank answers all of them, one document each. The time is limited, and ranks that have spent it wait for the
-    others. The memory is less than that of a training step, since the prompts and answers of a batch fit into a
-    micro-batch.
+    Every rank answers all of `examples`, which are one document each. The time is limited, and ranks that have spent it
+    wait for the others. The memory is less than that of a training step, since the prompts and answers of a batch fit
+    into a micro-batch.
     """
     recipe, tokenizer = trainer.context.recipe, trainer.processing_class
     opening, room = answers.generation_prompt(tokenizer), recipe.micro_batch_size * recipe.sequence_length

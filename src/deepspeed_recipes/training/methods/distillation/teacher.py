@@ -45,7 +45,7 @@ def entries(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of vocabulary entries of both models, which must be equal; call it before either is loaded."""
+    """Return how many entries of the vocabulary both models have; call it before either is loaded."""
     path = recipe_of(recipe).model.path
     try:
         theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
