@@ -134,7 +134,7 @@ def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldO
 
 
 def find_model(source: Path) -> Path:
-    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` if it is no run."""
+    """Return the folder with the weights: a run's export or newest complete checkpoint, or `source` itself."""
     source = source.resolve()
     if not source.is_dir():
         raise UserError(f"{source}: no such folder.")

@@ -60,8 +60,8 @@ class File:
 def files(folder: Path) -> list[File]:
     """Return the files of `folder` to publish, sorted by name.
 
-    Refuses what is not a model folder, files that are no part of a model, cut off or unreadable, credentials, paths on
-    this machine, and adapters whose base model is not on the Hub.
+    Refuses what is not a model folder, and files that do not belong to a model, are cut off or unreadable, or contain
+    a credential or a path on this machine. The base model of an adapter has to be on the Hub.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")

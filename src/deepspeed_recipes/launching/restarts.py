@@ -109,8 +109,8 @@ def run_with_restarts(
     """Run to the end, restarting after failures at most `most` times, and return the last exit status.
 
     `run` is prepared for the first start with `ranks` ranks. `start` runs an attempt with the given number of ranks to
-    its end, and `available` returns the number that could be started now. Gives up if there is no checkpoint to restart
-    from, or no possible number of ranks can resume from it.
+    its end, and `available` returns the number that could be started now. Gives up without a
+    checkpoint that some possible number of ranks can resume from.
     """
     asked, restarts, rewinds = ranks, 0, 0
     while True:

@@ -82,8 +82,8 @@ NOT_IN_MAMBA = ("out_proj", "conv1d")
 def lora_options(lora: Lora, scores: bool = False, embeds: bool = False, kind: str = "") -> Json:
     """Return the arguments of `peft.LoraConfig`; if the model scores sequences, PEFT also trains and saves the head.
 
-    With `embeds` the model has no head. Of a `kind` (`model_type`) in `MAMBA`, `all-linear` leaves out the modules that
-    cannot be adapted, since the model's kernels would read them without their adapters.
+    With `embeds` the model has no head. For a `kind` (`model_type`) in `MAMBA`, `all-linear` leaves out the modules
+    that cannot be adapted, since the model's kernels would read them without their adapters.
     """
     modules = names(lora.target_modules)
     if kind in MAMBA and (past := [name for name in modules if name.rpartition(".")[2] in NOT_IN_MAMBA]):

@@ -92,8 +92,8 @@ def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
 def describe(run: RunFolder, results: JsonView, step: int | None = None) -> None:
     """Add the model card and `training/` to the folder that `save` wrote; a collective. An error never ends the run.
 
-    `results` are `metric`, `before`, `after`, `held_out` and `logit_difference`. `step` is the one whose weights are
-    exported, or None for the last.
+    `results` are `metric`, `before`, `after`, `held_out` and `logit_difference`. `step` has the
+    exported weights, or is None for the last.
     """
     if distributed.is_first():
         try:

@@ -121,8 +121,8 @@ ADAPTERS = ("lora.rank", "lora.alpha", "lora.target_modules")
 def borrow(model: str, variant: str) -> Recipe:
     """Return the recipe for a model's folder or Hub id with the model's dimensions: its own page's, or the nearest.
 
-    If the model's architecture is not the page's, a test with a shrunken model decides if documents are packed. Models
-    that are no decoders are refused.
+    If the model's architecture is not the page's, a test with a shrunken model decides if documents are packed. Other
+    models than decoders are refused.
     """
     if "/" not in model and Path(model).is_dir():
         model = f"./{model}"  # not the recipe of this name

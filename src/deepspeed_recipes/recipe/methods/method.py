@@ -82,7 +82,7 @@ class Method:
         return self.metric or chosen
 
     def check(self, recipe: object) -> None:
-        """Refuse settings that contradict each other or the rest of the `Recipe`, whose module imports this one."""
+        """Refuse settings that contradict each other or the rest of the `Recipe`, whose module imports this module."""
 
 
 def check_room(section: str, max_new_tokens: int, sequence_length: int) -> None:

@@ -24,7 +24,7 @@ PAIRS = ("dpo", "orpo", "simpo", "reward")
 
 
 class TrainingMethod(Protocol):
-    """What a method has; `sft` also has `answer`, which stores a few answers of each run."""
+    """The functions of a method; `sft` also has `answer`, which stores a few answers of each run."""
 
     def arguments(self, common: Json, recipe: Recipe, /) -> "TrainingArguments":
         """Return the Trainer's arguments, of the method's own kind; `common` are those of every method."""

@@ -259,7 +259,7 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         """Return a micro-batch's part of the step's mean over pairs.
 
         TRL gathers the numbers of all ranks' pairs at every pass, which must be equally many: pairs that ranks cannot
-        share evenly are passed one by one, and ranks without another one repeat theirs, without effect on the loss.
+        share evenly are passed one by one, and ranks that have no more pairs repeat theirs, without effect on the loss.
         """
         pairs, ordinary = len(inputs["input_ids"]) // 2, super().compute_loss
         if not self.one_by_one:
