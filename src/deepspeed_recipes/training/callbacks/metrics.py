@@ -18,6 +18,7 @@ from ...recipe.files import Json
 from ...recipe.gpus import GIB, peak_flops
 from ...recipe.run_folder import RunFolder, accept_recipe, append_jsonl, read_jsonl
 from ...report.page import duration
+from ...report.sections import curves
 from .. import distributed
 from ..console import say
 from ..data.collate import Batch
@@ -114,21 +115,7 @@ def step_line(record: Json, last_step: int) -> str:
     )
 
 
-OTHERS = (
-    "reward",
-    "kl",
-    "nll_",
-    "odds_",
-    "divergence",
-    "cross_entropy",
-    "accuracy",
-    "expert_load",
-    "router_",
-    "layers",
-    "clip_ratio/",
-    "entropy",
-    "completions/",
-)
+OTHERS = (*curves.MORE, "layers", "clip_ratio/", "completions/")
 """Prefixes of the additional numbers that some methods and models log."""
 
 
