@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma3Config
 
 from deepspeed_recipes.commands import main
 from deepspeed_recipes.machine import system
@@ -408,6 +408,13 @@ def test_sizes_that_are_no_numbers_are_refused(model):
         wrong = rf"is wrong: |{keys}"
         assert re.search(wrong, str(caught.value))
         shutil.copy(TINY_MODEL / "config.json", model)
+
+
+def test_names_that_other_configurations_have_are_no_misspellings():
+    published = {"eos_token_id": [1, 106], "bos_token_id": 2, "eoi_token_index": 256000, "head_dim": 128}
+    load._check_keys(published, Gemma3Config(), "gemma")  # of which Gemma3Config reads `eoi_token_id`
+    with pytest.raises(UserError, match=r"'vocab_sise'.*'vocab_size'"):
+        load._check_keys({"text_config": {"vocab_sise": 8}}, Gemma3Config(), "gemma")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
 from peft import PeftModel
 from safetensors import SafetensorError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, models
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -79,7 +79,8 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 def _check_keys(written: Json, config: PreTrainedConfig, path: str) -> None:
     """Refuse a misspelt key, which transformers keeps as an attribute while it computes with the right key's default.
 
-    Other keys that a class does not have are usual in published files.
+    Other keys that a class does not have are usual in published files: a name that any of transformers' classes has is
+    no misspelling (`eos_token_id`, where a vision-language model has an `eoi_token_id`).
     """
     kind = type(config)
     if not kind.__module__.startswith("transformers."):
@@ -87,7 +88,7 @@ def _check_keys(written: Json, config: PreTrainedConfig, path: str) -> None:
     known = {*kind().to_dict(), *kind.attribute_map, "rope_theta", "rope_scaling", "torch_dtype"}
     for key in written.keys() - known:
         meant = next((one for one in known - written.keys() if one[0] != "_" and _is_one_edit(key, one)), None)
-        if meant:
+        if meant and not _is_a_name(key):
             raise UserError(
                 f"model.path={path}: its config.json has {key!r}, which {kind.__name__} does not read, and no "
                 f"{meant!r}; correct or remove the key."
@@ -95,6 +96,13 @@ def _check_keys(written: Json, config: PreTrainedConfig, path: str) -> None:
     for name in kind.sub_configs:
         if isinstance(written.get(name), dict):
             _check_keys(written[name], getattr(config, name), path)
+
+
+def _is_a_name(key: str) -> bool:
+    """Return True if the source of any of transformers' configurations has this word."""
+    word = re.compile(rf"\b{re.escape(key)}\b")
+    files = Path(models.__file__).parent.glob("*/configuration_*.py")
+    return any(word.search(file.read_text(encoding="utf-8")) for file in files)
 
 
 def _is_one_edit(one: str, other: str) -> bool:
