@@ -5,13 +5,6 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_recipes.planning.cost.compute_time import (
-    ADAPTER,
-    BACKWARD_HOOKS,
-    EXPERT,
-    FUSED_ADAPTER,
-    GRADIENT_HOOK,
-    KERNELS,
-    TILE,
     Job,
     adapted_share,
     experts_alone,
@@ -24,7 +17,7 @@ from deepspeed_recipes.planning.cost.compute_time import (
     product_seconds,
     trained_weights,
 )
-from deepspeed_recipes.planning.cost.constants import constants
+from deepspeed_recipes.planning.cost.constants import COUNTS, constants
 from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.planning.cost.training_setup import KNOWN, Software, TrainingSetup
 from deepspeed_recipes.planning.hardware.cluster import Cluster
@@ -65,11 +58,11 @@ def test_short_steps_take_as_long_as_their_host_needs():
 def test_hooks_wait_for_the_other_ranks_of_a_node():
     """On two CPU ranks a layer's hooks took 1.4 times as long as on one (deepspeed 0.14.2 and 0.19.8)."""
     kind, known = llama().layer_kinds[0], replace(constants("H100"), launch=0.0)
-    taken = GRADIENT_HOOK * trained_weights(kind, BASE)
+    taken = COUNTS.gradient_hook * trained_weights(kind, BASE)
     alone, pair, node, nodes = (
         sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) - taken for ranks in (1, 2, 8, 64)
     )
-    assert alone == pytest.approx((1 + BACKWARD_HOOKS) * known.hook * hooked_modules(kind, BASE))
+    assert alone == pytest.approx((1 + COUNTS.backward_hooks) * known.hook * hooked_modules(kind, BASE))
     assert 1.1 < pair / alone < 1.5
     assert node / alone == pytest.approx(1 + 7 * known.waiting) and nodes == node
 
@@ -81,13 +74,16 @@ def test_zero_takes_each_trained_weights_gradient_by_itself():
         host_seconds(kind, replace(BASE, **about), known)
         for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "software": Software(fsdp=True)})
     )
-    assert first == second == (ahead, pytest.approx(plain + GRADIENT_HOOK * kind.modules)) and fsdp == (ahead, plain)
+    assert first == second == (ahead, pytest.approx(plain + COUNTS.gradient_hook * kind.modules)) and fsdp == (
+        ahead,
+        plain,
+    )
     four = replace(BASE, zero_stage=1, gradient_accumulation_steps=4)
-    last = pytest.approx(plain + GRADIENT_HOOK * kind.modules / 4)
+    last = pytest.approx(plain + COUNTS.gradient_hook * kind.modules / 4)
     assert host_seconds(kind, four, known)[1] == last, "one pass of four"
     adapted = replace(BASE, lora=Lora(rank=8), zero_stage=1)
     more = host_seconds(kind, adapted, known)[1] - host_seconds(kind, replace(adapted, zero_stage=0), known)[1]
-    assert more == pytest.approx(GRADIENT_HOOK * 2 * len(kind.linears)), "of adapters, two for each matrix"
+    assert more == pytest.approx(COUNTS.gradient_hook * 2 * len(kind.linears)), "of adapters, two for each matrix"
 
 
 def test_each_pass_waits_for_its_own_launches():
@@ -101,9 +97,9 @@ def test_each_pass_waits_for_its_own_launches():
     assert launch(sharded, hook=0.0) == 0.0  # with 4,096 tokens the GPU is busy for longer
     slow = 10.0  # seconds per module: nothing else counts
     modules = hooked_modules(kind, sharded)
-    assert launch(sharded, hook=slow) == pytest.approx((1 + BACKWARD_HOOKS) * slow * modules, rel=0.01)
+    assert launch(sharded, hook=slow) == pytest.approx((1 + COUNTS.backward_hooks) * slow * modules, rel=0.01)
     again = replace(sharded, gradient_checkpointing=True)
-    assert launch(again, hook=slow) == pytest.approx((2 + BACKWARD_HOOKS) * slow * modules, rel=0.01)
+    assert launch(again, hook=slow) == pytest.approx((2 + COUNTS.backward_hooks) * slow * modules, rel=0.01)
     # So slow that a forward pass has to wait, and a backward pass, which computes twice as much, does not.
     forward = layer_seconds(Job(llama(), sharded, H100, known), kind)
     busy = (forward["matmul"] + forward["attention"] + forward["elementwise"]) / 3
@@ -128,11 +124,11 @@ def test_geforce_gpus_reach_each_other_through_the_host():
 
 def test_kernels_are_counted_by_what_a_layer_has():
     dense, routed = llama().layer_kinds[0], mixture().layer_kinds[0]
-    assert kernels(dense, BASE) == KERNELS
-    assert kernels(dense, replace(BASE, lora=Lora())) == KERNELS + 7 * ADAPTER
-    assert kernels(dense, replace(BASE, liger_kernel=True)) < KERNELS
-    assert kernels(routed, BASE) == KERNELS
-    alone = pytest.approx(KERNELS + 8 * EXPERT, rel=1e-3)
+    assert kernels(dense, BASE) == COUNTS.kernels
+    assert kernels(dense, replace(BASE, lora=Lora())) == COUNTS.kernels + 7 * COUNTS.adapter_kernels
+    assert kernels(dense, replace(BASE, liger_kernel=True)) < COUNTS.kernels
+    assert kernels(routed, BASE) == COUNTS.kernels
+    alone = pytest.approx(COUNTS.kernels + 8 * COUNTS.expert_kernels, rel=1e-3)
     assert kernels(routed, replace(BASE, software=Software(grouped_experts=False))) == alone
     assert hooked_modules(dense, replace(BASE, lora=Lora())) == 23
 
@@ -267,7 +263,7 @@ def test_fused_adapters_take_fewer_passes_and_launches():
     assert fast["elementwise"] < slow["elementwise"] and fast["matmul"] == slow["matmul"]
     assert fast["launch"] <= slow["launch"]
     (kind,) = llama().layer_kinds
-    saved = 2 * len(kind.linears) * (ADAPTER - FUSED_ADAPTER) / 2
+    saved = 2 * len(kind.linears) * (COUNTS.adapter_kernels - COUNTS.fused_adapter_kernels) / 2
     assert kernels(kind, plain) - kernels(kind, fused) == saved
     moved = (slow["elementwise"] - fast["elementwise"]) * H100.gpu.memory_gbs * 1e9 * constants("H100").memory
     per_token = moved / BASE.sequence_length / len(llama().layer_order)
@@ -279,6 +275,6 @@ def test_a_product_that_fills_few_waves_of_tiles_is_slower_by_their_share():
     job = Job(llama(), BASE, H100, constants("H100"))
     ideal = 2 * 4096 * 4096 * 4096 / (job.peak * job.known.matmul)
     for rows in (4096, 1024, 256):
-        waves = rows * 4096 / (TILE * H100.gpu.units)
+        waves = rows * 4096 / (COUNTS.product_tile * H100.gpu.units)
         taken = product_seconds(job, rows, 4096, 4096)
         assert taken / (ideal * rows / 4096) - 1 == pytest.approx(job.known.waves / waves)

@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.planning.cost import activations, weights
 from deepspeed_recipes.planning.cost.activations import is_masked, layer_bytes
-from deepspeed_recipes.planning.cost.memory import (
-    FRAGMENTATION,
-    FRAGMENTATION_SHARDED,
-    NCCL,
-    SWAP_BUFFER,
-    held_bytes,
-    peak_memory,
-    states,
-)
+from deepspeed_recipes.planning.cost.constants import COUNTS
+from deepspeed_recipes.planning.cost.memory import held_bytes, peak_memory, states
 from deepspeed_recipes.planning.cost.states import state_bytes
 from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup, training_setup
 from deepspeed_recipes.planning.cost.weights import stage_shards
@@ -143,7 +136,7 @@ def test_checkpointing_never_needs_more(profile, setup):
     kept = peak_memory(profile, replace(setup, gradient_checkpointing=False), NODE).worst.total
     again = peak_memory(profile, replace(setup, gradient_checkpointing=True), NODE).worst.total
     one = profile.layers[0].checkpoint_bytes * setup.sequences_per_pass * setup.sequence_length
-    assert again <= kept + (1 + FRAGMENTATION) * one + 1
+    assert again <= kept + (1 + COUNTS.fragmentation) * one + 1
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -285,7 +278,7 @@ def test_each_kind_of_parallelism_has_its_own_process_groups():
         return peak_memory(profile_of("llama3", "8b"), setup, NODE).worst.components["runtime"]
 
     assert runtime(1) < runtime(2) < runtime(2, 2)
-    assert runtime(2, 2) - runtime(2) == runtime(2) - runtime(1) == NCCL
+    assert runtime(2, 2) - runtime(2) == runtime(2) - runtime(1) == COUNTS.nccl
 
 
 def test_the_setup_follows_from_the_deepspeed_file():
@@ -338,9 +331,9 @@ def test_zero_3_reserves_more_beside_its_states():
     reserved = {}
     for stage, parts in stages.items():
         allocated = sum(parts.values()) - parts["runtime"] - parts["fragmentation"]
-        reserved[stage] = parts["fragmentation"] - FRAGMENTATION * allocated
+        reserved[stage] = parts["fragmentation"] - COUNTS.fragmentation * allocated
     states = sum(stages[3][part] for part in ("parameters", "gradients", "optimizer"))
-    assert reserved[3] - reserved[2] == pytest.approx(FRAGMENTATION_SHARDED * states)
+    assert reserved[3] - reserved[2] == pytest.approx(COUNTS.fragmentation_sharded * states)
 
 
 def test_answers_take_keys_and_values_while_they_are_written():
@@ -380,18 +373,18 @@ def test_selective_checkpointing_recomputes_what_it_does_not_keep():
 
 def test_nvme_swaps_parameters_through_deepspeeds_buffers():
     defaults = DeepSpeedZeroOffloadParamConfig()
-    assert defaults.buffer_count * defaults.buffer_size == SWAP_BUFFER
+    assert defaults.buffer_count * defaults.buffer_size == COUNTS.swap_buffer
 
 
 def test_a_reward_needs_no_logits():
     profile = profile_of("llama3", "8b")
     setup = TrainingSetup(world_size=1, sequence_length=1024, scores=True)
-    assert activations.loss_bytes(profile, setup) == activations.NORM * 1024 * 4096
-    assert activations.loss_bytes(profile, replace(setup, scores=False)) > 1024 * profile.vocab_size
+    assert activations.loss_bytes(profile, setup) == (COUNTS.last_norm * 1024 * 4096, 0.0)
+    assert activations.loss_bytes(profile, replace(setup, scores=False))[0] > 1024 * profile.vocab_size
 
 
 def test_a_head_that_is_trained_adds_its_gradients_to_the_tiles_of_the_loss():
     frozen, trained = (activations._tiled_loss_bytes(8192, 64, count) for count in (0, 10**8))
-    tiles = activations.TILE + (activations.HIDDEN_IN_TILES + activations.GRADIENTS_IN_TILES) * 8192 * 64
-    assert frozen == max(tiles, activations.NORM_AFTER_TILES * 8192 * 64)
-    assert trained == tiles + activations.GRADIENTS_IN_TILES * 10**8
+    tiles = 2 * COUNTS.tile_tokens * COUNTS.tile_columns + (COUNTS.tile_hidden + COUNTS.tile_gradients) * 8192 * 64
+    assert frozen == max(tiles, COUNTS.norm_after_tiles * 8192 * 64)
+    assert trained == tiles + COUNTS.tile_gradients * 10**8

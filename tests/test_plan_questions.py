@@ -454,6 +454,8 @@ def test_other_software_is_planned_by_its_own_memory(answer, capsys):
     assert "Memory and speed are those of software=peft" in capsys.readouterr().out
     with pytest.raises(UserError, match="software=unsloth: unknown; choose from peft, trl"):
         plan.main([*words, "software=unsloth"])
+    with pytest.raises(UserError, match=r"software=trl and software=peft: a plan is for one software"):
+        plan.main([*words, "software=trl", "software=peft"])
 
 
 MISTAKES = {

@@ -10,14 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
-from deepspeed_recipes.planning.cost.states import (
-    ADAM_MOMENTS,
-    EIGHT_BIT,
-    WIDTH,
-    mixture_bytes,
-    muon_bytes,
-    state_bytes,
-)
+from deepspeed_recipes.planning.cost.constants import COUNTS
+from deepspeed_recipes.planning.cost.states import WIDTH, mixture_bytes, muon_bytes, state_bytes
 from deepspeed_recipes.recipe.layout import balanced, rank_position
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
@@ -72,7 +66,7 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         beside = (4 if get_accelerator().is_fp16_supported() else 7) * matrix
     options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
     of_muon = muon_bytes(case["stage"], case["precision"])
-    moments = {"adamw_8bit": EIGHT_BIT, "muon": of_muon}.get(case.get("optimizer"), ADAM_MOMENTS)
+    moments = {"adamw_8bit": COUNTS.eight_bit_moments, "muon": of_muon}.get(case.get("optimizer"), COUNTS.adam_moments)
     return (
         state_bytes(
             case["parameters"],

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send, zero_traffic
-from deepspeed_recipes.planning.cost.constants import constants
-from deepspeed_recipes.planning.cost.step_time import CORE_ADAM, CPU_STEP, StepTime, step_time, updated_bytes
+from deepspeed_recipes.planning.cost.constants import COUNTS, constants
+from deepspeed_recipes.planning.cost.step_time import StepTime, step_time, updated_bytes
 from deepspeed_recipes.planning.cost.training_setup import KNOWN, Software, TrainingSetup
 from deepspeed_recipes.planning.cost.weights import stage_ranges
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
@@ -336,12 +336,12 @@ def test_adam_on_the_host_is_as_fast_as_its_memory_or_its_cores():
         one = replace(cluster(gpu, gpus), cores=cores)
         return step_time(llama(), setup, one).components["optimizer"]
 
-    updated = llama().parameters * CPU_STEP
+    updated = llama().parameters * COUNTS.cpu_step
     assert seconds("A100 80GB") == pytest.approx(updated / 4e9, rel=0.05), "the paper's host"
     assert seconds("H100") == pytest.approx(updated / 4e9 * 256 / 614, rel=0.05)
     assert seconds("RTX 4090") == pytest.approx(updated / 4e9 * 256 / 90, rel=0.05)
     assert seconds("RTX 4090", gpus=8) < seconds("RTX 4090", gpus=2), "eight are in a server"
-    assert seconds("A10G", cores=4) == pytest.approx(updated / (2 * CORE_ADAM), rel=0.05), (
+    assert seconds("A10G", cores=4) == pytest.approx(updated / (2 * COUNTS.core_adam), rel=0.05), (
         "two cores of a small instance"
     )
     assert seconds("A10G", cores=192) == seconds("A10G")

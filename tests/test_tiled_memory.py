@@ -13,6 +13,7 @@ from trl.trainer import utils as trl_utils
 from trl.trainer.utils import add_fused_lm_head
 
 from deepspeed_recipes.planning.cost import activations
+from deepspeed_recipes.planning.cost.constants import COUNTS
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup, training_setup
 from deepspeed_recipes.planning.model_profile import meta_device
 from deepspeed_recipes.planning.model_profile.allocations import Kernels, decoder_layers, measure
@@ -76,7 +77,7 @@ def allocated(hidden: int, tokens: int, lora: Lora | None, head=transforms.tile_
 def predicted(hidden: int, tokens: int, lora: Lora | None, tiled: bool = True) -> float:
     """Return what the planner says, of which whole logits would be 12 bytes per token and vocabulary entry."""
     profile = mock.Mock(spec=ModelProfile, vocab_size=VOCABULARY, hidden_size=hidden)
-    return activations.loss_bytes(profile, TrainingSetup(1, lora=lora, sequence_length=tokens, tiled_loss=tiled))
+    return activations.loss_bytes(profile, TrainingSetup(1, lora=lora, sequence_length=tokens, tiled_loss=tiled))[0]
 
 
 CASES = [(512, 8192), (512, 16384), (1024, 8192)]
@@ -112,15 +113,15 @@ def test_a_reference_that_is_computed_once_is_not_held():
     assert training_setup(replace(once, method="kto", micro_batch_size=2), DeepSpeedFile(stage=3), 8).reference
 
 
-@pytest.mark.parametrize("constant", ["TILE", "GRADIENTS_IN_TILES", "HIDDEN_IN_TILES", "NORM_AFTER_TILES"])
+@pytest.mark.parametrize("constant", ["tile_tokens", "tile_gradients", "tile_hidden", "norm_after_tiles"])
 def test_a_missing_part_is_noticed(monkeypatch, constant):
-    monkeypatch.setattr(activations, constant, 0)
+    monkeypatch.setitem(COUNTS, constant, 0)
     lora = Lora(rank=8)
     assert any(predicted(*case, lora) != pytest.approx(allocated(*case, lora), rel=0.02) for case in CASES)
 
 
 def test_the_tile_is_the_one_that_is_computed():
-    assert activations.TILE == 2 * chunked_logprob.TOKEN_CHUNK_SIZE * transforms.COLUMNS
+    assert (COUNTS.tile_tokens, COUNTS.tile_columns) == (chunked_logprob.TOKEN_CHUNK_SIZE, transforms.COLUMNS)
 
 
 def test_tiles_hardly_grow_with_the_sequence():
@@ -183,7 +184,7 @@ def test_feed_forward_layers_keep_what_is_predicted_to_two_percent(lever, lora):
 
 
 def test_inner_products_that_are_not_counted_are_noticed(monkeypatch):
-    monkeypatch.setattr(activations, "INNER", 0)
+    monkeypatch.setitem(COUNTS, "inner", 0)
     assert planned("feed_forward", None)[0] > 1.5 * weighed("feed_forward", None)[0]
 
 

@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_layers, mode
 from transformers.integrations import deepspeed as integration
 
 from deepspeed_recipes.machine import ops
-from deepspeed_recipes.planning.cost.step_time import REDUCTION, updated_bytes
+from deepspeed_recipes.planning.cost.constants import COUNTS
+from deepspeed_recipes.planning.cost.step_time import updated_bytes
 from deepspeed_recipes.planning.cost.training_setup import Software, TrainingSetup
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -156,14 +157,14 @@ def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ran
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, fused, world_size, ranks, tmp_path):
-    """`updated_bytes`, `REDUCTION` in cost/step_time.py; a rank's part of the gradients is 8 bytes more."""
+    """`updated_bytes`, and `reduction` of planning/counts.toml; a rank's part of the gradients is 8 bytes more."""
     ranks.check(moved_bytes.main, stage, fused, bf16_states, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"step (\S+), backward (\S+) bytes per parameter", read_logs(tmp_path / "log")[0])
     step, backward = (float(number) for number in said.groups())
     software = Software(foreach_adam=not fused)
     setup = TrainingSetup(world_size, zero_stage=stage, software=software, bf16_states=bf16_states)
     assert step * world_size == pytest.approx(updated_bytes(setup), rel=0.05)
-    assert REDUCTION - 4 <= backward - 8 / world_size <= REDUCTION + 1, "one rank copies nothing flat"
+    assert COUNTS.reduction - 4 <= backward - 8 / world_size <= COUNTS.reduction + 1, "one rank copies nothing flat"
 
 
 @pytest.mark.every

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ...planning.cost.training_setup import KNOWN, named
+from ...planning.cost.training_setup import KNOWN
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, of_cpus, this_machine, with_measurements
 from ...planning.hardware.machine_file import CPU, Machine
@@ -111,18 +111,20 @@ def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
     `software=NAME`, which is not a setting of the recipe, becomes `software`.
 
     Raises:
-        UserError: two variants are named, or unknown software.
+        UserError: two variants or two kinds of software are named, or unknown software.
     """
     words = [word for word in arguments.overrides if "=" not in word]
     names = [*words, *([arguments.method] if arguments.method else [])]
     if len(set(names)) > 1:
         raise UserError(f"{' and '.join(names)}: name one variant; settings are written key=value.")
-    software = [change.partition("=")[2] for change in arguments.overrides if change.startswith("software=")]
+    software = {change.partition("=")[2]: change for change in arguments.overrides if change.startswith("software=")}
     for name in software:
         if name not in KNOWN:
             raise UserError(f"software={name}: unknown; choose from {', '.join(KNOWN)}, or leave it out for ours.")
+    if len(software) > 1:
+        raise UserError(f"{' and '.join(software.values())}: a plan is for one software; give one of them.")
     changes = [change for change in arguments.overrides if change not in words and not change.startswith("software=")]
-    found = {"overrides": changes, "method": names[0] if names else "full", "software": software[-1:]}
+    found = {"overrides": changes, "method": names[0] if names else "full", "software": list(software)}
     return argparse.Namespace(**vars(arguments) | found)
 
 
@@ -149,7 +151,10 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     if tower := model_recipe.tower_parameters(arguments.model):
         request = replace(request, profile=replace(request.profile, tower_parameters=tower))
     for name in arguments.software:
-        request = replace(request, software=named(name, recipe.model.quantization != "none"))
+        software = KNOWN[name]
+        if recipe.model.quantization == "none":  # PEFT prepares 4-bit models only
+            software = replace(software, frozen_fp32=False, fp32_activations=False)
+        request = replace(request, software=software)
     return request
 
 

@@ -1,6 +1,7 @@
 """Constants of the time estimate, and the ranges of predictions, both from measured runs."""
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -11,6 +12,17 @@ from .training_setup import TrainingSetup
 
 FILE = Path(__file__).parents[1] / "constants.json"
 """Written by `scripts/maintain/calibration/calibrate.py`."""
+
+
+class Counts(dict[str, float]):
+    """The numbers of `counts.toml`, which are counted or assumed, as attributes."""
+
+    def __getattr__(self, name: str) -> float:
+        """Return a number by its name."""
+        return self[name]
+
+
+COUNTS = Counts(tomllib.loads(FILE.with_name("counts.toml").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)

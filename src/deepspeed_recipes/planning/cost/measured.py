@@ -4,14 +4,7 @@ from dataclasses import replace
 
 from ..hardware.gpus import Gpu
 from ..hardware.machine_file import CPU, HEAD_WIDTH, NARROW_HEAD, Machine, attention_operations
-from .compute_time import HALF_SPEED, KERNELS, RESIDUAL, TILE
-from .constants import Constants, Cpu
-
-TRAINED = 0.84
-"""Share of the rate of a large product by itself that products reach in a run, where the clock falls with the power:
-0.63 of an H100's peak fitted to published runs, against 745 of 989 TFLOP/s alone (an H100 of ours, 2026-11-26)."""
-LAYER_MODULES = 9
-"""Modules with weights in a Llama layer, which ZeRO-3 fetches and releases one by one."""
+from .constants import COUNTS, Constants, Cpu
 
 
 def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) -> Constants:
@@ -21,9 +14,9 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         return _on_cpus(machine, assumed, gpu, dtype)
     plain, sharded = seconds["layer zero1"], seconds["layer zero3"]
     side, rate = machine.product_rates(dtype)[-1]
-    lost = assumed.waves * TILE * gpu.units  # elements
+    lost = assumed.waves * COUNTS.product_tile * gpu.units  # elements
     length, attention = machine.sizes["length"], seconds["attention"]
-    operations = attention_operations(machine.sizes) * (1 + HALF_SPEED / length) / peak
+    operations = attention_operations(machine.sizes) * (1 + COUNTS.half_speed / length) / peak
     kernels = dict(assumed.kernels)
     for name in {key.split()[0] for key in attention if f" {dtype} " in key}:
         ahead, both = (attention[f"{name} {dtype} {which}"] for which in ("forward", "both"))
@@ -31,12 +24,12 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
             kernels[name] = (operations / ahead, 2.5 * operations / (both - ahead))
     found = replace(
         assumed,
-        matmul=TRAINED * rate * (1 + lost / side**2) / peak,
+        matmul=COUNTS.trained_products * rate * (1 + lost / side**2) / peak,
         memory=1.0,
         link=1.0,
         peer=1.0 if assumed.peer else 0.0,
-        launch=plain["forward"] / KERNELS,
-        hook=max(0.0, sharded["forward"] - plain["forward"]) / LAYER_MODULES,
+        launch=plain["forward"] / COUNTS.kernels,
+        hook=max(0.0, sharded["forward"] - plain["forward"]) / COUNTS.layer_modules,
         step=plain["step"],
         step_sharded=sharded["step"],
         kernels=kernels,
@@ -64,7 +57,7 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
         score=_per_score(machine, dtype),
         backward_launches=alone["backward"] / alone["forward"],
         backward_hooks=behind / ahead if ahead else 0.0,
-        gradient_hook=max(0.0, zero1["backward"] - plain["backward"]) / LAYER_MODULES,
+        gradient_hook=max(0.0, zero1["backward"] - plain["backward"]) / COUNTS.layer_modules,
         updated=updated,
         gradients=gradients,
         rest=tuple((layer["rest forward"] + layer["rest backward"], layer["rest step"]) for layer in (zero1, zero3)),
@@ -89,8 +82,8 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
         gap=0.0,
         overlap=0.0,
         unaligned=1.0,
-        launch=alone["forward"] / KERNELS,
-        hook=ahead / LAYER_MODULES,
+        launch=alone["forward"] / COUNTS.kernels,
+        hook=ahead / COUNTS.layer_modules,
         waiting=0.0,
         step=zero1["step"],
         step_sharded=zero3["step"],
@@ -124,5 +117,5 @@ def _elementwise(machine: Machine, dtype: str, launches: float, passes: float, c
     rest = sum(machine.seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
     rest -= 6 * tokens * weights / cpu.products[-1][1] + (1 + cpu.backward_launches) * launches
     rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
-    moved = 3 * 2 * tokens * (passes * weights / hidden + RESIDUAL * hidden)
+    moved = 3 * 2 * tokens * (passes * weights / hidden + COUNTS.residual * hidden)
     return float(moved / max(rest, moved * machine.seconds["copy"] / (2 * machine.sizes["copy"])))

@@ -3,18 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-OVERFLOW_CHECK = 3
-"""Bytes per gradient in fp16 while ZeRO-3 checks all gradients of a rank for infinities at once: their magnitudes and
-the comparison's result (deepspeed, stage3.py, `has_overflow`). In bf16 and fp32 it checks norms, one weight at a
-time."""
+from .constants import COUNTS
+
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
-
-ADAM_MOMENTS = 8.0
-"""Bytes of Adam's two moments per weight, in fp32."""
-EIGHT_BIT = 2 + 8 / 256
-"""Bytes of the two moments in 8 bits, with two scales in fp32 for every 256 weights (bitsandbytes,
-optim/optimizer.py)."""
 
 Moment = Literal["forward", "backward", "step"]
 """The end of a step's last forward pass, the end of its backward pass, and the peak of the optimizer step."""
@@ -37,9 +29,6 @@ class States:
         """Bytes on the GPU and on the host together."""
         return self.parameters + self.gradients + self.optimizer + self.host
 
-    def __add__(self, other: "States") -> "States":
-        return States(*map(sum, zip(vars(self).values(), vars(other).values(), strict=True)))
-
 
 def state_bytes(
     parameters: float,
@@ -53,25 +42,15 @@ def state_bytes(
     fp32_accumulation: bool = False,
     bf16_states: bool = False,
     sub_group: int = 10**9,
-    moments: float = ADAM_MOMENTS,
+    moments: float = COUNTS.adam_moments,
     foreach: bool = False,
 ) -> States:
-    """Return the states on one rank of a model that Adam trains with DeepSpeed 0.19.8.
+    """Return the states on one rank of a model that Adam trains with DeepSpeed 0.19.8, by ZeRO stage.
 
-    Args:
-        parameters: total number of parameters.
-        trainable: number of trained parameters.
-        stage: ZeRO stage, 0 to 3.
-        ranks: number of data-parallel ranks.
-        precision: "fp32", "bf16" or "fp16".
-        offload: the optimizer's states are on the CPU (stages 2 and 3).
-        gradient_accumulation_steps: micro-batches per step.
-        moment: the moment of the step.
-        fp32_accumulation: gradients of bf16 weights are accumulated in fp32 (stages 1 to 3).
-        bf16_states: master weights and moments are in bf16 (stages 1 to 3).
-        sub_group: number of parameters that stage 3 updates at once.
-        moments: bytes of the optimizer's moments per trained weight.
-        foreach: Adam holds the square roots of all second moments that it updates at once, as torch without `fused`.
+    Of `parameters`, `trainable` are trained, whose optimizer states may be on the CPU (`offload`, stages 2 and 3) or in
+    bf16 (`bf16_states`, stages 1 to 3), with `moments` bytes beside the master weights. Gradients of bf16 weights may
+    be accumulated in fp32 (`fp32_accumulation`, stages 1 to 3); stage 3 updates `sub_group` parameters at once. With
+    `foreach`, as torch without `fused`, Adam holds the square roots of all second moments that it updates at once.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2
@@ -95,7 +74,7 @@ def state_bytes(
         gradients["step"] = accumulated + converted * trainable
     elif stage == 3:
         update = ((4 if wide else width) + converted) * min(own, sub_group)
-        gradients["step"] = accumulated + max(update, OVERFLOW_CHECK * own if precision == "fp16" else 0)
+        gradients["step"] = accumulated + max(update, COUNTS.overflow_check * own if precision == "fp16" else 0)
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
     if foreach and stage < 3:  # at stage 3 the fitted fragmentation, from such rows, already includes it
@@ -106,8 +85,8 @@ def state_bytes(
 def muon_bytes(stage: int, precision: str) -> float:
     """Return the bytes of Muon's momentum per weight of a matrix.
 
-    One number in fp32 without ZeRO; one in the gradients' type at stage 3 (deepspeed 0.19.8, stage3.py,
-    `_create_momentum_buffer`); the same at stages 1 and 2, with a second copy that is being updated (stage_1_and_2.py,
+    One number, in fp32 without ZeRO, in the gradients' type with it (deepspeed 0.19.8, stage3.py,
+    `_create_momentum_buffer`); at stages 1 and 2 also a copy that is being updated (stage_1_and_2.py,
     `_muon_staging_momentum`).
     """
     return 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * WIDTH[precision]
@@ -119,10 +98,9 @@ def mixture_bytes(
     """Return the states on one rank of an MoE model with expert parallelism, all of whose weights are trained.
 
     Every rank has the `dense` parameters. A layer's `routed` experts are distributed over `expert_ranks`; each share is
-    sharded over `ranks / expert_ranks` ranks, or not at all if `expert_ranks` is larger, which DeepSpeed does not
-    support. The other arguments are those of `state_bytes`.
+    sharded over `ranks / expert_ranks` ranks. The other arguments are those of `state_bytes`.
     """
-    own = routed / expert_ranks
-    return state_bytes(dense, dense, stage, ranks, precision, **options) + state_bytes(
-        own, own, stage, max(1, ranks // expert_ranks), precision, **options
-    )
+    own, copies = routed / expert_ranks, max(1, ranks // expert_ranks)
+    shared = state_bytes(dense, dense, stage, ranks, precision, **options)
+    experts = state_bytes(own, own, stage, copies, precision, **options)
+    return States(*map(sum, zip(vars(shared).values(), vars(experts).values(), strict=True)))

@@ -13,46 +13,19 @@ from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
-from .constants import Constants, constants
+from .constants import COUNTS, Constants, constants
 from .measured import measured_constants
 from .training_setup import TrainingSetup
 from .weights import stage_ranges
-
-ADAM = 28
-"""Bytes of GPU memory that Adam moves per updated fp32 parameter, as a single kernel: 12 + 4 read, 12 written."""
-FOREACH = 3.0
-"""Factor on these bytes if torch's Adam runs operation by operation, as without `fused`: 80 bytes in torch's own loop
-and 84 in DeepSpeed's (torch 2.13)."""
-ZERO_STEP, ZERO_STEP_BF16 = 44, 32
-"""Bytes per parameter that the rest of DeepSpeed's step moves: the norm in fp64 18, clipping 8, gradients to fp32 10,
-weights to bf16 6, and at ZeRO-1 and ZeRO-2 4 for the overflow check; with states in bf16 less is converted (deepspeed
-0.19.8 on CPU ranks, by the operations that it calls, tests/workers/moved_bytes.py: 46 and 34 at ZeRO-1 and ZeRO-2, 42
-and 30 at ZeRO-3)."""
-CLIPPING = 12
-"""The same without ZeRO: the norm of an fp32 gradient 4, and clipping 8 (counted likewise)."""
-REDUCTION = 12
-"""Bytes moved per trained parameter of a rank for each reduction of gradients, in addition to the collective: into the
-bucket, into a flat copy, and the division by the number of ranks, each 2 + 2 (counted likewise, at every stage)."""
-CPU_ADAM = 4e9 / 256
-"""Parameters per second that DeepSpeed's CPU Adam updates, per GB/s of the host's memory bandwidth: ZeRO-Offload,
-arXiv:2101.06840, table 4 (1 to 10 billion in 0.22 to 2.57 s), on two Xeon 8168 with six channels of DDR4-2666."""
-CORE_ADAM = 0.88e9
-"""The maximum of the same per core (deepspeed 0.19.8, a Xeon of 2023, one thread and two: 0.88 and 1.70 billion)."""
-CPU_STEP = 2.2
-"""Ratio of DeepSpeed's whole step on the host (norm, clipping, conversions and copies too) to Adam alone: 2.2 for Qwen2
-72B on four nodes of A100s, 10 s (deepspeed issue 6834), and for Qwen2.5 3B on two (its pull request 7474, 2.38 s with
-bound cores); 2.05 at ZeRO-2 and 1.93 at ZeRO-3 with 0.4 billion parameters on one rank with two threads (0.19.8)."""
-SWAPPED = 32
-"""Bytes per parameter to and from the drives in a step: fp32 weights, both moments and gradients, in each direction."""
 
 
 def updated_bytes(setup: TrainingSetup) -> float:
     """Return the bytes that an optimizer step on the GPU moves per updated parameter of a rank."""
     width = 0.5 if setup.bf16_states else 1.0
-    adam = width * ADAM * (FOREACH if setup.software.foreach_adam else 1.0)
+    adam = width * COUNTS.adam * (COUNTS.foreach if setup.software.foreach_adam else 1.0)
     if setup.zero_stage == 0:
-        return adam + width * CLIPPING
-    return adam + (ZERO_STEP_BF16 if setup.bf16_states else ZERO_STEP)
+        return adam + width * COUNTS.clipping
+    return adam + (COUNTS.zero_step_bf16 if setup.bf16_states else COUNTS.zero_step)
 
 
 def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float, float]:
@@ -63,8 +36,8 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
     micro_batches, offload, nvme = setup.gradient_accumulation_steps, 0.0, 0.0
     if setup.offload_optimizer != "none":
         # Clouds count two threads per core.
-        rate = min(CPU_ADAM * cluster.host_gbs, CORE_ADAM * (cluster.cores / 2 or math.inf))
-        adam = CPU_STEP * on_node / ((cluster.machine and cluster.machine.host_adam) or rate)
+        rate = min(COUNTS.cpu_adam * cluster.host_gbs, COUNTS.core_adam * (cluster.cores / 2 or math.inf))
+        adam = COUNTS.cpu_step * on_node / ((cluster.machine and cluster.machine.host_adam) or rate)
         # The gradients of every micro-batch go to the host, the weights come back.
         offload = communication.to_host(setup.value_bytes * own * (micro_batches + 1), cluster, known)
     elif known.cpu:
@@ -73,7 +46,7 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
         adam = own * updated_bytes(setup) / job.bandwidth
     drives = cluster.nvme_gbs * 1e9
     if setup.offload_optimizer == "nvme":
-        nvme += on_node * SWAPPED / drives
+        nvme += on_node * COUNTS.swapped / drives
     if setup.offload_parameters == "nvme":
         fetched = 2 * setup.weight_bytes * stage["parameters"] / setup.zero_ranks * micro_batches
         nvme += fetched * min(cluster.gpus_per_node, setup.world_size) / drives
@@ -84,7 +57,7 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
         written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[setup.zero_stage]]
         copies = stage["trained"] * (micro_batches * written + reductions * max(0.0, copied - written))
         return copies + adam + launches, offload, nvme
-    return reductions * REDUCTION * stage["trained"] / job.bandwidth + max(adam, launches), offload, nvme
+    return reductions * COUNTS.reduction * stage["trained"] / job.bandwidth + max(adam, launches), offload, nvme
 
 
 COMPONENTS = {
@@ -230,14 +203,14 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     matrices, gathers = len(kind.linears), 1.0
     if matrices and not setup.software.fsdp:
         ahead = math.ceil(setup.prefetched(job.profile.hidden_size, kind.parameters) / (kind.parameters / matrices))
-        experts = compute_time.EXPERT_MATRICES * compute_time.experts_alone(kind, setup)
+        experts = COUNTS.expert_matrices * compute_time.experts_alone(kind, setup)
         gathers = matrices + experts if experts else max(1.0, matrices / ahead)
     return {
         **compute_time.layer_seconds(job, kind),
         **_split_seconds(job, kind),
         "parameters": kind.parameters - kind.tensor_split * (1 - 1 / layout.tensor) - elsewhere,  # before ZeRO
         "elsewhere": elsewhere,
-        "updated": compute_time.linear_adapter_parameters(kind, setup) / layout.tensor,  # by all of ZeRO's ranks
+        "updated": compute_time.adapter_parameters(kind, setup) / layout.tensor,  # by all of ZeRO's ranks
         "trained_weights": compute_time.trained_weights(kind, setup),  # their number
         "moved": moved,  # bytes of activations that are offloaded between the passes
         "gathers": gathers,  # number of collectives
@@ -246,7 +219,7 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
 
 def _activation_bytes(job: Job) -> float:
     """Return the bytes of a micro-batch's activations between two layers on one rank."""
-    return job.setup.value_bytes * job.tokens * job.profile.hidden_size
+    return job.setup.value_bytes * job.setup.tokens_per_pass * job.profile.hidden_size
 
 
 def _send_seconds(job: Job) -> float:

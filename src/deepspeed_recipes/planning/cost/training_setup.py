@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...recipe import limits
@@ -24,20 +24,18 @@ class Software:
     logit_bytes: float | None = None
     """Bytes per token and vocabulary entry of whole, uncapped logits. None uses the profile."""
     frozen_fp32: bool = False
-    """Weights that are not in 4 bits and activations between layers are in fp32, after PEFT's
-    `prepare_model_for_kbit_training`."""
+    """PEFT's `prepare_model_for_kbit_training`: weights outside 4 bits, and activations between layers, are in fp32."""
     fp32_activations: bool = False
-    """Activations between 4-bit matrices are in fp32, after the same function and without autocast's help."""
+    """The same without autocast: activations between 4-bit matrices are in fp32, too."""
     fp32_adapters: bool = False
     """Adapters are in fp32 next to a model in bf16: PEFT's default."""
     foreach_adam: bool = False
-    """Adam on the GPU is a series of operations instead of one kernel, as in torch without `fused`."""
+    """Adam on the GPU is a series of operations, as in torch without `fused`."""
     tensor_splits_all: bool = False
-    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and in torchtitan.
-    DeepSpeed's AutoTP only divides the activations inside a layer's matrices."""
+    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and torchtitan;
+    DeepSpeed's AutoTP only those inside a layer's matrices."""
     grouped_experts: bool = True
-    """All experts of a layer are computed in one product, as in transformers 5. Otherwise they are modules of linear
-    layers: computed one after the other, and in 4 bits like other linear layers."""
+    """A layer's experts are one tensor and one product, as in transformers 5; otherwise linear layers, one by one."""
 
 
 OWN = Software()
@@ -49,15 +47,8 @@ KNOWN: Mapping[str, Software] = {
     "transformers-4": Software(logit_bytes=14, foreach_adam=True, grouped_experts=False),
     "megatron": Software(tensor_splits_all=True),
 }
-"""By the name in `plan.py software=NAME`: PEFT in an own loop or Trainer, TRL's SFTTrainer, LLaMA-Factory, TRL
-with FSDP, transformers before 5, and Megatron. Values are those that most published runs of each have
-(scripts/maintain/measurements)."""
-
-
-def named(name: str, quantized: bool) -> Software:
-    """Return the software of this name for a model with or without 4-bit weights, which PEFT prepares in fp32."""
-    found = KNOWN[name]
-    return found if quantized else replace(found, frozen_fp32=False, fp32_activations=False)
+"""By the name in `plan.py software=NAME`, with the values of most published runs of PEFT in an own loop or Trainer,
+TRL's SFTTrainer, LLaMA-Factory, TRL with FSDP, transformers before 5, and Megatron (scripts/maintain/measurements)."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +71,7 @@ class TrainingSetup:
     """The activations that checkpointing keeps are in host memory."""
     packing: bool = True
     document_length: float | None = None
-    """Length in tokens of the document that a token of a packed sequence belongs to, averaged over tokens: a token
-    attends to its own document only. None stands for the whole sequence."""
+    """Tokens of the packed document to which a token attends, averaged over tokens. None: the whole sequence."""
     sequences_per_example: int = 1
     """2 for methods that compare two answers."""
     reference: bool = False
@@ -97,7 +87,7 @@ class TrainingSetup:
     rollout_gathers: bool = True
     """ZeRO-3 gathers the whole weights to generate answers."""
     answer_length: int | None = None
-    """Longest answer in tokens, if the loss reads the answers' logits alone. None stands for the whole sequence."""
+    """Longest answer in tokens, if the loss reads the answers' logits alone. None: the whole sequence."""
     attention: str = "sdpa"
     """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
@@ -109,7 +99,7 @@ class TrainingSetup:
     quantized: bool = False
     """The frozen linear layers are in 4 bits."""
     tiled_loss: bool | None = False
-    """The loss is computed in tiles, so that whole logits never exist. None tiles only if the logits would be large."""
+    """The loss is computed in tiles; whole logits never exist. None tiles only if the logits would be large."""
     tiled_mlp: bool = False
     """The feed-forward layers are computed in tiles."""
     liger_kernel: bool = False
@@ -128,18 +118,17 @@ class TrainingSetup:
     """`data_types.grad_accum_dtype`: gradients are accumulated in fp32."""
     overlap_comm: bool = True
     reduce_bucket_size: int | None = None
-    """In elements. None stands for the Trainer's value for `auto`: the hidden size squared."""
+    """In elements. None: the Trainer's value for `auto`, the hidden size squared."""
     prefetch_bucket_size: int | None = None
-    """In elements, stage 3. None stands for 0.9 of the hidden size squared, or as `gathers_layers` describes."""
+    """In elements, stage 3. None: 0.9 of the hidden size squared, or as `gathers_layers` describes."""
     gathers_layers: bool = False
     """The launcher replaces "auto" by `deepspeed_file.prefetch_size`."""
     persistence_threshold: int | None = None
-    """In elements; smaller parameters are never sharded (stage 3). None stands for ten times the hidden size."""
+    """Elements of a weight below which it is never sharded (stage 3). None: ten times the hidden size."""
     kept_weights: int = KEPT_WEIGHTS
-    """Maximum number of gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP,
-    which frees each layer."""
+    """Most gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP, which frees
+    each layer."""
     software: Software = OWN
-    """What trains; this project's by default."""
     sub_group_size: int = 10**9
 
     @property
@@ -186,6 +175,16 @@ class TrainingSetup:
         return self.micro_batch_size * self.sequences_per_example
 
     @property
+    def own_length(self) -> float:
+        """Tokens of a sequence on one rank."""
+        return self.sequence_length / self.layout.sequence
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens that go through a layer at once on one rank."""
+        return self.sequences_per_pass * self.own_length
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens per optimizer step over all ranks, padding included."""
         sequences = self.data_parallel_size * self.sequences_per_pass * self.gradient_accumulation_steps
@@ -227,50 +226,42 @@ class TrainingSetup:
         return math.prod((self.layout.tensor, self.layout.pipeline, self.layout.sequence))
 
 
-def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> TrainingSetup:
-    """Return the training setup of a recipe and its DeepSpeed file.
+OF_RECIPE = (
+    *("layout", "micro_batch_size", "sequence_length", "precision", "gradient_checkpointing", "activation_offloading"),
+    *("tiled_mlp", "liger_kernel", "lora", "optimizer"),
+)
+OF_FILE = ("offload_optimizer", "offload_parameters", "partition_size", "kept_weights")
+"""Settings that have the same name in the recipe, and in the DeepSpeed file."""
 
-    Args:
-        recipe: its model, method, batch and layout matter.
-        file: its DeepSpeed file, with or without `auto`.
-        world_size: ranks over all nodes.
+
+def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> TrainingSetup:
+    """Return the training setup of a recipe and its DeepSpeed file, which may have `auto`, for all nodes' ranks.
 
     Raises:
         UserError: the global batch cannot be divided among the ranks.
     """
     zero, bf16, data_types = file.zero, file.content.get("bf16", {}), file.content.get("data_types", {})
+    method, micro_batches = recipe.method, gradient_accumulation_steps(recipe, world_size)
+    by_server = isinstance(method, Grpo) and method.vllm is not None
     return TrainingSetup(
         world_size=world_size,
-        layout=recipe.layout,
         zero_stage=file.stage,
-        micro_batch_size=recipe.micro_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps(recipe, world_size),
-        sequence_length=recipe.sequence_length,
-        precision=recipe.precision,
-        gradient_checkpointing=recipe.gradient_checkpointing,
-        activation_offloading=recipe.activation_offloading,
+        gradient_accumulation_steps=micro_batches,
         packing=recipe.packs,
-        sequences_per_example=recipe.method.sequences,
-        reference=recipe.method.asks_reference,
+        sequences_per_example=method.sequences,
+        reference=method.asks_reference,
         teacher_parameters=counts.teacher_parameters(recipe),
-        teacher_quantized=isinstance(recipe.method, Distill) and recipe.method.teacher_quantization != "none",
-        scores=recipe.method.headless,
-        rollout_answers=_answers(recipe, world_size),
-        rollout_gathers=not isinstance(recipe.method, Grpo) or recipe.method.gather,
-        answer_length=recipe.method.max_new_tokens if isinstance(recipe.method, Grpo) else None,
+        teacher_quantized=isinstance(method, Distill) and method.teacher_quantization != "none",
+        scores=method.headless,
+        rollout_answers=recipe.micro_batch_size * micro_batches if method.writes_answers and not by_server else 0,
+        rollout_gathers=not isinstance(method, Grpo) or method.gather,
+        answer_length=method.max_new_tokens if isinstance(method, Grpo) else None,
         attention=recipe.model.attention,
-        tiled_loss=recipe.method.tiles or limits.asked_for(recipe),
-        tiled_mlp=recipe.tiled_mlp,
-        liger_kernel=recipe.liger_kernel,
+        tiled_loss=method.tiles or limits.asked_for(recipe),
         compile=recipe.compile != "off",
-        lora=recipe.lora,
         trained_share=counts.trained_share(recipe),
         saved_parameters=counts.saved_parameters(recipe),
         quantized=recipe.model.quantization != "none",
-        optimizer=recipe.optimizer,
-        offload_optimizer=file.offload_optimizer,
-        offload_parameters=file.offload_parameters,
-        partition_size=file.partition_size,
         bf16_states=bool(bf16.get("bf16_master_weights_and_grads") and bf16.get("bf16_optimizer_states")),
         fp32_accumulation=data_types.get("grad_accum_dtype") in ("fp32", "float32"),
         overlap_comm=bool(zero.get("overlap_comm", file.stage == 3)),
@@ -278,17 +269,10 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
         gathers_layers=True,
         persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
-        kept_weights=file.kept_weights,
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
+        **{name: getattr(recipe, name) for name in OF_RECIPE},
+        **{name: getattr(file, name) for name in OF_FILE},
     )
-
-
-def _answers(recipe: Recipe, world_size: int) -> int:
-    """Return how many answers a rank generates at once: its part of a step's answers, or 0 if a server does it."""
-    by_server = isinstance(recipe.method, Grpo) and recipe.method.vllm is not None
-    if by_server or not recipe.method.writes_answers:
-        return 0
-    return recipe.micro_batch_size * gradient_accumulation_steps(recipe, world_size)
 
 
 def _elements(zero: JsonView, key: str, default: int) -> int | None:

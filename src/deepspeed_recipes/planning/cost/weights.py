@@ -24,15 +24,13 @@ class StageShard:
     parameters: float
     """All parameters, those of all experts included. Tensor-parallel ranks hold their share of each split matrix."""
     expert_parameters: float
-    """The part of the parameters that is in routed experts."""
     linear_parameters: float
-    """The part of the parameters that is in the layers' linear layers, which quantisation applies to."""
+    """Those in linear layers, which quantisation applies to."""
     adapter_parameters: float
     largest_module: float
     """Parameters of the module with the most parameters of its own."""
     micro_batches_in_flight: int
-    """Micro-batches whose activations wait for the backward pass. With one forward, one backward (1F1B), as many as
-    there are stages from this one to the last."""
+    """Micro-batches whose activations wait for the backward pass: with 1F1B, one for each stage from this one on."""
     is_last: bool
 
     def trained(self, setup: TrainingSetup) -> float:
@@ -52,8 +50,7 @@ def _stage_shards(
     profile: ModelProfile, stages: int, tensor: int, waiting: int, lora: Lora | None, saved: int
 ) -> tuple[StageShard, ...]:
     output_matrix, found = profile.vocab_size * profile.hidden_size, []
-    # Without a pipeline a tied head counts as 0.
-    head = _head_of_a_stage(profile) if stages > 1 else profile.head_parameters
+    head = _head_of_a_stage(profile) if stages > 1 else profile.head_parameters  # 0 if it is tied
     for index, span in enumerate(stage_ranges(profile, stages)):
         is_last, order = index == stages - 1, profile.layer_order[span.start : span.stop]
         counts = tuple((profile.layer_kinds[kind], count) for kind, count in Counter(order).items())
@@ -90,14 +87,14 @@ def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
     return _balanced(tuple(costs), count)
 
 
-def _head_of_a_stage(profile: ModelProfile) -> int:
-    """Return the parameters after the layers on a separate last stage, which has a copy of a tied output matrix."""
-    return profile.head_parameters + (profile.vocab_size * profile.hidden_size if profile.tied_embeddings else 0)
-
-
 @lru_cache(maxsize=4096)
 def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
     return tuple(balanced(costs, count))
+
+
+def _head_of_a_stage(profile: ModelProfile) -> int:
+    """Return the parameters after the layers on a separate last stage, which has a copy of a tied output matrix."""
+    return profile.head_parameters + (profile.vocab_size * profile.hidden_size if profile.tied_embeddings else 0)
 
 
 NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -114,34 +111,36 @@ def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
 
 
 def teacher_bytes(setup: TrainingSetup) -> float:
-    """Return the bytes of a teacher's weights on one rank. ZeRO-3 shards them, unless they are in 4 bits."""
-    if setup.teacher_quantized:
-        return NF4 * setup.teacher_parameters
-    return WIDTH[setup.precision] * setup.teacher_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+    """Return the bytes of a teacher's weights on one rank; in 4 bits they are whole on each."""
+    return NF4 * setup.teacher_parameters if setup.teacher_quantized else _frozen(setup.teacher_parameters, setup)
 
 
 def tower_bytes(profile: ModelProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a frozen vision tower's weights on one rank; they are never quantised.
 
-    The tower's activations for a batch's images are not counted, because they are freed before the layers begin. Its
-    outputs are tokens of the sequence and are counted there.
+    Its activations for a batch's images are not counted: they are freed before the layers begin. Its outputs count as
+    tokens of the sequence.
     """
-    return WIDTH[setup.precision] * profile.tower_parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
+    return _frozen(profile.tower_parameters, setup)
+
+
+def _frozen(parameters: int, setup: TrainingSetup) -> float:
+    """Return the bytes on one rank of weights that only ZeRO-3 shards."""
+    return WIDTH[setup.precision] * parameters / (setup.zero_ranks if setup.zero_stage == 3 else 1)
 
 
 def loading(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes on a GPU while weights are loaded. ZeRO-3 shards them one by one, except 4-bit weights."""
-    weights = loaded_bytes(shard, setup)
+    weights, width = loaded_bytes(shard, setup), WIDTH[setup.precision]
     if setup.quantized and not setup.software.fsdp:
         # Each matrix is copied unquantised, and packed on the GPU.
-        return {"parameters": weights, "live_parameters": WIDTH[setup.precision] * _largest_matrix(shard)}
+        return {"parameters": weights, "live_parameters": width * _largest_matrix(shard)}
     if setup.zero_stage < 3:
         # Experts are distributed on the host, before the model moves to the GPU (deepspeed, engine.py, __init__).
-        elsewhere = shard.expert_parameters * (1 - 1 / setup.layout.expert)
-        return {"parameters": weights - WIDTH[setup.precision] * elsewhere}
+        return {"parameters": weights - width * shard.expert_parameters * (1 - 1 / setup.layout.expert)}
     # zero.Init creates offloaded shards directly on the host (deepspeed, partition_parameters.py, remote_device).
     held = 0.0 if setup.offload_parameters != "none" else weights / setup.zero_ranks
-    return {"parameters": held, "live_parameters": WIDTH[setup.precision] * shard.largest_module}
+    return {"parameters": held, "live_parameters": width * shard.largest_module}
 
 
 def _largest_matrix(shard: StageShard) -> int:
@@ -154,7 +153,7 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
     Under ZeRO-3 these are a layer, prefetched weights, and adapters too small to be sharded. A 4-bit matrix is
     dequantised as a whole, once for the forward and once for the backward pass.
     """
-    width = WIDTH[setup.precision]
+    width, hidden = WIDTH[setup.precision], shard.hidden_size
     dequantized = 2 * width * _largest_matrix(shard) if setup.quantized else 0.0
     if setup.lora and setup.lora.dora:
         # The norm of a weight: a unit matrix, the adapters' product, its multiple and the sum (peft, lora/dora.py).
@@ -162,20 +161,19 @@ def gathered(shard: StageShard, setup: TrainingSetup) -> float:
         dequantized += width * max(sizes)
     if not setup.gathers:
         return dequantized
-    hidden = shard.hidden_size
     block = max(kind.parameters for kind, _ in shard.layer_counts)
-    prefetched = setup.prefetched(hidden, block)
     threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
     persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
-    return dequantized + width * (min(max(shard.largest_module, block) + prefetched, shard.parameters) + persistent)
+    whole = max(shard.largest_module, block) + setup.prefetched(hidden, block)
+    return dequantized + width * (min(whole, shard.parameters) + persistent)
 
 
 def held_by_autograd(experts: float, setup: TrainingSetup) -> float:
     """Return the bytes of gathered expert weights that ZeRO-3 cannot free between the forward and the backward pass.
 
-    Experts multiply by slices of their weights. Autograd saves the slices, each of which keeps the whole gathered
-    weight alive, and the backward pass gathers it a second time. Recomputed layers save nothing. Observed with
-    DeepSpeed 0.19.8 in tests/workers/held_experts.py; `LinearFunctionForZeroStage3` prevents it for dense layers.
+    Experts multiply by slices of their weights, which autograd saves unless layers are recomputed: each slice keeps the
+    gathered weight alive, and the backward pass gathers it once more (deepspeed 0.19.8, tests/workers/held_experts.py);
+    `LinearFunctionForZeroStage3` prevents it for dense layers.
     """
     if not setup.gathers or setup.gradient_checkpointing or not setup.software.grouped_experts:
         return 0.0

@@ -11,8 +11,7 @@ from ...recipe import overrides, pages, project
 from ...recipe.files import Json
 from ...recipe.methods.grpo import Grpo
 from ...recipe.recipe import Layout, Recipe
-from ..cost.compute_time import KERNELS
-from ..cost.constants import constants
+from ..cost.constants import COUNTS, constants
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
@@ -228,7 +227,7 @@ def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
     if method.vllm is None:
         answers = plan.setup.rollout_answers
         where = f"{answers} at a time on each GPU"
-        token = max(token, len(profile.layers) * KERNELS * constants(gpu.name).launch)
+        token = max(token, len(profile.layers) * COUNTS.kernels * constants(gpu.name).launch)
     kept = 2 * sum(map(profile.cached_per_token, profile.layers))
     seconds = method.max_new_tokens * (token + answers * kept * plan.recipe.sequence_length / (gpu.memory_gbs * 1e9))
     written = (
