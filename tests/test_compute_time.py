@@ -74,10 +74,8 @@ def test_zero_takes_each_trained_weights_gradient_by_itself():
         host_seconds(kind, replace(BASE, **about), known)
         for about in ({}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "software": Software(fsdp=True)})
     )
-    assert first == second == (ahead, pytest.approx(plain + COUNTS.gradient_hook * kind.modules)) and fsdp == (
-        ahead,
-        plain,
-    )
+    hooked = pytest.approx(plain + COUNTS.gradient_hook * kind.modules)
+    assert first == second == (ahead, hooked) and fsdp == (ahead, plain)
     four = replace(BASE, zero_stage=1, gradient_accumulation_steps=4)
     last = pytest.approx(plain + COUNTS.gradient_hook * kind.modules / 4)
     assert host_seconds(kind, four, known)[1] == last, "one pass of four"
@@ -157,6 +155,9 @@ def test_adapters_cost_where_they_are():
         step_time(fewer, setup, A100).components["elementwise"]
         < 0.8 * step_time(all_of_them, setup, A100).components["elementwise"]
     )
+    reduced, known = replace(setup, world_size=8, zero_stage=1), replace(constants("A100 80GB"), latency=0.0)
+    sent = [step_time(one, reduced, A100, known).components["zero"] for one in (fewer, all_of_them)]
+    assert sent[0] / sent[1] == pytest.approx(adapted_share(some, setup)), "gradients of the adapted matrices alone"
 
 
 def test_offloaded_weights_travel_in_four_bits_and_are_hidden_like_collectives():

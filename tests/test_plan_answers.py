@@ -8,7 +8,7 @@ from deepspeed_recipes.commands import plan
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.hardware.gpus import DESKTOP_HOST
 from deepspeed_recipes.planning.search import model_recipe
-from deepspeed_recipes.planning.search.plans import are_alike
+from deepspeed_recipes.recipe.layout import Layout
 from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe.errors import UserError
 
@@ -85,14 +85,14 @@ def test_a_desktop_has_64_gib_and_offloading_comes_last():
 
 def test_adapters_are_not_split_for_less_than_the_error():
     for name, gpu, gpus in (("llama3-8b", "A100-80GB", 8), ("qwen3-14b", "L40S", 4)):
-        assert search(asked(name, "lora", gpu, gpus)).best.setup.model_parallel_size == 1
+        assert search(asked(name, "lora", gpu, gpus)).best.base.layout == Layout()
 
 
 def test_plans_that_are_alike_are_one_row(capsys):
     result = search(asked("llama3-8b", "qlora", "4090"))
     first = result.plans[0]
-    alike = [one for one in result.plans if are_alike(one, first)]
-    assert len(alike) > 1 and are_alike(first, first)
+    alike = [one for one in result.plans if one.is_like(first)]
+    assert len(alike) > 1 and first.is_like(first)
     rows = said(capsys, "llama3-8b", "qlora", "--gpu", "4090")
     assert "1 zero0, zero1" in rows
     assert "1 zero0 one GPU" in said(capsys, "llama3-8b", "qlora", "--gpu", "4090", "--explain")

@@ -105,19 +105,12 @@ def _remarks(
     for name in arguments.software:
         yield f"Memory and speed are those of software={name}; the command below starts this project's."
     if arguments.longest:
-        yield extremes.longest_in_words(request)
+        yield extremes.longest_in_words(request, result.best)
     if arguments.deadline and work:
         yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline))
     if work and (few := workload.few_steps(result.best, work)):
         yield few
-    if efficiency := suggestions.one_node(request, result.best):
-        yield efficiency
-    if larger := suggestions.larger_batch(request, result.best):
-        yield larger
-    if added := suggestions.added_sizes(request, result.best):
-        yield added
-    if others := suggestions.other_methods(request):
-        yield others
+    yield from suggestions.remarks(request, result.best)
 
 
 def answer(

@@ -1,6 +1,5 @@
 """The settings of a training run that memory and time depend on, in addition to the model and the hardware."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -219,11 +218,6 @@ class TrainingSetup:
     def value_bytes(self) -> float:
         """Bytes of an activation or a gradient in the training precision."""
         return 4 if self.precision == "fp32" else 2
-
-    @property
-    def model_parallel_size(self) -> int:
-        """Ranks that work on the same sequences: tensor x pipeline x sequence."""
-        return math.prod((self.layout.tensor, self.layout.pipeline, self.layout.sequence))
 
 
 OF_RECIPE = (

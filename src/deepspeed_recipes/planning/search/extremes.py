@@ -68,18 +68,15 @@ def _boundary(
 def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> Found:
     """Return the smallest cluster of the request's GPUs on which the best plan meets the deadline, and its plans.
 
-    Args:
-        request: its cluster is the smallest one to try.
-        workload: the tokens to train and the prices.
-        hours: the deadline.
-        larger_nodes: whether nodes may have more GPUs, unless they are rented instances of a fixed size.
+    The request's cluster is the smallest one to try; `larger_nodes` says whether nodes may have more GPUs, unless they
+    are rented instances of a fixed size.
 
     Raises:
         UserError: no cluster meets the deadline; the message names the fastest.
     """
 
-    def on(cluster: Cluster, nodes: int | None = None) -> Found:
-        changed = replace(request, cluster=replace(cluster, nodes=nodes or cluster.nodes))
+    def on(cluster: Cluster, nodes: int) -> Found:
+        changed = replace(request, cluster=replace(cluster, nodes=nodes))
         return changed, search(changed)
 
     def taken(found: Found) -> float:
@@ -87,17 +84,11 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
 
     tried: list[Found] = []
     for cluster in growing(request.cluster, larger_nodes):
-        tried.append(on(cluster))
+        tried.append(on(cluster, cluster.nodes))
         if taken(tried[-1]) <= hours:
             slow = next((one for one in tried[-2::-1] if one[1].best), tried[-1])[0].cluster
             least = slow.nodes if slow.gpus_per_node == cluster.gpus_per_node else cluster.nodes
-            return _boundary(
-                least,
-                cluster.nodes,
-                tried[-1],
-                partial(on, cluster),
-                lambda found: taken(found) <= hours,
-            )
+            return _boundary(least, cluster.nodes, tried[-1], partial(on, cluster), lambda found: taken(found) <= hours)
     nearest, name = min(tried, key=taken), request.cluster.gpu.name
     if nearest[1].best is None:
         raise UserError(f"nothing fits on up to {MOST_NODES} nodes of {name}; plan without --deadline.")
@@ -121,38 +112,46 @@ def deadline_met(plan: Plan, workload: Workload, hours: float) -> str:
 def longest(request: PlanRequest) -> Found:
     """Return the request with the longest sequence that fits, to within about 6 %, and its plans.
 
-    If nothing fits, the sequence has `STEP` tokens. The search goes down from the model's maximum number of positions:
-    a short sequence can need more memory than a long one, whose loss is computed in tiles.
+    Offloading counts if it is known what room the host has, or if nothing fits without. If nothing fits at all, the
+    sequence has `STEP` tokens. The search goes down from the model's maximum number of positions: a short sequence can
+    need more memory than a long one, whose loss is computed in tiles.
     """
 
     def at(thousands: int) -> Found:
         changed = replace(request, recipe=replace(request.recipe, sequence_length=STEP * thousands))
         return changed, search(changed)
 
-    too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
-    found = at(fits)
-    while not found[1].best and fits > 1:
-        too_long, fits = fits, fits // 2
+    def enough(offloads: bool, tried: Found) -> bool:
+        best = tried[1].best
+        return best is not None and (offloads or not best.tier)
+
+    known = request.cluster.host_memory_gib > 0 or "deepspeed" in request.fixed
+    for suffices in (partial(enough, known), partial(enough, True)):
+        too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
         found = at(fits)
-    return _boundary(too_long, fits, found, at, lambda tried: tried[1].best is not None, max(1, fits // 16))
+        while not suffices(found) and fits > 1:
+            too_long, fits = fits, fits // 2
+            found = at(fits)
+        if known or suffices(found):
+            break
+    return _boundary(too_long, fits, found, at, suffices, max(1, fits // 16))
 
 
-def longest_in_words(request: PlanRequest) -> str:
-    """Return the answer as a sentence, given the request that `longest` returned."""
+def longest_in_words(request: PlanRequest, best: Plan) -> str:
+    """Return the answer as a sentence, given the request that `longest` returned and its best plan."""
     length = request.recipe.sequence_length
     why = "to within about 6 %; with a longer one, the high end of the memory range would not fit"
     if length + STEP > positions(request.recipe.model.config):
         why = "the model has no more positions"
+    elif not best.tier and not best.cluster.host_memory_gib:
+        why += " without offloading, which counts if --host-memory is given"
     return f"The longest sequence that fits has {length:,} tokens ({why})."
 
 
 def smallest_hardware(request: PlanRequest, workload: Workload, hours: float | None = None) -> Plan | None:
     """Return the best plan on the fewest GPUs on which a run fits; ties go to less GPU memory, then to a lower price.
 
-    Args:
-        request: the request, whose cluster is ignored.
-        workload: the tokens to train and the prices.
-        hours: the deadline, or None for no deadline.
+    The request's cluster is ignored; `hours` is the deadline, if there is one.
     """
     nodes = [*(Cluster(gpu, host_memory_gib=DESKTOP_HOST) for gpu in DESKTOP), *map(of_instance, INSTANCES)]
 

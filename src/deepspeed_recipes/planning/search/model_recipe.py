@@ -23,16 +23,12 @@ FAR = 10
 
 
 def nearest(config: JsonView, variant: str) -> Recipe:
-    """Return the page's recipe that suits a model best.
+    """Return the page's recipe of a variant that suits a model best, given the decoder's part of its config.json.
 
     MoE models borrow from MoE pages only, and dense models from dense pages, because adapters and layouts name the
     experts. Pages of vision-language models are never borrowed from. The criteria, in order of priority: a size within
     a factor of ten, the same `model_type`, the same mixers besides attention (state-space layers, linear attention,
     convolutions, or none), the nearest size.
-
-    Args:
-        config: the decoder's configuration, as in a `config.json`.
-        variant: the page's variant to return.
 
     Raises:
         UserError: no page of this kind of model has the variant.
@@ -45,25 +41,25 @@ def nearest(config: JsonView, variant: str) -> Recipe:
         if not any(model.vision for model in module.SIZES.values())
         and profile_of(next(iter(module.SIZES.values())).config).is_moe == own.is_moe
     ]
+
+    def distance(recipe: Recipe) -> tuple[bool, bool, bool, bool, float]:
+        theirs = profile_of(recipe.model.config)
+        size = abs(math.log(theirs.parameters / own.parameters))
+        linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (theirs, own)]
+        mixers = _mixers(recipe.model.config) != _mixers(config)
+        return size > math.log(FAR), theirs.model_type != own.model_type, mixers, linear[0] != linear[1], size
+
     suitable = [module for module in alike if variant in pages.variants(module)]
     recipes = [pages.build(module, size, variant) for module in suitable for size in module.SIZES]
     if not recipes:
         known = dict.fromkeys(name for module in alike for name in pages.variants(module))
         kind = "mixture of experts" if own.is_moe else "decoder"
         raise UserError(f"{variant}: no page of a {kind} has this variant; choose from: {', '.join(known)}.")
-    return min(recipes, key=lambda recipe: _distance(recipe.model.config, config))
+    return min(recipes, key=distance)
 
 
 def _mixers(config: JsonView) -> set[str]:
     return {mixer for mixer in MIXERS if any(mixer in name for name in config)}
-
-
-def _distance(theirs: JsonView, own: JsonView) -> tuple[bool, bool, bool, bool, float]:
-    one, other = profile_of(theirs), profile_of(own)
-    size = abs(math.log(one.parameters / other.parameters))
-    linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (one, other)]
-    kinds = one.model_type != other.model_type, _mixers(theirs) != _mixers(own), linear[0] != linear[1]
-    return size > math.log(FAR), *kinds, size
 
 
 METHODS = ("full", "lora", "qlora")
@@ -103,17 +99,13 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
     config = config_of(name)
     if config is None:
         family, _ = pages.split(name)
-        page = family.endswith(".py") or family in pages.families()
-        return pages.find(name if page else _page_of(name) or name, method)
+        own = family.endswith(".py") or family in pages.families()
+        return pages.find(name if own else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
-        kind = decoders.inner_of(config)["model_type"]
-        alike = _page_of(model_type=config["model_type"])
-        fix = (
-            f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
-            if alike
-            else "it cannot be trained"
-        )
+        kind, alike = decoders.inner_of(config)["model_type"], _page_of(model_type=config["model_type"])
+        page = f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
+        fix = page if alike else "it cannot be trained"
         raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan accepts it; {fix}.")
     return borrowed_recipe(name, config, method)
 
@@ -126,15 +118,25 @@ def config_of(name: str) -> Json | None:
     Raises:
         UserError: the model does not exist or cannot be read.
     """
-    path = Path(name).expanduser()
-    family = pages.split(name)[0]
+    path, family = Path(name).expanduser(), pages.split(name)[0]
     if family.endswith(".py") or ("/" not in name and family in pages.families()):
         return None
     if path.exists() or name.endswith(".json"):
-        return _with_floats(_read(path))
-    if _page_of(name):
+        file = path / "config.json" if path.is_dir() else path
+        config = read_json(file)
+        if not isinstance(config, dict):
+            raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
+    elif _page_of(name):
         return None
-    return _with_floats(_download(name))
+    else:
+        config = _download(name)
+
+    def value(one: Json) -> Json | float:
+        """Return infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba."""
+        return float(one["__float__"]) if set(one) == {"__float__"} else one
+
+    found: Json = json.loads(json.dumps(without_attention(config)), object_hook=value)
+    return found
 
 
 def remark(name: str) -> str | None:
@@ -166,19 +168,14 @@ def _page_of(hub_id: str = "", model_type: str = "") -> str | None:
     return next((name for name, one in sizes if one.path == hub_id or one.config["model_type"] == model_type), None)
 
 
-def _read(path: Path) -> Json:
-    file = path / "config.json" if path.is_dir() else path
-    config = read_json(file)
-    if not isinstance(config, dict):
-        raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
-    return config
-
-
 def _download(hub_id: str) -> Json:
     if hub_id.count("/") != 1 or hub_id.startswith((".", "/", "~")):
         if "/" in hub_id:
             raise UserError(f"{hub_id}: no such file or folder; name a config.json or the folder that holds it.")
-        raise UserError(_unknown(hub_id))
+        known = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
+        near = difflib.get_close_matches(hub_id, [*known, *pages.families()], n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"recipes are {', '.join(pages.families())}."
+        raise UserError(f"{hub_id}: not a recipe, Hub id (OWNER/NAME) or path to a config.json; {hint}")
     try:
         import huggingface_hub as hub  # takes half a second, which recipes need not wait for
     except ImportError:
@@ -199,26 +196,6 @@ def _download(hub_id: str) -> Json:
             f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
             "Without a network, copy that one small file here and give its path: ds-recipes plan path/to/config.json"
         ) from None
-
-
-def _with_floats(config: Json) -> Json:
-    """Return a configuration with infinity where transformers wrote `{"__float__": "Infinity"}`, as for Mamba.
-
-    It names no attention implementation.
-    """
-
-    def value(one: Json) -> Json | float:
-        return float(one["__float__"]) if set(one) == {"__float__"} else one
-
-    found: Json = json.loads(json.dumps(without_attention(config)), object_hook=value)
-    return found
-
-
-def _unknown(name: str) -> str:
-    known = [f"{family}-{size}" for family in pages.families() for size in pages.page(family).SIZES]
-    near = difflib.get_close_matches(name, [*known, *pages.families()], n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"recipes are {', '.join(pages.families())}."
-    return f"{name}: not a recipe, Hub id (OWNER/NAME) or path to a config.json; {hint}"
 
 
 def check(config: Json, name: str) -> None:
@@ -244,7 +221,12 @@ def check(config: Json, name: str) -> None:
     if not isinstance(inner, dict) or not isinstance(inner.get("model_type"), str):
         raise UserError(f"{name}: its text_config has no model_type; give the config.json of the decoder alone.")
     check_sizes(inner, name)
-    _check_heads(inner, name)
+    width, heads = (inner.get(key, inner.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
+    shared = inner.get("num_key_value_heads")
+    if width and heads and not inner.get("head_dim") and width % heads:
+        raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
+    if heads and shared and heads % shared:
+        raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
 
 
 def check_sizes(config: Json, name: str) -> None:
@@ -265,15 +247,6 @@ def check_sizes(config: Json, name: str) -> None:
             raise UserError(f"{name}: {key}={value}: exceeds the maximum of {most:,}.")
 
 
-def _check_heads(config: Json, name: str) -> None:
-    width, heads = (config.get(key, config.get(SIZES[key][0])) for key in ("hidden_size", "num_attention_heads"))
-    shared = config.get("num_key_value_heads")
-    if width and heads and not config.get("head_dim") and width % heads:
-        raise UserError(f"{name}: hidden_size={width} is not a multiple of num_attention_heads={heads}.")
-    if heads and shared and heads % shared:
-        raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
-
-
 def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
     """Return a recipe for a model without a page, taken from the nearest architecture and size (`nearest`).
 
@@ -283,15 +256,13 @@ def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
     Raises:
         UserError: no page has the method, or the path names a file that is not called config.json.
     """
-    inner = decoders.decoder_of(config)
+    inner, path = decoders.decoder_of(config), Path(name).expanduser()
     recipe = nearest(inner, method)
-    path = Path(name).expanduser()
     if path.is_file() and path.name != "config.json":
         raise UserError(
             f"{name}: a model is a folder with a config.json; move this file to a folder of its own, as config.json."
         )
-    folder = path.parent if path.is_file() else path
-    where = str(folder) if path.exists() else name
+    where = str(path.parent if path.is_file() else path) if path.exists() else name
     model = replace(recipe.model, path=where, parameters=profile_of(inner).parameters, config=inner)
     if inner["model_type"] != recipe.model.config["model_type"]:
         model = replace(model, attention="auto", chat_template="auto")

@@ -75,17 +75,8 @@ below the error of speeds decide nothing."""
 
 TIERS = (
     (
-        "sequence_parallel.json",
-        "zero0.json",
-        "zero1.json",
-        "zero2.json",
-        "zero3.json",
-        "zero3_adapters.json",
-        "zero3_moe.json",
-        "zero3_hpz.json",
-        "expert_parallel.json",
-        "tensor_parallel.json",
-        "pipeline.json",
+        *("sequence_parallel.json", "zero0.json", "zero1.json", "zero2.json", "zero3.json", "zero3_adapters.json"),
+        *("zero3_moe.json", "zero3_hpz.json", "expert_parallel.json", "tensor_parallel.json", "pipeline.json"),
     ),
     ("zero2_offload.json", "zero3_offload.json"),
     ("zero3_offload_params.json",),
@@ -218,21 +209,20 @@ class Plan:
         In order of priority: nothing offloaded; how the model is split (not at all, by sequences, by matrices or
         experts, by layers); the order of `SIMPLICITY`; fewer ranks per copy of the model; less memory.
         """
-        layout = self.base.layout
+        layout, names = self.base.layout, (*SIMPLICITY, self.base.deepspeed)
         kinds = (layout.sequence > 1) + 2 * (layout.tensor > 1) + 2 * (layout.expert > 1) + 4 * (layout.pipeline > 1)
-        order = SIMPLICITY.index(self.base.deepspeed) if self.base.deepspeed in SIMPLICITY else len(SIMPLICITY)
-        return self.tier > 0, kinds, order, self.setup.model_parallel_size, self.gpu_gib
+        ranks = layout.tensor * layout.pipeline * layout.sequence
+        return self.tier > 0, kinds, names.index(self.base.deepspeed), ranks, self.gpu_gib
 
+    def is_like(self, other: "Plan") -> bool:
+        """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
 
-def are_alike(one: Plan, other: Plan) -> bool:
-    """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
+        def kind(plan: Plan) -> tuple[object, ...]:
+            size, checkpointing = plan.setup.micro_batch_size, plan.setup.gradient_checkpointing
+            return plan.base.layout, size, checkpointing, plan.tier, plan.fits, plan.tight
 
-    def kind(plan: Plan) -> tuple[object, ...]:
-        setup = plan.setup
-        return plan.base.layout, setup.micro_batch_size, setup.gradient_checkpointing, plan.tier, plan.fits, plan.tight
-
-    near = abs(one.speed / other.speed - 1) < ALIKE and abs(one.gpu_gib / other.gpu_gib - 1) < 3 * ALIKE
-    return near and kind(one) == kind(other) and not one.shortfalls
+        near = abs(self.speed / other.speed - 1) < ALIKE and abs(self.gpu_gib / other.gpu_gib - 1) < 3 * ALIKE
+        return near and kind(self) == kind(other) and not self.shortfalls
 
 
 @dataclass(frozen=True)
@@ -265,8 +255,7 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
         splits = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence))
         return plan.speed * (SPLIT_ADAPTERS if plan.setup.lora else FAST_ENOUGH) ** splits
 
-    remaining = sorted(plans, key=worth, reverse=True)
-    order = []
+    remaining, order = sorted(plans, key=worth, reverse=True), []
     while remaining:
         near = [plan for plan in remaining if worth(plan) >= FAST_ENOUGH * worth(remaining[0])]
         order.append(min(near, key=lambda plan: plan.simplicity))
@@ -282,14 +271,16 @@ def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
     """Return the resources of which a cluster is likely to have too little, as parts of a sentence."""
-    gpu, host, nvme = memory.worst.total / GIB, max(memory.host.values()) / GIB, memory.nvme / GIB
+    gpu, have = memory.worst.total / GIB, cluster.gpu.memory_gib
     loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
-    lacking = []
-    if gpu > cluster.gpu.memory_gib:
-        lacking.append(f"{gpu:,.1f} GiB of {cluster.gpu.memory_gib:,.1f} on a GPU{loading}")
+    # Where fragmentation takes what is left of a GPU, rounding does not decide.
+    lacking = [f"{gpu:,.1f} GiB of {have:,.1f} on a GPU{loading}"] if gpu > have * (1 + 1e-9) else []
     # Host memory is checked only if its size is known; no NVMe size means no NVMe.
-    sizes = (host, cluster.host_memory_gib or math.inf, "host memory"), (nvme, cluster.nvme_gib, "NVMe")
-    for need, have, what in sizes:
+    host, nvme = max(memory.host.values()) / GIB, memory.nvme / GIB
+    for need, have, what in (
+        (host, cluster.host_memory_gib or math.inf, "host memory"),
+        (nvme, cluster.nvme_gib, "NVMe"),
+    ):
         if need > REFUSE * have:
             usable = f"{REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f})"
             lacking.append(f"{need:,.1f} GiB of {usable} on a node's {what}")

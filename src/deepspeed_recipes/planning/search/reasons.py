@@ -34,10 +34,11 @@ def behind(plan: Plan, first: Plan) -> str:
 SAME = 0.01
 """Plans within 1 % of each other's time per token count as equally fast."""
 PARTLY = {
+    False: "activations fit, so nothing is recomputed",
     "selective": "checkpointing keeps products and attention, as asked",
     "feed_forward": "feed-forward layers alone are checkpointed, as asked",
 }
-"""Kinds of checkpointing that the search never chooses on its own."""
+"""Kinds of checkpointing; the search never chooses the last two on its own."""
 
 
 def why(request: PlanRequest, plan: Plan) -> str:
@@ -48,7 +49,7 @@ def why(request: PlanRequest, plan: Plan) -> str:
         largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
         return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
-    parts = [*_states(request, plan), *_layout(request, plan), *_activations(request, plan)]
+    parts = [*_states(request, plan), *_layout(request, plan), _activations(request, plan)]
     if plan.tight:
         parts.append(tightness(plan))
     sentence = "; ".join(parts)
@@ -65,11 +66,6 @@ def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> floa
     return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
 
 
-def _most_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
-    """Return the high end of that range in GiB, which decides whether a plan fits."""
-    return memory_range(replace(setup, **changes))[1] * _gpu_gib(request, setup, **changes)
-
-
 def _leanest(setup: TrainingSetup) -> TrainingSetup:
     """Return the setup with one sequence at a time and checkpointing, so that model states dominate the memory."""
     steps = setup.micro_batch_size * setup.gradient_accumulation_steps
@@ -77,22 +73,25 @@ def _leanest(setup: TrainingSetup) -> TrainingSetup:
 
 
 def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    setup, have = plan.setup, request.cluster.gpu.memory_gib
-    lean = _leanest(setup)
+    setup, have, lean = plan.setup, request.cluster.gpu.memory_gib, _leanest(plan.setup)
+
+    def need(**changes: Any) -> str:
+        """Return the memory without what the plan does, and whether a GPU has as much."""
+        return f"a GPU would need {_gpu_gib(request, lean, **changes):,.0f} GiB"
+
+    def lacks(**changes: Any) -> bool:
+        return _gpu_gib(request, lean, **changes) > have
+
     if setup.quantized:
-        without = _gpu_gib(request, lean, quantized=False)
-        yield f"4-bit weights, because in bf16 a GPU would need {without:,.0f} GiB"
+        yield f"4-bit weights, because in bf16 {need(quantized=False)}"
     if setup.offload_optimizer != "none":
         place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
         what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
-        without = _gpu_gib(request, lean, offload_optimizer="none", offload_parameters="none")
-        if without > have:
-            yield f"{what} go to {place}, because with them a GPU would need {without:,.0f} GiB"
-        else:
-            yield f"{what} go to {place}, which leaves room for more sequences"
+        here = {"offload_optimizer": "none", "offload_parameters": "none"}
+        gain = f"because with them {need(**here)}" if lacks(**here) else "which leaves room for more sequences"
+        yield f"{what} go to {place}, {gain}"
     elif setup.bf16_states:
-        without = _gpu_gib(request, lean, bf16_states=False)
-        yield f"optimizer states rounded to bf16, because in fp32 a GPU would need {without:,.0f} GiB: watch the loss"
+        yield f"optimizer states rounded to bf16, because in fp32 {need(bf16_states=False)}: watch the loss"
     elif setup.layout.pipeline > 1:
         return
     elif setup.zero_stage == 0:
@@ -101,19 +100,14 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
     elif setup.zero_ranks == 1:
         where = "on one GPU" if setup.world_size == 1 else "with one data-parallel rank"
         yield f"ZeRO-{setup.zero_stage} {where} shards nothing, but its optimizer step peaks lower"
-    elif setup.zero_stage < 3:
-        what = "the optimizer states" if setup.zero_stage == 1 else "gradients and optimizer states"
-        without = _gpu_gib(request, lean, zero_stage=setup.zero_stage - 1)
-        gain = f"without it a GPU would need {without:,.0f} GiB" if without > have else "it leaves room at no cost"
-        yield f"ZeRO-{setup.zero_stage} shards {what}: {gain}"
     else:
-        without = _gpu_gib(request, lean, zero_stage=2)
-        gain = (
-            f"unsharded a GPU would need {without:,.0f} GiB"
-            if without > have
-            else "this leaves room for more sequences"
-        )
-        yield f"ZeRO-3 shards the weights too: {gain}"
+        what, without, room = {
+            1: ("shards the optimizer states", "without it", "it leaves room at no cost"),
+            2: ("shards gradients and optimizer states", "without it", "it leaves room at no cost"),
+            3: ("shards the weights too", "unsharded", "this leaves room for more sequences"),
+        }[setup.zero_stage]
+        less = {"zero_stage": setup.zero_stage - 1}
+        yield f"ZeRO-{setup.zero_stage} {what}: {f'{without} {need(**less)}' if lacks(**less) else room}"
     if setup.partition_size > 1:
         yield f"the {setup.partition_size} GPUs of a node share a copy of the weights, so that gathers stay inside it"
 
@@ -145,28 +139,24 @@ def _split_sequences(request: PlanRequest, plan: Plan) -> str:
     setup, layout, have = plan.setup, plan.setup.layout, request.cluster.gpu.memory_gib
     fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
     where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
-    wider = replace(layout, sequence=fewer)
-    lean = _leanest(setup)
-    if (most := _most_gib(request, lean, layout=wider)) > have:
-        return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {most:,.0f} GiB"
+    lean = replace(_leanest(setup), layout=replace(layout, sequence=fewer))
+    whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
+    # The high end of the range decides whether a plan fits.
+    least, most = (memory_range(one)[1] * _gpu_gib(request, one) for one in (lean, whole))
+    if least > have:
+        return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {least:,.0f} GiB"
     if (batch := plan.recipe.global_batch_size) < setup.data_parallel_size * layout.sequence // fewer:
         return f"{batch} sequences per step are too few for all GPUs without it"
-    whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
-    if (most := _most_gib(request, whole, layout=wider)) > have:
+    if most > have:
         return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
     return f"{where} a sequence leaves less room for other sequences"
 
 
-def _activations(request: PlanRequest, plan: Plan) -> Iterator[str]:
+def _activations(request: PlanRequest, plan: Plan) -> str:
     setup = plan.setup
-    if not setup.gradient_checkpointing:
-        yield "activations fit, so nothing is recomputed"
-        return
     if setup.gradient_checkpointing is not True:
-        yield PARTLY[setup.gradient_checkpointing]
-        return
+        return PARTLY[setup.gradient_checkpointing]
     without = _gpu_gib(request, setup, gradient_checkpointing=False)
     if without > request.cluster.gpu.memory_gib:
-        yield f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
-    else:
-        yield "checkpointing, for more room at little cost"
+        return f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
+    return "checkpointing, for more room at little cost"

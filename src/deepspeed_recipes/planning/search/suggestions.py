@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from ...recipe import limits, overrides, pages
 from ...recipe.errors import UserError
@@ -14,8 +14,7 @@ from .plans import REFUSE, Plan, PlanRequest, SearchResult
 from .reasons import behind, tightness
 from .strategies import evaluate, plan_request, search
 
-TILES = ("tiled_loss=true", "tiled_mlp=true")
-OFFLOADED = ("activation_offloading=true",)
+TILES, OFFLOADED = "tiled_loss=true tiled_mlp=true", "activation_offloading=true"
 FEW_GPUS = 64
 """Largest cluster on which other methods are searched as well, which takes tenths of a second per method."""
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
@@ -29,26 +28,24 @@ Changes = Iterator[tuple[str, PlanRequest]]
 
 def sentence(request: PlanRequest, result: SearchResult) -> str:
     """Return which plan comes closest to fitting, and which changes would make one fit."""
+    recipe, fixed = request.recipe, sorted(request.fixed)
     if not result.tight and not result.rejected:
-        batch, gpus = request.recipe.global_batch_size, request.cluster.gpus
-        fixed = [key for key in sorted(request.fixed) if is_layout_key(key)]
-        if fixed:
-            given = " ".join(overrides.as_typed(request.recipe, fixed))
-            more = "".join(f"try {way}, a sequence for every GPU, or " for way in _first_fit(_larger_batch(request)))
+        batch, gpus = recipe.global_batch_size, request.cluster.gpus
+        if not (keys := [key for key in fixed if is_layout_key(key)]):
             return (
-                f"{given}: this model cannot train like this on {gpus} GPUs; {more}remove the settings you do not need."
+                f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size="
+                f"{batch}; try global_batch_size={math.ceil(batch / gpus) * gpus}."
             )
-        return (
-            f"no layout of {gpus} GPUs is possible: no layout's data-parallel size divides global_batch_size={batch}; "
-            f"try global_batch_size={math.ceil(batch / gpus) * gpus}."
-        )
+        more = "".join(f"try {way}, a sequence for every GPU, or " for way in _first_fit(_larger_batch(request)))
+        given = " ".join(overrides.as_typed(recipe, keys))
+        return f"{given}: this model cannot train like this on {gpus} GPUs; {more}remove the settings you do not need."
     found = "; ".join(suggestions(request))
     would = f"What would fit: {found}." if found else "Use a smaller model, or find suitable hardware with --which-gpu."
     if result.tight:
         plan = result.tight[0]
         return f"nothing is certain to fit; {plan.recipe.deepspeed} is {tightness(plan)}.\n{would}"
     nearest = min(result.rejected, key=lambda plan: plan.gpu_gib)
-    restricting = overrides.as_typed(request.recipe, [key for key in sorted(request.fixed) if key in NARROW])
+    restricting = overrides.as_typed(recipe, [key for key in fixed if key in NARROW])
     given = f" with {' '.join(restricting)}" if restricting else ""
     return f"nothing fits{given}; {nearest.recipe.deepspeed} comes closest, with {nearest.shortfalls[0]}.\n{would}"
 
@@ -58,15 +55,22 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 
     Each change is tried alone; all other settings of the user stay as they are.
     """
-    kinds = (_larger_batch, _methods, _smaller_micro_batch, _tiles, _shorter, _more_gpus)
-    for kind in kinds:
-        yield from _first_fit(kind(request))
-    cluster = request.cluster
-    if cluster.host_memory_gib:
-        offloaded = search(replace(request, cluster=replace(cluster, host_memory_gib=0))).plans
-        if offloaded:
-            leanest = min(offloaded, key=lambda plan: plan.host_gib)
-            yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
+    recipe, cluster = request.recipe, request.cluster
+    micro_batch = recipe.micro_batch_size if "micro_batch_size" in request.fixed else 1
+    tiles = recipe.method.whole_loss is None and not recipe.layout.pipeline > 1
+    for kind in (
+        _larger_batch(request),
+        _methods(request),
+        _settings(request, [f"micro_batch_size={size}" for size in _halves(micro_batch, 1)]),
+        _settings(request, (TILES, OFFLOADED, f"{TILES} {OFFLOADED}") if tiles else ()),
+        _settings(request, [f"sequence_length={size}" for size in _halves(recipe.sequence_length, SHORTEST)]),
+        _more_gpus(request),
+    ):
+        yield from _first_fit(kind)
+    unlimited = replace(request, cluster=replace(cluster, host_memory_gib=0))
+    if cluster.host_memory_gib and (offloaded := search(unlimited).plans):
+        leanest = min(offloaded, key=lambda plan: plan.host_gib)
+        yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
     if not cluster.nvme_gib:
         best = search(replace(request, cluster=replace(cluster, nvme_gib=math.inf))).best
         if best and best.nvme_gib:
@@ -76,12 +80,10 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
 def _first_fit(changes: Iterable[tuple[str, PlanRequest]]) -> Iterator[str]:
     """Yield the first change with which anything fits, with the speed of its best plan."""
     for change, request in changes:
-        best = None
         with contextlib.suppress(UserError):  # the change contradicts what the search would try
-            best = search(request).best
-        if best:
-            yield f"{change} ({_speed(best)})"
-            return
+            if best := search(request).best:
+                yield f"{change} ({_speed(best)})"
+                return
 
 
 def _speed(plan: Plan) -> str:
@@ -107,25 +109,16 @@ def _methods(request: PlanRequest) -> Changes:
                 yield f"--method {variant}", other
 
 
-def _smaller_micro_batch(request: PlanRequest) -> Changes:
-    size = request.recipe.micro_batch_size // 2 if "micro_batch_size" in request.fixed else 0
-    while size:
-        yield f"micro_batch_size={size}", replace(request, recipe=replace(request.recipe, micro_batch_size=size))
-        size //= 2
+def _settings(request: PlanRequest, changes: Iterable[str]) -> Changes:
+    """Yield each of these settings that the recipe allows."""
+    for words in changes:
+        with contextlib.suppress(UserError):
+            yield words, replace(request, recipe=overrides.apply(request.recipe, words.split()))
 
 
-def _tiles(request: PlanRequest) -> Changes:
-    if request.recipe.method.whole_loss is None and not request.recipe.layout.pipeline > 1:
-        for words in (TILES, OFFLOADED, TILES + OFFLOADED):
-            with contextlib.suppress(UserError):  # the recipe does not allow these settings
-                yield " ".join(words), replace(request, recipe=overrides.apply(request.recipe, words))
-
-
-def _shorter(request: PlanRequest) -> Changes:
-    length = request.recipe.sequence_length // 2
-    while length >= SHORTEST:
-        yield f"sequence_length={length}", replace(request, recipe=replace(request.recipe, sequence_length=length))
-        length //= 2
+def _halves(size: int, least: int) -> Iterator[int]:
+    while (size := size // 2) >= least:
+        yield size
 
 
 def _more_gpus(request: PlanRequest) -> Changes:
@@ -136,53 +129,53 @@ def _more_gpus(request: PlanRequest) -> Changes:
         yield " ".join(gpus + nodes), replace(request, cluster=larger)
 
 
-def larger_batch(request: PlanRequest, best: Plan) -> str | None:
-    """Return what a batch with a sequence for every GPU would reach, or None if the batch has them or is set."""
+def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
+    """Yield how the best plan compares with one node, a larger batch and other methods, and the layout's added sizes.
+
+    Other methods are not searched for other variants than `METHODS`, and not where that would take seconds.
+    """
+    recipe, nodes = request.recipe, request.cluster.nodes
+    if nodes > 1:
+        alone = search(replace(request, cluster=replace(request.cluster, nodes=1))).best
+        yield (
+            f"Efficiency: {best.speed / alone.speed:.0%} of one node's {alone.speed:,.0f} tokens/s/GPU; {nodes} nodes "
+            f"are {nodes * best.speed / alone.speed:.1f} times as fast as one."
+            if alone
+            else "Efficiency: nothing fits on one node to compare with."
+        )
     for change, larger in _larger_batch(request):
         other = search(larger).best
         if other and other.speed >= best.speed:
-            return (
+            yield (
                 f"With {change}, a sequence for every GPU, {other.recipe.deepspeed} would reach {other.speed:,.0f} "
                 f"tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
             )
-    return None
-
-
-def one_node(request: PlanRequest, best: Plan) -> str | None:
-    """Return how efficient several nodes are compared with one, or None for one node."""
-    nodes = request.cluster.nodes
-    if nodes == 1:
-        return None
-    alone = search(replace(request, cluster=replace(request.cluster, nodes=1))).best
-    if alone is None:
-        return "Efficiency: nothing fits on one node to compare with."
-    return (
-        f"Efficiency: {best.speed / alone.speed:.0%} of one node's {alone.speed:,.0f} tokens/s/GPU; {nodes} nodes are "
-        f"{nodes * best.speed / alone.speed:.1f} times as fast as one."
-    )
-
-
-def other_methods(request: PlanRequest) -> str | None:
-    """Return the speed and memory of the other `METHODS`, or None for other variants and if that would take seconds."""
-    recipe = request.recipe
+    sizes = {name: size for name, size in vars(best.recipe.layout).items() if size > 1}
+    more = {name: size for name, size in sizes.items() if f"layout.{name}" not in request.fixed}
+    if more and any(key.startswith("layout.") for key in request.fixed):
+        what = " and ".join(f"{name} {size}" for name, size in more.items())
+        whole = " ".join(f"layout.{name}=1" for name in more)
+        yield f"In addition to the requested layout, the planner chose {what}; {whole} turns that off."
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
-        return None
+        return
     parts = []
     for name in METHODS:
-        other = with_method(request, name) if name != recipe.variant else None
-        if best := other and _best_whole(other):
-            host = f" with {best.host_gib:,.0f} GiB of host memory" if best.setup.offload_optimizer != "none" else ""
-            parts.append(f"--method {name}: {best.speed:,.0f}, {best.gpu_gib:.1f} GiB{host}")
-    return f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}." if parts else None
+        other_request = with_method(request, name) if name != recipe.variant else None
+        if plan := other_request and _best_whole(other_request):
+            host = f" with {plan.host_gib:,.0f} GiB of host memory" if plan.setup.offload_optimizer != "none" else ""
+            parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host}")
+    if parts:
+        yield f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}."
 
 
 def _best_whole(request: PlanRequest) -> Plan | None:
     """Return the best plan that keeps the model whole on each GPU, as searching takes a tenth of the time, or any."""
-    if any(key.startswith("layout.") for key in request.fixed):
-        return search(request).best
-    whole = replace(request, fixed=request.fixed | {f"layout.{name}" for name in vars(Layout())})
-    best = search(whole).best
-    return best if best and not best.tier else search(request).best
+    if not any(key.startswith("layout.") for key in request.fixed):
+        whole = request.fixed | {f"layout.{name}" for name in vars(Layout())}
+        best = search(replace(request, fixed=whole)).best
+        if best and not best.tier:
+            return best
+    return search(request).best
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
@@ -241,17 +234,6 @@ def asked_compared(request: PlanRequest, result: SearchResult) -> str | None:
         f"Left to the planner, {faster} plan{'s' * (faster > 1)} would be faster, the first with {better}: {reaches}. "
         f"The requested layout compared with the first: {behind(own, first)}."
     )
-
-
-def added_sizes(request: PlanRequest, plan: Plan) -> str | None:
-    """Return a sentence on the layout sizes that the planner added to the requested ones, or None if it added none."""
-    sizes = {name: size for name, size in asdict(plan.recipe.layout).items() if size > 1}
-    more = {name: size for name, size in sizes.items() if f"layout.{name}" not in request.fixed}
-    if not more or not any(key.startswith("layout.") for key in request.fixed):
-        return None
-    what = " and ".join(f"{name} {size}" for name, size in more.items())
-    whole = " ".join(f"layout.{name}=1" for name in more)
-    return f"In addition to the requested layout, the planner chose {what}; {whole} turns that off."
 
 
 def beyond_deepspeed(request: PlanRequest, layout: Layout) -> str | None:

@@ -17,7 +17,7 @@ from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
-from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, are_alike, in_words, kind_of
+from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
 from ..search.reasons import behind, why
 
 SHOWN = 8
@@ -155,7 +155,7 @@ def show(
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:
     """Return the first plans, and the best plan of each tier that is not among them; of plans that are alike, one."""
-    plans = [plan for at, plan in enumerate(plans) if not any(are_alike(plan, before) for before in plans[:at])]
+    plans = [plan for at, plan in enumerate(plans) if not any(plan.is_like(before) for before in plans[:at])]
     first = list(plans[:SHOWN])
     for plan in plans[SHOWN:]:
         if plan.tier not in {one.tier for one in first}:
@@ -314,7 +314,7 @@ def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | Non
     for name in (*(one for one in COLUMNS if drives or one != NVME), *(COST_COLUMNS if workload else ())):
         table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
     for number, plan in enumerate(plans, start=1):
-        alike = [one for one in possible if are_alike(one, plan)]
+        alike = [one for one in possible if one.is_like(plan)]
         table.add_row(
             str(number),
             ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
