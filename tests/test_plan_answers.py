@@ -8,9 +8,9 @@ from deepspeed_recipes.commands import plan
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.hardware.gpus import DESKTOP_HOST
 from deepspeed_recipes.planning.search import model_recipe
-from deepspeed_recipes.recipe.layout import Layout
 from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe.errors import UserError
+from deepspeed_recipes.recipe.layout import Layout
 
 
 def said(capsys, *words, status=0):

@@ -30,16 +30,10 @@ class Group:
         return ceil(self.size / self.per_node(cluster))
 
 
-def _inside(cluster: Cluster, constants: Constants) -> float:
-    """Return the bytes per second between two GPUs of a node, in one direction."""
-    if cluster.gpu.link_gbs:
-        return cluster.gpu.link_gbs * constants.link * GB
-    return cluster.gpu.pcie_gbs * (constants.peer or constants.link) * GB
-
-
-def _between(cluster: Cluster, constants: Constants) -> float:
-    """Return the bytes per second between two nodes, in one direction."""
-    return cluster.node_network_gbs * constants.network * GB
+def _links(cluster: Cluster, constants: Constants) -> tuple[float, float]:
+    """Return the bytes per second between two GPUs of a node, and between two nodes, in one direction."""
+    inside = cluster.gpu.link_gbs * constants.link or cluster.gpu.pcie_gbs * (constants.peer or constants.link)
+    return inside * GB, cluster.node_network_gbs * constants.network * GB
 
 
 def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
@@ -51,11 +45,11 @@ def gather(size: float, group: Group, cluster: Cluster, constants: Constants, co
     """
     if group.size == 1 or not size:
         return 0.0
-    here, nodes = group.per_node(cluster), group.nodes(cluster)
-    inside = size * (group.size - 1) / group.size / _inside(cluster, constants) if here > 1 else 0.0
-    groups = cluster.gpus_per_node / here
-    between = size * (nodes - 1) / nodes * groups / _between(cluster, constants) if nodes > 1 else 0.0
-    return max(inside, between) + constants.latency * nodes * count
+    here, nodes, (inside, between) = group.per_node(cluster), group.nodes(cluster), _links(cluster, constants)
+    seconds = size * (group.size - 1) / group.size / inside if here > 1 else 0.0
+    if nodes > 1:
+        seconds = max(seconds, size * (nodes - 1) / nodes * cluster.gpus_per_node / here / between)
+    return seconds + constants.latency * nodes * count
 
 
 def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
@@ -68,10 +62,11 @@ def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants
     """Return the seconds in which each rank sends `size` bytes in equal parts to all ranks, in `count` exchanges."""
     if group.size == 1 or not size:
         return 0.0
-    here, nodes = group.per_node(cluster), group.nodes(cluster)
-    inside = size * (here - 1) / group.size / _inside(cluster, constants)
-    away = size * (group.size - here) / group.size * cluster.gpus_per_node
-    return max(inside, away / _between(cluster, constants) if nodes > 1 else 0.0) + constants.latency * nodes * count
+    here, nodes, (inside, between) = group.per_node(cluster), group.nodes(cluster), _links(cluster, constants)
+    seconds = size * (here - 1) / group.size / inside
+    if nodes > 1:
+        seconds = max(seconds, size * (group.size - here) / group.size * cluster.gpus_per_node / between)
+    return seconds + constants.latency * nodes * count
 
 
 def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> float:
@@ -79,17 +74,16 @@ def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> f
 
     All ranks between two members of the group send across the same node boundary.
     """
+    inside, between = _links(cluster, constants)
     if group.size * group.stride <= cluster.gpus_per_node:
-        return size / _inside(cluster, constants)
-    ranks = min(group.stride, cluster.gpus_per_node)
-    return size * ranks / _between(cluster, constants) + constants.latency
+        return size / inside
+    return size * min(group.stride, cluster.gpus_per_node) / between + constants.latency
 
 
 def to_host(size: float, cluster: Cluster, constants: Constants) -> float:
-    """Return the seconds in which every GPU sends `size` bytes to its host, or receives them."""
-    if constants.cpu:  # a copy
-        return size / (cluster.gpu.memory_gbs * GB)
-    return size / (cluster.gpu.pcie_gbs * constants.link * GB)
+    """Return the seconds in which every GPU sends `size` bytes to its host, or receives them; a CPU rank copies."""
+    rate = cluster.gpu.memory_gbs if constants.cpu else cluster.gpu.pcie_gbs * constants.link
+    return size / (rate * GB)
 
 
 Ranks: TypeAlias = tuple[int, ...]
@@ -101,15 +95,9 @@ def zero_traffic(
 ) -> dict[str, int]:
     """Return the bytes of a step's whole messages by kind, such as the output of an all-gather on each rank.
 
-    Small weights that ZeRO-3 keeps on every rank, and norms, are not included: below 1 %.
-
-    Args:
-        stage: ZeRO stage.
-        total: number of the model's parameters that the ranks hold together.
-        trained: number of trained parameters among them.
-        weight_bytes: bytes of a parameter in the training precision, which is also that of gradients.
-        micro_batches: number per step and rank.
-        kept: weights that ZeRO-3 keeps whole from the forward to the backward pass, `DeepSpeedFile.kept_weights`.
+    The ranks hold `total` parameters together, of which `trained` are trained, and `weight_bytes` for each parameter
+    and gradient; ZeRO-3 keeps `kept` weights whole from the forward to the backward pass
+    (`DeepSpeedFile.kept_weights`). Small weights that it keeps on every rank, and norms, are not included: below 1 %.
     """
     gradients = trained * weight_bytes
     if stage == 0:
@@ -128,26 +116,18 @@ def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
     on the sequence lengths.
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
-    world_size = about.get("world_size", 1)
+    world_size, stage = about.get("world_size", 1), about.get("stage")
     parts = [replace(rank_position(layout, one, world_size), data=0, sequence=0) for one in range(world_size)]
     group = tuple(one for one in range(world_size) if parts[one] == parts[rank])  # ZeRO shards their part of the model
     if len(group) == 1 or layout.pipeline > 1 or layout.expert > 1:
         return {}
-    held, weight_bytes, micro_batches = about["held"], about["weight_bytes"], about["micro_batches"]
-    sent = zero_traffic(
-        about["stage"],
-        held["total"],
-        held["trained"],
-        weight_bytes,
-        micro_batches,
-        about.get("kept_weights", KEPT_WEIGHTS),
-    )
+    held, width, kept = about["held"], about["weight_bytes"], about.get("kept_weights", KEPT_WEIGHTS)
+    sent = zero_traffic(stage, held["total"], held["trained"], width, about["micro_batches"], kept)
     found = {(kind, group): size for kind, size in sent.items()}
     near = about.get("partition_size", 1)
-    if about["stage"] == 3 and 1 < near < len(group):
+    if stage == 3 and 1 < near < len(group):
         # Except for the first gather after an update, all weights are in the second copy that these ranks share.
-        far = held["total"] * weight_bytes
-        first = rank // near * near
+        far, first = held["total"] * width, rank // near * near
         found["all-gather", group] = far
         found["all-gather", tuple(range(first, first + near))] = sent["all-gather"] - far
     return {key: size for key, size in found.items() if size}

@@ -111,9 +111,8 @@ def resolve(data: JsonView, gpu: str, software: str) -> Constants:
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
     measured = not {"like", "assumed"} & set(gpus[kind])
     own, kind = gpus[kind], gpus[kind].get("like", kind)
-    entry = data["software"][software]
+    entry, hardware = data["software"][software], gpus[kind]["values"]
     taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
-    hardware = gpus[kind]["values"]
     hardware = {**hardware, **{name: hardware[name] * times for name, times in own.get("times", {}).items()}}
     values = {**data["common"]["values"], **hardware, **taken, **entry["values"], "measured": measured}
     kernels = own.get("kernels", gpus[kind]["kernels"]) if entry.get("by_kernel") else {}
@@ -122,23 +121,22 @@ def resolve(data: JsonView, gpu: str, software: str) -> Constants:
 
 @cache
 def constants(gpu: str, software: str = "deepspeed") -> Constants:
-    """Return the constants of a GPU and of the training software.
+    """Return the constants of a GPU by its name in `gpus.GPUS`, and of the training software.
 
-    Args:
-        gpu: a name in `gpus.GPUS`; a GPU that was not measured has the shares of the most similar measured GPU.
-        software: a key in `constants.json`: `deepspeed` is this project's, the others are those of published tables.
+    A GPU that was not measured has the shares of the most similar measured GPU. The software is a key in
+    `constants.json`: `deepspeed` is this project's, the others are those of published tables.
     """
-    return resolve(json.loads(FILE.read_text()), gpu, software)
+    return resolve(json.loads(FILE.read_text(encoding="utf-8")), gpu, software)
 
 
 ALL = "all"
 DATASHEET = "datasheet"
 """The kind of speeds on machines that were not measured: all published runs that can be planned."""
-
-
 CPU_SPEEDS = (0.747, 1.192)
 """The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
+Range = tuple[float, float]
+"""Low and high factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of its kind."""
 
 
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
@@ -151,23 +149,13 @@ def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
     return "sharded" if setup.zero_stage == 3 and setup.zero_ranks > 1 else "whole", ALL
 
 
-Range = tuple[float, float]
-"""Low and high factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of its kind."""
-
-
 def memory_range(setup: TrainingSetup) -> Range:
     """Return the factors of a GPU's peak."""
     return _range("memory", kinds_of(setup))
 
 
 def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> Range:
-    """Return the factors of tokens per second.
-
-    Args:
-        setup: how the model is trained.
-        measured: whether the plan uses measurements of the machine; hosts and links of others differ most.
-        on_cpu: whether the ranks are CPU processes.
-    """
+    """Return the factors of tokens per second, wider if the machine was not `measured`: hosts and links differ most."""
     if on_cpu:
         return CPU_SPEEDS
     return _range("time", kinds_of(setup) if measured else (DATASHEET,))

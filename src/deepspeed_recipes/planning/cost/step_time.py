@@ -30,36 +30,35 @@ def updated_bytes(setup: TrainingSetup) -> float:
 
 def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float, float]:
     """Return the seconds of the optimizer's step, of transfers to and from the host, and of those of the drives."""
-    setup, cluster, known = job.setup, job.cluster, job.known
-    own = stage["updated"] / (setup.zero_ranks if setup.zero_stage else 1)
-    on_node = own * min(cluster.gpus_per_node, setup.world_size)
-    micro_batches, offload, nvme = setup.gradient_accumulation_steps, 0.0, 0.0
+    setup, cluster, known, zero = job.setup, job.cluster, job.known, job.setup.zero_stage
+    ranks, micro_batches = min(cluster.gpus_per_node, setup.world_size), setup.gradient_accumulation_steps
+    own, offload, nvme = stage["updated"] / (setup.zero_ranks if zero else 1), 0.0, 0.0
+    launches = (known.step_sharded if zero == 3 else known.step) * stage["trained_weights"]  # by the host
     if setup.offload_optimizer != "none":
         # Clouds count two threads per core.
         rate = min(COUNTS.cpu_adam * cluster.host_gbs, COUNTS.core_adam * (cluster.cores / 2 or math.inf))
-        adam = COUNTS.cpu_step * on_node / ((cluster.machine and cluster.machine.host_adam) or rate)
+        adam = COUNTS.cpu_step * own * ranks / ((cluster.machine and cluster.machine.host_adam) or rate)
         # The gradients of every micro-batch go to the host, the weights come back.
         offload = communication.to_host(setup.value_bytes * own * (micro_batches + 1), cluster, known)
     elif known.cpu:
-        adam = own * known.cpu.updated[(0, 1, 1, 2)[setup.zero_stage]]
+        adam = own * known.cpu.updated[BY_STAGE[zero]]
     else:
         adam = own * updated_bytes(setup) / job.bandwidth
-    drives = cluster.nvme_gbs * 1e9
     if setup.offload_optimizer == "nvme":
-        nvme += on_node * COUNTS.swapped / drives
+        nvme += own * COUNTS.swapped
     if setup.offload_parameters == "nvme":
-        fetched = 2 * setup.weight_bytes * stage["parameters"] / setup.zero_ranks * micro_batches
-        nvme += fetched * min(cluster.gpus_per_node, setup.world_size) / drives
-    launches = (known.step_sharded if setup.zero_stage == 3 else known.step) * stage["trained_weights"]  # by the host
-    # Each reduction copies and divides a rank's gradients.
-    reductions = (0, 1, micro_batches, micro_batches)[setup.zero_stage]
+        nvme += 2 * setup.weight_bytes * stage["parameters"] / setup.zero_ranks * micro_batches
+    nvme *= ranks / (cluster.nvme_gbs * 1e9)
+    reductions = (0, 1, micro_batches, micro_batches)[zero]  # each copies and divides a rank's gradients
     if known.cpu:
-        written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[setup.zero_stage]]
+        written, copied = known.cpu.gradients[0], known.cpu.gradients[BY_STAGE[zero]]
         copies = stage["trained"] * (micro_batches * written + reductions * max(0.0, copied - written))
         return copies + adam + launches, offload, nvme
     return reductions * COUNTS.reduction * stage["trained"] / job.bandwidth + max(adam, launches), offload, nvme
 
 
+BY_STAGE = (0, 1, 1, 2)
+"""Index of a ZeRO stage in what is measured on CPUs without ZeRO, at stages 1 and 2, and at stage 3."""
 COMPONENTS = {
     "matmul": "products",
     "attention": "attention",
@@ -108,13 +107,10 @@ class StepTime:
 def step_time(
     profile: ModelProfile, setup: TrainingSetup, cluster: Cluster, given: Constants | None = None
 ) -> StepTime:
-    """Return the predicted time of an optimizer step.
+    """Return the predicted time of an optimizer step, with the constants of the cluster's GPU unless some are given.
 
-    Args:
-        profile: the model's profile.
-        setup: the training setup; a pipeline's micro-batches are its gradient accumulation steps.
-        cluster: the machines; ranks fill the nodes one after the other, in the order of `recipe.layout.rank_position`.
-        given: the constants to use, or None for those of the cluster's GPU with DeepSpeed.
+    Ranks fill the nodes one after the other, in the order of `recipe.layout.rank_position`. A pipeline's micro-batches
+    are its gradient accumulation steps.
     """
     known = given or _constants(cluster.gpu, cluster.machine, setup.precision)
     job, cpu, micro_batches = Job(profile, setup, cluster, known), known.cpu, setup.gradient_accumulation_steps
@@ -143,12 +139,7 @@ def step_time(
         "nvme": nvme,
         "rest": micro_batches * rest[0] + rest[1],
     }
-    return StepTime(
-        components,
-        tokens=setup.tokens_per_step,
-        gpus=setup.world_size,
-        measured=known.measured,
-    )
+    return StepTime(components, setup.tokens_per_step, setup.world_size, known.measured)
 
 
 @lru_cache
@@ -238,29 +229,28 @@ def _send_seconds(job: Job) -> float:
 def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return the seconds of a layer's collectives for tensor, sequence and expert parallelism."""
     profile, setup, layout, size = job.profile, job.setup, job.setup.layout, _activation_bytes(job)
+    links = job.cluster, job.known
     forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
     # each matrix's input separately.
     sums = 2 * forward + max(2, len(kind.linears) - 2)
-    # Queries, keys and values go to the ranks that have their heads, and the results come back.
+    # Queries, keys and values go to the ranks that have their heads, and the results come back. Before and after each
+    # exchange, its parts are joined: read and written (`training.parallel.sequence._exchange`).
     heads = 2 * profile.attention_heads + 2 * profile.key_value_heads
     head_width = kind.attention_width / profile.attention_heads
-    exchanged = size / profile.hidden_size * head_width * heads / layout.tensor
-    # Before and after each exchange, its parts are joined: read and written (`training.parallel.sequence._exchange`).
-    copied = 4 * exchanged if layout.sequence > 1 else 0.0
+    exchanged = size / profile.hidden_size * head_width * heads / layout.tensor if layout.sequence > 1 else 0.0
+    exchange = communication.all_to_all(exchanged, Group(layout.sequence, layout.tensor), *links, 4)
     routed = 2 * kind.experts_per_token * size
-    sequence, expert = Group(layout.sequence, layout.tensor), Group(layout.expert, 1)
     return {
-        "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), job.cluster, job.known),
-        "sequence": (forward + 1)
-        * (communication.all_to_all(exchanged, sequence, job.cluster, job.known, 4) + copied / job.bandwidth),
-        "expert": (forward + 1) * communication.all_to_all(routed, expert, job.cluster, job.known),
+        "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), *links),
+        "sequence": (forward + 1) * (exchange + 4 * exchanged / job.bandwidth),
+        "expert": (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), *links),
     }
 
 
 def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
-    setup, cluster, known = job.setup, job.cluster, job.known
+    setup, links = job.setup, (job.cluster, job.known)
     group = Group(setup.zero_ranks, setup.layout.tensor)
     # Gradients are reduced by buckets in ZeRO, by layers in FSDP and DDP.
     reductions = stage["layers"]
@@ -268,17 +258,17 @@ def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
         buckets = 1 + stage["trained"] / setup.reduced(job.profile.hidden_size)
         reductions = min(stage["trained_weights"], buckets)
     gradients = setup.value_bytes * stage["trained"]
-    gathered = communication.gather(gradients, group, cluster, known, reductions)
+    gathered = communication.gather(gradients, group, *links, reductions)
     if setup.zero_stage == 3:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, setup.layout.tensor)
         held, weights = stage["parameters"], setup.weight_bytes * stage["parameters"]
-        ahead, back = (communication.gather(weights, one, cluster, known, stage["gathers"]) for one in (group, near))
+        ahead, back = (communication.gather(weights, one, *links, stage["gathers"]) for one in (group, near))
         sent = zero_traffic(3, int(held), 0, 1, 1, setup.kept_weights)["all-gather"]
         again = sent / held - 1 if held else 0.0  # the share that ZeRO-3 has not kept
-        return ahead + again * back + gathered * (known.cpu.reduce_scatter if known.cpu else 1.0), 0.0
+        return ahead + again * back + gathered * (job.known.cpu.reduce_scatter if job.known.cpu else 1.0), 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
-    reduced = communication.all_reduce(gradients, group, cluster, known, reductions)
+    reduced = communication.all_reduce(gradients, group, *links, reductions)
     if setup.zero_stage == 2:
         return reduced, gathered
     return 0.0, reduced + (gathered if setup.zero_stage else 0.0)
