@@ -3,7 +3,7 @@
     deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [collectives]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
-the medians over the ranks, in seconds, to `FILE`; `planning.cost.measured` turns them into constants.
+the medians over the ranks, in seconds, to `FILE`; `planning.cost.constants` turns them into constants.
 """
 
 import contextlib

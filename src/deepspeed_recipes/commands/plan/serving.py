@@ -6,13 +6,12 @@ import re
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
 from ...planning.cost.weights import stage_ranges
 from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile.profile import LayerProfile, ModelProfile
 from ...planning.search import strategies
-from ...planning.show.table import hardware_in_words
+from ...planning.show.table import columns, hardware_in_words
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.project import command
@@ -73,22 +72,20 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         f"{recipe.family}-{recipe.size}, {profile.parameters / 1e9:,.1f}B, served by vLLM to {requests} requests of "
         f"{length:,} tokens at once, on {hardware_in_words(hardware)}"
     )
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("weights in", "weights GiB", "cache GiB", "GPUs", "GiB per GPU", "requests that fit"):
-        table.add_column(name, justify="left" if name == "weights in" else "right", no_wrap=True)
+    rows = []
     for name, splits in found.items():
         whole, split = splits[0], least[name]
         last = split or splits[-1]
-        held = (last.weights + requests * last.cache) / GIB
-        table.add_row(
-            name,
-            f"{whole.weights / GIB:,.1f}",
-            f"{requests * whole.cache / GIB:,.1f}",
-            f"{split.gpus}" if split else f"more than {last.gpus}",
-            f"{held:,.1f}",
-            f"{last.requests(hardware):,}",
-        )
-    console.print(table)
+        row = {
+            "weights in": name,
+            "weights GiB": f"{whole.weights / GIB:,.1f}",
+            "cache GiB": f"{requests * whole.cache / GIB:,.1f}",
+            "GPUs": f"{split.gpus}" if split else f"more than {last.gpus}",
+            "GiB per GPU": f"{(last.weights + requests * last.cache) / GIB:,.1f}",
+            "requests that fit": f"{last.requests(hardware):,}",
+        }
+        rows.append(row)
+    console.print(columns(rows, ("weights in",)))
     console.print(
         f"\nvLLM takes {SHARE:.0%} of a GPU and fills what the weights leave with the cache, in bf16 here "
         "(--kv-cache-dtype fp8 halves it). Its activations and CUDA graphs, some GiB, are not counted."

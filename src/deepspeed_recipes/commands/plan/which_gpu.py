@@ -84,24 +84,22 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _table(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> Table:
-    result = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("", "hardware", "config", "layout", "GPU full", "host GiB", "tokens/s", "$/hour", "hours", "dollars"):
-        left = name in ("", "hardware", "config", "layout")
-        result.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = []
     for plan in shown:
         hourly = workload.per_hour(plan.cluster)
-        result.add_row(
-            ", ".join(_names(plan, shown, least, workload)),
-            _in_words(plan.cluster),
-            plan.recipe.deepspeed.removesuffix(".json"),
-            table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
-            f"{plan.share:.0%}",
-            f"{plan.host_gib:,.0f}",
-            f"{plan.speed * plan.setup.world_size:,.0f}",
-            "-" if hourly is None else f"{hourly:,.2f}",
-            *table.cost(plan, workload),
-        )
-    return result
+        hours, dollars = table.cost(plan, workload)
+        row = {
+            "": ", ".join(_names(plan, shown, least, workload)),
+            "hardware": _in_words(plan.cluster),
+            "config": plan.recipe.deepspeed.removesuffix(".json"),
+            "layout": table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            "GPU full": f"{plan.share:.0%}",
+            "host GiB": f"{plan.host_gib:,.0f}",
+            "tokens/s": f"{plan.speed * plan.setup.world_size:,.0f}",
+            "$/hour": "-" if hourly is None else f"{hourly:,.2f}",
+        }
+        rows.append(row | {"hours": hours, "dollars": dollars})
+    return table.columns(rows, ("", "hardware", "config", "layout"))
 
 
 def _in_words(cluster: Cluster) -> str:
@@ -165,7 +163,7 @@ def what_fits(arguments: argparse.Namespace, console: Console) -> int:
                 found[method] = best
                 break
     if arguments.json:
-        rows = {
+        by_method = {
             method: {
                 "model": pages.typed(plan.recipe),
                 "parameters": plan.recipe.model.parameters,
@@ -175,17 +173,21 @@ def what_fits(arguments: argparse.Namespace, console: Console) -> int:
             }
             for method, plan in found.items()
         }
-        print(json.dumps(rows, indent=2))
+        print(json.dumps(by_method, indent=2))
         return 0 if found else 1
     console.print(f"The largest of {', '.join(FAMILIES)} that fit without offloading, on {hardware_in_words(hardware)}")
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("method", "largest", "parameters", "config", "GPU GiB", "tokens/s/GPU"):
-        table.add_column(column, justify="left" if column in ("method", "largest", "config") else "right")
-    for method, plan in found.items():
-        size = pages.human(plan.recipe.model.parameters)
-        name, file = pages.typed(plan.recipe), plan.recipe.deepspeed.removesuffix(".json")
-        table.add_row(method, name, size, file, f"{plan.gpu_gib:.1f}", f"{plan.speed:,.0f}")
-    console.print(table)
+    rows = [
+        {
+            "method": method,
+            "largest": pages.typed(plan.recipe),
+            "parameters": pages.human(plan.recipe.model.parameters),
+            "config": plan.recipe.deepspeed.removesuffix(".json"),
+            "GPU GiB": f"{plan.gpu_gib:.1f}",
+            "tokens/s/GPU": f"{plan.speed:,.0f}",
+        }
+        for method, plan in found.items()
+    ]
+    console.print(table.columns(rows, ("method", "largest", "config")))
     if found:
         name = pages.typed(next(reversed(found.values())).recipe)
         options = (("gpu", arguments.gpu), ("gpus", arguments.gpus))

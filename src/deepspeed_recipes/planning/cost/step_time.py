@@ -13,8 +13,7 @@ from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
-from .constants import COUNTS, Constants, constants
-from .measured import measured_constants
+from .constants import COUNTS, Constants, constants, measured_constants
 from .training_setup import TrainingSetup
 from .weights import stage_ranges
 

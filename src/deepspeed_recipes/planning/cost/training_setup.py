@@ -52,7 +52,7 @@ TRL's SFTTrainer, LLaMA-Factory, TRL with FSDP, transformers before 5, and Megat
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The settings of a recipe and its DeepSpeed file for a given number of ranks."""
+    """The settings of a recipe and its DeepSpeed file for a given number of ranks; equal names mean the same."""
 
     world_size: int
     """Ranks over all nodes, one per GPU."""
@@ -61,13 +61,10 @@ class TrainingSetup:
     micro_batch_size: int = 1
     """Sequences, or pairs of answers for methods that compare answers, per forward pass and data-parallel rank."""
     gradient_accumulation_steps: int = 1
-    """Forward passes per optimizer step; a pipeline's micro-batches."""
     sequence_length: int = 2048
-    """In tokens."""
     precision: Precision = "bf16"
     gradient_checkpointing: Checkpointing = True
     activation_offloading: bool = False
-    """The activations that checkpointing keeps are in host memory."""
     packing: bool = True
     document_length: float | None = None
     """Tokens of the packed document to which a token attends, averaged over tokens. None: the whole sequence."""
@@ -88,27 +85,20 @@ class TrainingSetup:
     answer_length: int | None = None
     """Longest answer in tokens, if the loss reads the answers' logits alone. None: the whole sequence."""
     attention: str = "sdpa"
-    """As in `Model.attention`; `eager` saves every score."""
     lora: Lora | None = None
-    """None if the model's own weights are trained."""
     trained_share: float = 1.0
     """Share of the parameters that is trained, without adapters. The rest has neither gradients nor states."""
     saved_parameters: int = 0
     """Parameters of modules that are trained whole beside adapters."""
     quantized: bool = False
-    """The frozen linear layers are in 4 bits."""
     tiled_loss: bool | None = False
     """The loss is computed in tiles; whole logits never exist. None tiles only if the logits would be large."""
     tiled_mlp: bool = False
-    """The feed-forward layers are computed in tiles."""
     liger_kernel: bool = False
-    """Norms, rotary embedding and activation functions are one kernel each."""
     compile: bool = False
-    """Element-wise operations are fused by torch.compile."""
     optimizer: Optimizer = "adamw"
     offload_optimizer: Device = "none"
     offload_parameters: Device = "none"
-    """Stage 3 only."""
     partition_size: int = 1
     """`zero_hpz_partition_size`: number of ranks that share a second copy of the parameters (stage 3)."""
     bf16_states: bool = False

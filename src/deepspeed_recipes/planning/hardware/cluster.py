@@ -93,22 +93,25 @@ def cluster(
             raise UserError(f"{flag} {value:g}: must be at least 0, in GiB.")
     if gpu is not None and gpu_memory is not None:
         raise UserError(f"--gpu {gpu} --gpu-memory {gpu_memory:g}: give one of them; a GPU's name implies its memory.")
-    instance = instance_name(gpu) if gpu else None
+    instance, node = instance_name(gpu) if gpu else None, None
     if gpu_memory is not None:
         node = Cluster(with_memory(gpu_memory))
-    elif gpu is None:
-        here = this_machine()
-        if here is None:
-            raise UserError(
-                f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.\n"
-                "After ds-recipes doctor --measure, --gpu cpu plans for this machine's CPU ranks."
-            )
-        node = here
-    elif instance is None:
-        _refuse_count(gpu)
-        node = Cluster(find(gpu))
-    else:
+    elif instance:
         node = of_instance(instance)
+    elif gpu is not None:
+        # A number in the name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`.
+        before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)
+        after = re.fullmatch(r"(.*\d)\s*x\s*(\d{1,2})", gpu, re.IGNORECASE)
+        count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
+        if count:
+            option = f"--gpu {name.replace(' ', '-')} --gpus {count}"
+            raise UserError(f"--gpu {gpu}: give the number as a separate option: {option}.")
+        node = Cluster(find(gpu))
+    elif (node := this_machine()) is None:
+        raise UserError(
+            f"This machine has no GPU: give --gpu NAME or --gpu-memory GIB; {all_names()}.\n"
+            "After ds-recipes doctor --measure, --gpu cpu plans for this machine's CPU ranks."
+        )
     if gpus is not None and instance and gpus > node.gpus_per_node:
         raise UserError(f"--gpus {gpus}: {gpu} has {node.gpus_per_node} per node; add --nodes.")
     known = node.host_memory_gib or (DESKTOP_HOST if gpu is not None and node.gpu in DESKTOP else 0.0)
@@ -128,17 +131,6 @@ def of_cpus(machine: Machine, ranks: int | None = None) -> Cluster:
     memory, best = machine.host_memory_gib / ranks, max(rate for _, rate in machine.product_rates("bf16"))
     gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, f"measured on {machine.date}", tflops=best / 1e12)
     return Cluster(machine.measured(gpu), ranks, host_memory_gib=machine.host_memory_gib, machine=machine)
-
-
-def _refuse_count(gpu: str) -> None:
-    """Refuse a number of GPUs in a GPU's name: `8xH100`, `8 x H100`, `gpu_8x_l40s`, `h100x8`."""
-    before = re.match(r"(?:gpu[_ -])?(\d{1,2})\s*x[_ -]*(\w.*)", gpu, re.IGNORECASE)
-    after = re.fullmatch(r"(.*\d)\s*x\s*(\d{1,2})", gpu, re.IGNORECASE)
-    count, name = (before[1], before[2]) if before else (after[2], after[1]) if after else ("", "")
-    if count:
-        raise UserError(
-            f"--gpu {gpu}: give the number as a separate option: --gpu {name.replace(' ', '-')} --gpus {count}."
-        )
 
 
 def of_instance(name: str) -> Cluster:
@@ -183,9 +175,8 @@ def with_measurements(
 ) -> Cluster:
     """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
 
-    They are in `file`, or are this machine's own; `say` receives the reason if a file is not used. Without a file those
-    of this machine need not apply if the GPU is `elsewhere`, by its name. `machine` is the content of a file that was
-    read already.
+    They are in `file`, of which `machine` is the content if it was read already, or are this machine's own, which need
+    not apply if the GPU is `elsewhere`, by its name. `say` receives the reason if a file is not used.
     """
     place = file or machine_file.default_file()
     if file is None and not place.exists():
@@ -196,13 +187,9 @@ def with_measurements(
         say(f"{error} Datasheets are used instead.")
         return cluster
     if machine.has(cluster.gpu):
-        return replace(
-            cluster,
-            gpu=machine.measured(cluster.gpu),
-            nvme_gbs=machine.nvme_gbs or cluster.nvme_gbs,
-            network_gbs=machine.network_gbs or cluster.network_gbs,
-            machine=machine,
-        )
+        rates = {"nvme_gbs": machine.nvme_gbs, "network_gbs": machine.network_gbs}
+        known = {name: rate for name, rate in rates.items() if rate}
+        return replace(cluster, gpu=machine.measured(cluster.gpu), machine=machine, **known)
     if file is not None or not (elsewhere or machine.device == machine_file.CPU):
         say(f"{place}: measured on {machine.device}, the plan is for {cluster.gpu.name}: datasheets are used instead.")
     return cluster

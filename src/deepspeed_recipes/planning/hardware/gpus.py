@@ -48,17 +48,12 @@ class Gpu:
         return peak / 1e12
 
 
-def _read() -> dict[Gpu, str]:
-    """Return the GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
-    _, *rows = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    found = {}
-    for name, kind, *rates, units, network, bf16, source in rows:
-        memory, bandwidth, link, pcie = map(float, rates)
-        found[Gpu(name, memory, bandwidth, link, pcie, int(units), float(network), source, bf16 == "yes")] = kind
-    return found
-
-
-_KINDS = _read()
+_, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
+_KINDS = {
+    Gpu(name, *map(float, rates), int(units), float(network), source, bf16 == "yes"): kind
+    for name, kind, *rates, units, network, bf16, source in _ROWS
+}
+"""The GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
 GPUS = tuple(_KINDS)
 DESKTOP = tuple(gpu for gpu, kind in _KINDS.items() if kind != "server")
 """GPUs that are sold for desktop computers and workstations."""
@@ -82,7 +77,14 @@ def find(name: str) -> Gpu:
         UserError: no GPU matches the name, or several do.
     """
     words = _words(name)
-    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not _is_another(gpu, words - _words(gpu.name))]
+
+    def is_another(gpu: Gpu, more: frozenset[str]) -> bool:
+        """Return whether the remaining words denote another GPU of the same number, or other memory."""
+        memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
+        named = memories if gpu.pcie_gbs <= _PCIE5 else []  # the name of a superchip states its host's memory
+        return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
+
+    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not is_another(gpu, words - _words(gpu.name))]
     if within:
         return max(within, key=lambda gpu: len(_words(gpu.name)))
     around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]
@@ -92,13 +94,6 @@ def find(name: str) -> Gpu:
     if around:
         raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name.replace(' ', '-') for gpu in around)}.")
     raise UserError(f"--gpu {name}: unknown; {_nearest(name)}\nFor any other GPU, give --gpu-memory GIB.")
-
-
-def _is_another(gpu: Gpu, more: frozenset[str]) -> bool:
-    """Return whether the remaining words of a name denote another GPU of the same number, or other memory."""
-    memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
-    named = memories if gpu.pcie_gbs <= _PCIE5 else []  # the name of a superchip states its host's memory
-    return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
 
 
 def _words(name: str) -> frozenset[str]:

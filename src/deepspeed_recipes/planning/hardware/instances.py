@@ -1,7 +1,6 @@
 """Nodes that clouds rent out and makers sell, by the names under which they are ordered, with their hourly prices."""
 
 import csv
-import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -33,28 +32,23 @@ class Instance:
     """Month in which the price was recorded."""
 
 
-def _read() -> dict[str, Instance]:
-    lines = (line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-
-    def gib(size: str) -> float:
-        return float(size[:-2]) * 1e9 / 2**30 if size.endswith("GB") else float(size)
-
-    return {
-        row["instance"]: Instance(
-            row["gpu"],
-            int(row["gpus"]),
-            gib(row["host_memory"]),
-            gib(row["nvme"]),
-            float(row["network_gbits"]),
-            int(row["cores"]),
-            float(row["dollars"]) if row["dollars"] else None,
-            row["date"],
-        )
-        for row in csv.DictReader(lines)
-    }
+def _gib(size: str) -> float:
+    return float(size[:-2]) * 1e9 / 2**30 if size.endswith("GB") else float(size)
 
 
-INSTANCES: Mapping[str, Instance] = _read()
+INSTANCES: Mapping[str, Instance] = {
+    row["instance"]: Instance(
+        row["gpu"],
+        int(row["gpus"]),
+        _gib(row["host_memory"]),
+        _gib(row["nvme"]),
+        float(row["network_gbits"]),
+        int(row["cores"]),
+        float(row["dollars"]) if row["dollars"] else None,
+        row["date"],
+    )
+    for row in csv.DictReader(one for one in FILE.read_text(encoding="utf-8").splitlines() if not one.startswith("#"))
+}
 
 
 def instance_name(name: str) -> str | None:
@@ -97,7 +91,14 @@ def prices(words: Iterable[str]) -> Prices:
     found: dict[str, float] = {}
     for word in words:
         name, equals, text = word.rpartition("=")
-        price = _dollars(word, text)
+        number = re.fullmatch(r"\$?\s*([0-9]*\.?[0-9]+|[0-9]+\.)\s*(?:\$|usd|dollars?)?", text.strip(), re.IGNORECASE)
+        price = float(number[1]) if number else 0.0
+        if not price:
+            if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
+                raise UserError(f"--price {word}: use a decimal point: {text.strip().replace(',', '.')}.")
+            other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
+            what = f"{other[0].upper()} is not supported, convert it;" if other else "not a price;"
+            raise UserError(f"--price {word}: {what} give US dollars per hour of one node, such as --price 2.50.")
         instance = instance_name(name) if equals else ""
         if instance is None:
             near = get_close_matches(name, INSTANCES, n=1)
@@ -108,18 +109,3 @@ def prices(words: Iterable[str]) -> Prices:
             raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give only one.")
         found[instance] = price
     return Prices(found.pop("", None), found)
-
-
-def _dollars(word: str, text: str) -> float:
-    number = re.fullmatch(r"\$?\s*([0-9.]+)\s*(?:\$|usd|dollars?)?", text.strip(), re.IGNORECASE)
-    try:
-        price = float(number[1]) if number else math.nan
-    except ValueError:
-        price = math.nan
-    if math.isnan(price) or not price:
-        if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
-            raise UserError(f"--price {word}: use a decimal point: {text.strip().replace(',', '.')}.")
-        other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
-        what = f"{other[0].upper()} is not supported, convert it;" if other else "not a price;"
-        raise UserError(f"--price {word}: {what} give US dollars per hour of one node, such as --price 2.50.")
-    return price

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -114,10 +114,9 @@ def read(file: Path) -> Machine:
             _ring_gbs(network["ranks"], data["sizes"], network["seconds"]) if network is not None else 0.0,
         )  # fmt: skip
         needed = (*NEEDED, *NEEDED_OF_CPUS) if machine.device == CPU else NEEDED
-        absent = [name for name in needed if name not in machine.seconds]
-        if machine.device == CPU and "parameter" not in machine.alone:
-            absent.append("parameter")
-        wrong = absent or [name for name, taken in _flat(machine.seconds) if not 0 <= taken < math.inf]
+        wrong = [name for name in needed if name not in machine.seconds]
+        wrong += ["parameter"] if machine.device == CPU and "parameter" not in machine.alone else []
+        wrong = wrong or [name for name, taken in _flat(machine.seconds) if not 0 <= taken < math.inf]
         wrong += [name for name in ("copy", "length", "heads", "message") if not machine.sizes[name] > 0]
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{file}: damaged ({error}); measure again with doctor --measure.") from error
@@ -126,9 +125,9 @@ def read(file: Path) -> Machine:
     return machine
 
 
-def _flat(seconds: JsonView, prefix: str = "") -> list[tuple[str, float]]:
-    found = []
+def _flat(seconds: JsonView, prefix: str = "") -> Iterator[tuple[str, float]]:
     for name, value in seconds.items():
-        inner = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", float(value))]
-        found += inner
-    return found
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", float(value)

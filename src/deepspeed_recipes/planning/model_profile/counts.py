@@ -20,18 +20,13 @@ def teacher_parameters(recipe: Recipe) -> int:
     method = recipe.method
     if not isinstance(method, Distill) or not method.teacher or method.top_k is not None:  # top_k frees it early
         return 0
-    path = method.teacher
-    if files := list(Path(path).glob("*.safetensors")):
-        return sum(map(_stored, files))
+    found = 0
+    for file in Path(method.teacher).glob("*.safetensors"):
+        with file.open("rb") as opened:  # a JSON header follows its length in 8 bytes
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+        found += sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
     models = (model for family in pages.families() for model in pages.page(family).SIZES.values())
-    return next((model.parameters for model in models if model.path == path), 0)
-
-
-def _stored(file: Path) -> int:
-    """Return the number of elements in a safetensors file, whose JSON header follows its length in 8 bytes."""
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
+    return found or next((model.parameters for model in models if model.path == method.teacher), 0)
 
 
 def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:

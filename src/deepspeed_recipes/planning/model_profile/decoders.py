@@ -31,11 +31,7 @@ NOT_ALIKE = ("architectures", "auto_map", "attn_implementation", *VISION)
 
 
 def decoder_of(config: JsonView) -> Json:
-    """Return the decoder's configuration: the file, its `text_config`, or either as a model with the same layers.
-
-    Args:
-        config: a whole `config.json`.
-    """
+    """Return a `config.json`'s decoder: the file, its `text_config`, or either as a model with the same layers."""
     inner = inner_of(config)
     known = ALIKE.get(str(inner.get("model_type")))
     if known is None:
@@ -57,23 +53,16 @@ def is_stand_in(config: JsonView) -> bool:
     return str(inner_of(config).get("model_type")) in ALIKE
 
 
-def sees(config: JsonView) -> bool:
-    """Return whether the model has a vision tower, or another encoder, next to the decoder."""
-    return any(config.get(key) for key in VISION)
-
-
 def remark(config: JsonView, tower_counted: bool = False) -> str | None:
-    """Return what a plan omits or assumes about a model, as a sentence, or None.
+    """Return what a plan omits or assumes about a `config.json`'s model, as a sentence, or None.
 
-    Args:
-        config: a whole `config.json`.
-        tower_counted: whether the weights of its vision tower are part of the plan.
+    `tower_counted` says whether the weights of its vision tower are part of the plan.
     """
     kind, known = inner_of(config).get("model_type"), decoder_of(config).get("model_type")
     parts = []
     if is_stand_in(config):
         parts.append(f"{kind} is planned as {known}, which has the same layers")
-    if sees(config):
+    if any(config.get(key) for key in VISION):
         what = "activations" if tower_counted else "weights and activations"
         parts.append(f"the {what} of its vision or audio tower are not counted")
     if quantized := quantization.stated(config):

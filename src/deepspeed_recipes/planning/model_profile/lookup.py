@@ -6,12 +6,11 @@ of transformers, since versions may compute differently; the shipped profiles ar
 transformers.
 """
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -51,29 +50,26 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
-    with _if_possible():
-        write(cached, {key(config): profile})
+    _store(cached, _text({key(config): profile}))
     return profile
 
 
 def tower_parameters(config: JsonView) -> int:
     """Return the number of parameters of a vision-language model outside its decoder and head, or 0 without a tower.
 
-    Args:
-        config: a whole `config.json`; counting takes seconds the first time.
+    Counting takes seconds the first time; `config` is the whole `config.json`.
     """
     if not config.get("vision_config"):
         return 0
     cached = cache() / f"{key(config)} tower.json"
-    if not cached.exists():
-        require("transformers")
-        from .meta_device import tower_parameters as counted
+    if cached.exists():
+        return int(json.loads(cached.read_text(encoding="utf-8")))
+    require("transformers")
+    from .meta_device import tower_parameters as counted
 
-        found = counted(config)
-        with _if_possible():
-            files.write_text(cached, json.dumps(found))
-        return found
-    return int(json.loads(cached.read_text(encoding="utf-8")))
+    found = counted(config)
+    _store(cached, json.dumps(found))
+    return found
 
 
 def shipped(config: JsonView) -> list[ModelProfile]:
@@ -112,21 +108,13 @@ def cache() -> Path:
 
 def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
     """Return a model's profile with the training modes of both profiles."""
-    kinds = tuple(
-        replace(
-            mine,
-            adapter_parameters={**mine.adapter_parameters, **theirs.adapter_parameters},
-            saved={**mine.saved, **theirs.saved},
-            backward_peak={**mine.backward_peak, **theirs.backward_peak},
-        )
-        for mine, theirs in zip(one.layer_kinds, other.layer_kinds, strict=True)
-    )
-    return replace(
-        one,
-        layer_kinds=kinds,
-        saved_outside_layers={**one.saved_outside_layers, **other.saved_outside_layers},
-        loss_peak={**one.loss_peak, **other.loss_peak},
-    )
+
+    def both(mine: Any, theirs: Any, *fields: str) -> Any:
+        return replace(mine, **{field: {**getattr(mine, field), **getattr(theirs, field)} for field in fields})
+
+    kinds = zip(one.layer_kinds, other.layer_kinds, strict=True)
+    layers = tuple(both(*pair, "adapter_parameters", "saved", "backward_peak") for pair in kinds)
+    return replace(both(one, other, "saved_outside_layers", "loss_peak"), layer_kinds=layers)
 
 
 def read(file: Path) -> dict[str, ModelProfile]:
@@ -146,15 +134,18 @@ def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
 
 def write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
     """Write profiles by key."""
+    files.write_text(file, _text(profiles))
+
+
+def _text(profiles: Mapping[str, ModelProfile]) -> str:
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
-    files.write_text(file, "{\n" + ",\n".join(lines) + "\n}\n")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-@contextlib.contextmanager
-def _if_possible() -> Iterator[None]:
-    """Write to the cache in a `with` block; if it cannot be written, everything is computed again each time."""
+def _store(file: Path, text: str) -> None:
+    """Write to the cache; if it cannot be written, everything is computed again each time."""
     try:
-        yield
+        files.write_text(file, text)
     except OSError as error:
         _say_once(f"not kept for the next time: {of_system(error)}")
 
@@ -164,36 +155,33 @@ def _say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+_SAVED_BYTES = {"per_token", "per_pair", "fixed"}
+
+
 def to_dict(profile: ModelProfile) -> Json:
     """Return the profile in plain JSON types, with a list of three numbers for each `SavedBytes`."""
 
+    def number(value: float) -> float:
+        """Return a number without the meaningless digits that solving the equations leaves."""
+        short = round(value, 6)
+        return int(short) if short == int(short) else short
+
     def plain(items: list[tuple[str, Any]]) -> Any:
         values = dict(items)
-        return [_number(value) for value in values.values()] if set(values) == _SAVED_BYTES else values
+        return [number(value) for value in values.values()] if set(values) == _SAVED_BYTES else values
 
     return asdict(profile, dict_factory=plain)
 
 
-_SAVED_BYTES = {"per_token", "per_pair", "fixed"}
-
-
-def _number(value: float) -> float:
-    """Return a number without the meaningless digits that solving the equations leaves."""
-    short = round(value, 6)
-    return int(short) if short == int(short) else short
-
-
 def from_dict(values: JsonView) -> ModelProfile:
     """Return the profile from the result of `to_dict`."""
-    kinds = [
-        LayerProfile(
-            **kind | _saved_bytes(kind, "saved", "backward_peak") | {"linears": tuple(map(tuple, kind["linears"]))}
-        )
+
+    def modes(owner: JsonView, *fields: str) -> dict[str, dict[str, SavedBytes]]:
+        return {field: {mode: SavedBytes(*numbers) for mode, numbers in owner[field].items()} for field in fields}
+
+    kinds = (
+        LayerProfile(**kind | modes(kind, "saved", "backward_peak") | {"linears": tuple(map(tuple, kind["linears"]))})
         for kind in values["layer_kinds"]
-    ]
+    )
     rest = {"layer_kinds": tuple(kinds), "layer_order": tuple(values["layer_order"])}
-    return ModelProfile(**dict(values) | _saved_bytes(values, "saved_outside_layers", "loss_peak") | rest)
-
-
-def _saved_bytes(values: JsonView, *fields: str) -> dict[str, dict[str, SavedBytes]]:
-    return {field: {mode: SavedBytes(*numbers) for mode, numbers in values[field].items()} for field in fields}
+    return ModelProfile(**dict(values) | modes(values, "saved_outside_layers", "loss_peak") | rest)

@@ -51,7 +51,7 @@ def cpu_ranks(ranks: int) -> Cluster | None:
 def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_length: float | None = None) -> Recipe:
     """Return the recipe with the settings of the best plan, or of a tight plan if none fits (`line` warns about that).
 
-    The values of the keys that the user has `given` are kept; `document_length` is as in `TrainingSetup`.
+    The values of the keys that the user has `given` are kept.
 
     Raises:
         UserError: nothing fits; the message names changes that would.

@@ -1,8 +1,9 @@
 """Shows a search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import repeat
 
 from rich.console import Console
 from rich.table import Table
@@ -22,28 +23,11 @@ from ..search.reasons import behind, why
 
 SHOWN = 8
 """Number of plans in the table."""
-NVME = "NVMe GiB"
-COLUMNS = (
-    "",
-    "config",
-    "layout",
-    "micro-batch",
-    "checkpointing",
-    "GPU GiB",
-    "",
-    "host GiB",
-    NVME,
-    "tokens/s/GPU",
-    "range",
-    "s/step",
-)
-COST_COLUMNS = ("hours", "dollars")
 SHORT = 1.0
 """Hours below which the time of starting and loading counts."""
-START = 1.0
-"""Minutes until weights are loaded: imports, the group of ranks, the first kernels. Assumed."""
-DRIVE = 1.0
-"""GiB/s at which weights are read from the drive. Assumed."""
+START, DRIVE = 1.0, 1.0
+"""Minutes until weights are loaded (imports, the group of ranks, the first kernels), and GiB/s at which they are read
+from the drive. Assumed."""
 LARGE_CHECKPOINT = 10
 """GiB of a checkpoint above which a note is printed."""
 WAITS = 0.25
@@ -92,18 +76,16 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
 
 def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> Json:
     cost = {"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}
-    return cost | {
+    sizes = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
+    return {
+        **cost,
         "config": plan.recipe.deepspeed,
         "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
-        "micro_batch_size": plan.setup.micro_batch_size,
-        "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
-        "gradient_checkpointing": plan.setup.gradient_checkpointing,
+        **{name: getattr(plan.setup, name) for name in sizes},
         "gpu_peak_gib": plan.gpu_gib,
         "gpu_peak_gib_range": list(plan.gpu_gib_range),
         "gpu_breakdown_gib": dict(plan.components),
-        "host_gib": plan.host_gib,
-        "nvme_gib": plan.nvme_gib,
-        "checkpoint_gib": plan.checkpoint_gib,
+        **{name: getattr(plan, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
         "tokens_per_second_per_gpu": plan.speed,
         "tokens_per_second_per_gpu_range": list(plan.speed_range),
         "step_seconds": plan.seconds,
@@ -165,7 +147,8 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
 
 def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield notes on a plan: its range, assumptions and side effects."""
-    batch, gpus = plan.recipe.global_batch_size, plan.setup.world_size
+    recipe, cluster, gpus = plan.recipe, plan.cluster, plan.setup.world_size
+    batch, before, gpu = recipe.global_batch_size, request.recipe.global_batch_size, plan.cluster.gpu.name
     low, high = plan.gpu_gib_range
     yield f"Memory, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB."
     if plan.correction.runs:
@@ -173,48 +156,43 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             f"Speeds of its kind ({kind_of(plan.setup)}) are corrected by {plan.correction.runs} finished runs here: "
             f"x {plan.correction.factor:.2f}; without them {plan.time.tokens_per_second_per_gpu:,.0f} tokens/s/GPU."
         )
-    elif not plan.cluster.machine:
+    elif not cluster.machine:
         yield (
             "Range of speeds: published runs on machines that were not measured. ds-recipes doctor --measure on such a "
             "machine narrows it."
         )
-    if plan.setup.offload_optimizer != "none" and plan.cluster.host_memory_gib == DESKTOP_HOST:
+    if plan.setup.offload_optimizer != "none" and cluster.host_memory_gib == DESKTOP_HOST:
         yield f"{DESKTOP_HOST:.0f} GiB of host memory, a desktop's, are assumed unless --host-memory says otherwise."
-    if plan.setup.offload_optimizer != "none" and not plan.cluster.host_memory_gib:
-        yield (
-            f"This plan needs {plan.host_gib:,.0f} GiB of host memory per node, which was not checked: "
-            "give --host-memory."
-        )
-    if batch != (before := request.recipe.global_batch_size):
+    if plan.setup.offload_optimizer != "none" and not cluster.host_memory_gib:
+        need = f"{plan.host_gib:,.0f} GiB of host memory per node"
+        yield f"This plan needs {need}, which was not checked: give --host-memory."
+    if batch != before:
         yield f"global_batch_size was raised from {before} to {batch}, so that every GPU gets equally many sequences."
-    if isinstance(plan.recipe.method, Grpo):
-        yield _rollouts(plan, plan.recipe.method, request.profile)
-    elif plan.recipe.method.writes_answers:
+    if isinstance(recipe.method, Grpo):
+        yield _rollouts(plan, recipe.method, request.profile)
+    elif recipe.method.writes_answers:
         yield "Speeds are for training only; writing the answers before each step takes additional time."
-    if not pages.is_own_model(plan.recipe):
-        yield f"Data, rates and batch are from {pages.typed(plan.recipe)}, the nearest recipe: check them."
+    if not pages.is_own_model(recipe):
+        yield f"Data, rates and batch are from {pages.typed(recipe)}, the nearest recipe: check them."
     if plan.checkpoint_gib > LARGE_CHECKPOINT:
-        kept = plan.recipe.keep_checkpoints
+        kept = recipe.keep_checkpoints
         yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
-    on_cpus = plan.cluster.on_cpus
-    if not on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
+    if not cluster.on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."
         )
-    if machine := plan.cluster.machine:
-        network = "" if machine.network_gbs else "the network and "
-        others = f"{network}whatever was not measured {'are' if network else 'is'} from datasheets"
-        if on_cpus:
+    if machine := cluster.machine:
+        others = "the network and whatever was not measured are from datasheets"
+        if cluster.on_cpus:
             others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
+        elif machine.network_gbs:
+            others = "whatever was not measured is from datasheets"
         yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
     elif not plan.time.measured:
-        yield (
-            f"No measurements on {plan.cluster.gpu.name} were used: the order of the plans is more reliable than "
-            "their speeds."
-        )
-    if plan.recipe.precision == "fp16" and not plan.cluster.gpu.bf16:
-        yield f"{plan.cluster.gpu.name} has no bf16, so training is in fp16; its first steps search for a loss scale."
+        yield f"No measurements on {gpu} were used: the order of the plans is more reliable than their speeds."
+    if recipe.precision == "fp16" and not cluster.gpu.bf16:
+        yield f"{gpu} has no bf16, so training is in fp16; its first steps search for a loss scale."
     if batch < gpus:
         yield f"A step has fewer sequences ({batch}) than there are GPUs ({gpus}), which is why the model is split."
 
@@ -242,44 +220,42 @@ def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
 
 def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     """Yield notes on what hours and dollars include."""
-    tokens = (
-        f"about {workload.tokens:,.0f} tokens ({workload.about})"
-        if workload.about
-        else f"{workload.tokens:,.0f} tokens"
-    )
-    padding = "" if plan.recipe.packing else ", and neither is padding (packing is off)"
-    steps = _counted(workload.steps(plan), "step")
-    fast, slow = (workload.hours(plan) * plan.speed / speed for speed in reversed(plan.speed_range))
+    recipe, cluster, hours = plan.recipe, plan.cluster, workload.hours(plan)
+    fast, slow = (hours * plan.speed / speed for speed in reversed(plan.speed_range))
     if in_words(fast) != in_words(slow):
         yield f"By the range of speeds it takes {in_words(fast)} to {in_words(slow)}."
-    yield f"Hours are for training {tokens}, in {steps}; loading and checkpoints are not included{padding}."
-    if (hours := workload.hours(plan)) < SHORT:
+    about, how = ("about ", f" ({workload.about})") if workload.about else ("", "")
+    padding = "" if recipe.packing else ", and neither is padding (packing is off)"
+    yield (
+        f"Hours are for training {about}{workload.tokens:,.0f} tokens{how}, in "
+        f"{_counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
+    )
+    if hours < SHORT:
         loading = START + plan.checkpoint_gib / DRIVE / 60
         yield f"Starting and loading add about {loading:,.0f} min to {in_words(hours)} of training."
     documents = workload.document_length
-    if plan.recipe.packs and documents and documents < plan.recipe.sequence_length:
+    if recipe.packs and documents and documents < recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
     if workload.node_hours is not None:
         yield (
             f"Interruptions of each node, every {workload.node_hours:g} h on average, add "
             f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the "
-            f"newest checkpoint (save_steps={plan.recipe.save_steps}). Run with --max-restarts."
+            f"newest checkpoint (save_steps={recipe.save_steps}). Run with --max-restarts."
         )
-    hourly = workload.per_hour(plan.cluster)
+    hourly = workload.per_hour(cluster)
     if hourly is None:
-        equipped = [name for name in workload.prices.known() if INSTANCES[name].gpu == plan.cluster.gpu.name]
+        equipped = [name for name in workload.prices.known() if INSTANCES[name].gpu == cluster.gpu.name]
         instances = sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
         named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
-        what = plan.cluster.instance or plan.cluster.gpu.name
+        what = cluster.instance or cluster.gpu.name
         yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{named}."
         return
-    nodes, gpus = plan.cluster.nodes, plan.cluster.gpus
-    where = "the node" if nodes == 1 else f"{nodes} nodes"
-    each = "" if gpus == 1 else f", {hourly / gpus:,.2f} per GPU"
-    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(plan.cluster.instance)}."
-    idle = INSTANCES[plan.cluster.instance].gpus - plan.cluster.gpus_per_node if plan.cluster.instance else 0
+    where = "the node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
+    each = "" if cluster.gpus == 1 else f", {hourly / cluster.gpus:,.2f} per GPU"
+    yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(cluster.instance)}."
+    idle = INSTANCES[cluster.instance].gpus - cluster.gpus_per_node if cluster.instance else 0
     if idle > 0:
-        yield f"{plan.cluster.instance} has {_counted(idle, 'more GPU')}, idle but paid for."
+        yield f"{cluster.instance} has {_counted(idle, 'more GPU')}, idle but paid for."
 
 
 def _counted(number: int, what: str) -> str:
@@ -288,11 +264,10 @@ def _counted(number: int, what: str) -> str:
 
 def asked(request: PlanRequest) -> str:
     """Return the request without the hardware: model, method, batch and sequence length."""
-    recipe = request.recipe
-    parameters = pages.human(request.profile.parameters)
-    name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
-    if not pages.is_own_model(recipe):
-        name = f"{recipe.model.path} ({parameters})"
+    recipe, parameters = request.recipe, pages.human(request.profile.parameters)
+    name = f"{recipe.model.path} ({parameters})"
+    if pages.is_own_model(recipe):
+        name = f"{pages.typed(recipe)} ({recipe.model.path}, {parameters})"
     what = "pairs of sequences" if recipe.method.sequences == 2 else "sequences"
     step = f"{recipe.global_batch_size} {what} of {recipe.sequence_length:,} tokens per step"
     return f"{name}, {recipe.variant}, {step}"
@@ -308,30 +283,43 @@ def hardware_in_words(cluster: Cluster) -> str:
     return f"{cluster.nodes} x {node}, {8 * cluster.node_network_gbs:,.0f} Gbit/s per node"
 
 
-def _table(plans: list[Plan], possible: Sequence[Plan], workload: Workload | None) -> Table:
+def columns(
+    rows: Sequence[Mapping[str, str]], left: Container[str], styles: Iterable[str | None] = repeat(None)
+) -> Table:
+    """Return rows of cells by the name of their column as a table; those of the names in `left` are aligned there."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    drives = any(plan.nvme_gib for plan in plans)
-    for name in (*(one for one in COLUMNS if drives or one != NVME), *(COST_COLUMNS if workload else ())):
-        table.add_column(name, justify="left" if name in ("config", "layout") else "right", no_wrap=True)
-    for number, plan in enumerate(plans, start=1):
-        alike = [one for one in possible if one.is_like(plan)]
-        table.add_row(
-            str(number),
-            ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
-            layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
-            f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
-            how if isinstance(how := plan.setup.gradient_checkpointing, str) else "yes" if how else "no",
-            f"{plan.gpu_gib:.1f}",
-            f"{plan.share:.0%}",
-            _size(plan.host_gib),
-            *([_size(plan.nvme_gib)] if drives else ()),
-            "does not fit" if plan.shortfalls else f"{'tight: ' if plan.tight else ''}{plan.speed:,.0f}",
-            "" if plan.shortfalls else _range(*plan.speed_range),
-            "" if plan.shortfalls else f"{plan.seconds:.3g}",
-            *(cost(plan, workload) if workload and not plan.shortfalls else ()),
-            style=None if plan.fits else "yellow" if plan.tight else "red",
-        )
+    for name in rows[0] if rows else ():
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row, style in zip(rows, styles, strict=False):
+        table.add_row(*row.values(), style=style)
     return table
+
+
+def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload | None) -> Table:
+    drives = any(plan.nvme_gib for plan in plans)
+    rows = []
+    for number, plan in enumerate(plans, start=1):
+        alike, speed = [one for one in possible if one.is_like(plan)], f"{plan.speed:,.0f}"
+        fits, how = not plan.shortfalls, plan.setup.gradient_checkpointing
+        row = {
+            "": str(number),
+            "config": ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
+            "layout": layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
+            "micro-batch": f"{plan.setup.micro_batch_size} x {plan.setup.gradient_accumulation_steps}",
+            "checkpointing": how if isinstance(how, str) else "yes" if how else "no",
+            "GPU GiB": f"{plan.gpu_gib:.1f}",
+            " ": f"{plan.share:.0%}",
+            "host GiB": _size(plan.host_gib),
+            **({"NVMe GiB": _size(plan.nvme_gib)} if drives else {}),
+            "tokens/s/GPU": f"{'tight: ' if plan.tight else ''}{speed}" if fits else "does not fit",
+            "range": _range(*plan.speed_range) if fits else "",
+            "s/step": f"{plan.seconds:.3g}" if fits else "",
+        }
+        if workload:
+            row["hours"], row["dollars"] = cost(plan, workload) if fits else ("", "")
+        rows.append(row)
+    styles = (None if plan.fits else "yellow" if plan.tight else "red" for plan in plans)
+    return columns(rows, ("config", "layout"), styles)
 
 
 def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
