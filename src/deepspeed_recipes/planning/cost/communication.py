@@ -116,7 +116,7 @@ def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
     on the sequence lengths.
     """
     layout, rank = Layout(**about.get("layout", {})), about.get("rank", 0)
-    world_size, stage = about.get("world_size", 1), about.get("stage")
+    world_size, stage = about.get("world_size", 1), about.get("stage", 0)
     parts = [replace(rank_position(layout, one, world_size), data=0, sequence=0) for one in range(world_size)]
     group = tuple(one for one in range(world_size) if parts[one] == parts[rank])  # ZeRO shards their part of the model
     if len(group) == 1 or layout.pipeline > 1 or layout.expert > 1:

@@ -187,9 +187,9 @@ def with_measurements(
         say(f"{error} Datasheets are used instead.")
         return cluster
     if machine.has(cluster.gpu):
-        rates = {"nvme_gbs": machine.nvme_gbs, "network_gbs": machine.network_gbs}
-        known = {name: rate for name, rate in rates.items() if rate}
-        return replace(cluster, gpu=machine.measured(cluster.gpu), machine=machine, **known)
+        nvme, network = machine.nvme_gbs or cluster.nvme_gbs, machine.network_gbs or cluster.network_gbs
+        gpu = machine.measured(cluster.gpu)
+        return replace(cluster, gpu=gpu, nvme_gbs=nvme, network_gbs=network, machine=machine)
     if file is not None or not (elsewhere or machine.device == machine_file.CPU):
         say(f"{place}: measured on {machine.device}, the plan is for {cluster.gpu.name}: datasheets are used instead.")
     return cluster

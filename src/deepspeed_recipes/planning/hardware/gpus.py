@@ -50,8 +50,10 @@ class Gpu:
 
 _, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
 _KINDS = {
-    Gpu(name, *map(float, rates), int(units), float(network), source, bf16 == "yes"): kind
-    for name, kind, *rates, units, network, bf16, source in _ROWS
+    Gpu(
+        name, float(gib), float(memory), float(link), float(pcie), int(units), float(network), source, bf16 == "yes"
+    ): kind
+    for name, kind, gib, memory, link, pcie, units, network, bf16, source in _ROWS
 }
 """The GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
 GPUS = tuple(_KINDS)

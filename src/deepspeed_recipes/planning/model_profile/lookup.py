@@ -114,7 +114,8 @@ def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
 
     kinds = zip(one.layer_kinds, other.layer_kinds, strict=True)
     layers = tuple(both(*pair, "adapter_parameters", "saved", "backward_peak") for pair in kinds)
-    return replace(both(one, other, "saved_outside_layers", "loss_peak"), layer_kinds=layers)
+    outside: ModelProfile = both(one, other, "saved_outside_layers", "loss_peak")
+    return replace(outside, layer_kinds=layers)
 
 
 def read(file: Path) -> dict[str, ModelProfile]:
