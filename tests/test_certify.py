@@ -107,7 +107,8 @@ def test_an_export_agrees(kind, request, capsys):
     folder = request.getfixturevalue(kind)
     found = certificate.of_folder(folder)
     assert found.agrees and found.difference < 1e-4 and not found.causes
-    assert certify.main([str(folder)]) == 0
+    named = [str(base_model.find(folder)), "--adapter", f"mine={folder}"] if kind == "adapter" else [str(folder)]
+    assert certify.main(named) == 0
     assert "agrees with the trained model" in capsys.readouterr().out
 
 
@@ -371,11 +372,16 @@ def test_answers_that_are_no_numbers_do_not_agree(whole):
         (["http://127.0.0.1:9", "--folder", "WHOLE"], "no answer"),
         (["WHOLE", "--folder", "x"], "are for a server's address"),
         (["absent"], "absent"),
+        (["WHOLE", "--adapter", "mine"], "write NAME=FOLDER"),
+        (["WHOLE", "--adapter", "mine=WHOLE"], "has no adapter"),
+        (["WHOLE", "--adapter", "mine=ADAPTER"], "--adapter mine: its base model is"),
+        (["http://127.0.0.1:9", "--adapter", "mine=ADAPTER"], "no answer"),
+        (["http://127.0.0.1:9", "--adapter", "mine=ADAPTER", "--model", "x"], "leave out --model and --folder"),
     ],
 )
-def test_what_cannot_be_compared_is_a_line(whole, words, message):
+def test_what_cannot_be_compared_is_a_line(whole, adapter, words, message):
     with pytest.raises(UserError) as caught:
-        certify.main([word.replace("WHOLE", str(whole)) for word in words])
+        certify.main([word.replace("WHOLE", str(whole)).replace("ADAPTER", str(adapter)) for word in words])
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -4,6 +4,7 @@
     ds-recipes certify my-model                                    # a folder that ds-recipes export wrote
     ds-recipes certify http://127.0.0.1:8000 --folder my-model     # what a server answers, for a folder that you have
     ds-recipes certify my-model --server vllm                      # starts the server, asks it, and ends it
+    ds-recipes certify my-base --adapter mine=my-adapter           # an adapter on its base model, or at an address
     ds-recipes certify my-gguf                                     # a GGUF file, by llama.cpp
 
 Every export holds `expected.json`: the trained model's log-probabilities of sixteen fixed answers. They are computed
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--folder", type=Path, metavar="F", help="with a URL: the folder whose model it should be")
     parser.add_argument("--model", dest="name", metavar="NAME", help="with a URL: the model's or adapter's name there")
+    parser.add_argument("--adapter", metavar="NAME=F", help="this adapter, by its name on a server, and its folder")
     parser.add_argument(
         "--server", choices=SERVERS, default="none", help="start this server and ask it; llama.cpp: on a converted copy"
     )
@@ -51,6 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_trusting(arguments)
     from ..export import certificate  # takes seconds, and --help does without
 
+    if options.adapter:
+        name, _, folder = options.adapter.partition("=")
+        if options.folder or options.name:
+            raise UserError(f"--adapter {options.adapter}: names model and folder; leave out --model and --folder.")
+        if not (name and folder):
+            raise UserError(f"--adapter {options.adapter}: write NAME=FOLDER.")
+        if servers.is_address(options.model):
+            options.name, options.folder = name, Path(folder)
+        else:
+            options.model = str(served.find(Path(options.model), None, [options.adapter]).adapters[-1].folder)
     if options.card and servers.is_address(options.model):
         raise UserError(f"--card: {options.model} does not tell its version; use --server NAME with the folder.")
     if servers.is_address(options.model):
