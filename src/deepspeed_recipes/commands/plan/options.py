@@ -48,7 +48,10 @@ def parser(about: str | None) -> argparse.ArgumentParser:
         "--machine", type=Path, metavar="FILE", help="rates of such a node, written there by doctor --measure FILE"
     )
     result.add_argument(
-        "--host-memory", type=_gib, metavar="GIB", help="host memory of one node (default: unknown, not checked)"
+        "--host-memory",
+        type=_gib,
+        metavar="GIB",
+        help="host memory of one node (0: unknown, not checked; default: a desktop's or the instance's, or unknown)",
     )
     result.add_argument("--nvme", type=_gib, metavar="GIB", help="local drives of one node (default: none)")
     result.add_argument(

@@ -194,6 +194,10 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
     used = getattr(config, "num_experts_per_tok", 1) / count if experts else 0
     styles = tensor_plan(config)
     own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()]
+    windows = [vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)]
+    types = getattr(config, "layer_types", None)
+    if not windows and (types is None or "sliding" in types[index]):
+        windows = [getattr(config, "sliding_window", None)]
     return LayerProfile(
         parameters=parameter_count(layer),
         tensor_split=sum(
@@ -205,22 +209,12 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
         linears=tuple(linears.values()),
         active_weights=matrices - expert_matrices * (1 - used),
         attention_width=attention_width,
-        window=_window(layer, config, index),
+        window=windows[0] if windows else None,
         experts_per_token=getattr(config, "num_experts_per_tok", 1) if experts else 0,
         largest_module=max(own),
         modules=sum(size > 0 for size in own),
         checkpoint_bytes=2 * config.hidden_size,
     )
-
-
-def _window(layer: nn.Module, config: PreTrainedConfig, index: int) -> int | None:
-    own: list[int | None] = [
-        vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)
-    ]
-    if own:
-        return own[0]
-    types = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) if types is None or "sliding" in types[index] else None
 
 
 def tensor_plan(config: PreTrainedConfig) -> dict[str, str]:

@@ -198,28 +198,25 @@ def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
 
 
 def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
+    recipe, cluster, file = request.recipe, request.cluster, _read(name)
     if "deepspeed" in request.fixed:
-        file = _read(name)
-        suits = file.has_tensor_block <= (layout.tensor > 1)
-        suits &= name != "pipeline.json" or layout.pipeline > 1
-        return suits and file.has_expert_block == (layout.expert > 1)
-    if request.recipe.model.quantization != "none" and name.startswith("zero3") and name != "zero3_adapters.json":
+        blocks = file.has_tensor_block <= (layout.tensor > 1) and file.has_expert_block == (layout.expert > 1)
+        return blocks and (name != "pipeline.json" or layout.pipeline > 1)
+    if recipe.model.quantization != "none" and name.startswith("zero3") and name != "zero3_adapters.json":
         return False  # packed weights are not offloaded
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
-    if name in LAST_RESORT and request.recipe.precision != "bf16":
+    if name in LAST_RESORT and recipe.precision != "bf16":
         return False
-    adapters = request.recipe.lora is not None
-    zero3 = "zero3_moe.json" if request.profile.is_moe else "zero3_adapters.json" if adapters else "zero3.json"
+    zero3 = "zero3_moe.json" if request.profile.is_moe else "zero3_adapters.json" if recipe.lora else "zero3.json"
     if layout.tensor > 1:
         return name in ("tensor_parallel.json", "zero2.json", zero3)
-    later_tiers = SIMPLICITY[len(TIERS[0]) :]
     if layout.sequence > 1:
-        long = "sequence_parallel.json" if zero3 == "zero3.json" else zero3
-        return name in ("zero1.json", "zero2.json", long, *later_tiers)
-    if name == "zero3_hpz.json":
-        return request.cluster.nodes > 1 and request.cluster.gpus_per_node > 1
-    return name in ("zero0.json", "zero1.json", "zero2.json", zero3, *later_tiers)
+        some = ("sequence_parallel.json" if zero3 == "zero3.json" else zero3,)
+    else:
+        hpz = cluster.nodes > 1 and cluster.gpus_per_node > 1
+        some = ("zero0.json", zero3, *(("zero3_hpz.json",) if hpz else ()))
+    return name in ("zero1.json", "zero2.json", *some, *SIMPLICITY[len(TIERS[0]) :])
 
 
 def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
