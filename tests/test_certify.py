@@ -1,5 +1,6 @@
 """`ds-recipes certify`: an export agrees with the trained model; a copy that differs is found, with the cause."""
 
+import base64
 import json
 import shutil
 import threading
@@ -23,6 +24,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training import server as client
 from deepspeed_recipes.training.model import draft, lora, processor
 from deepspeed_recipes.training.model_folder import base_model, complete, expected, record
 from deepspeed_recipes.training.server import Server
@@ -396,10 +398,14 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("message", ANSWERS)
-def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys):
+def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys, monkeypatch):
+    monkeypatch.delenv(client.KEY, raising=False)
+    asked: set[str | None] = set()
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
+            asked.add(self.headers["Authorization"])
             answer = ANSWERS[message]
             self.send_response(404 if answer is None else 200)
             self.end_headers()
@@ -411,11 +417,12 @@ def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        words = [f"http://127.0.0.1:{server.server_port}", "--folder", str(whole), "--model", "other"]
+        words = [f"http://ada:a%20b@127.0.0.1:{server.server_port}", "--folder", str(whole), "--model", "other"]
         assert run_command("certify", words) == 2
         server.shutdown()
     said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1, said
+    assert message in said and said.count("\n") == 1 and "a%20b" not in said, said
+    assert asked == {f"Basic {base64.b64encode(b'ada:a b').decode()}"}
 
 
 def test_another_version_is_refused(whole, tmp_path):

@@ -1,10 +1,12 @@
 """Client of servers with OpenAI's protocol: vLLM, `transformers serve`, SGLang, llama.cpp and hosted services."""
 
+import base64
 import contextlib
 import http.client
 import json
 import os
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,10 +188,15 @@ def _unbroken(server: Server) -> Iterator[None]:
 
 def _request(address: str, path: str, body: JsonView | None) -> Any:
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get(KEY):
-        headers["Authorization"] = f"Bearer {key}"
     content = json.dumps(body).encode() if body is not None else None
     try:
+        parts = urllib.parse.urlsplit(address)
+        if key := os.environ.get(KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        elif parts.username:  # urllib would take the name and the password for a part of the host's name
+            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
+        address = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(500).decode(errors="replace").split())[:200]
