@@ -186,7 +186,7 @@ def of_system(error: OSError, where: object = None) -> str:
 
 
 _ARROW = re.compile(r"Failed to open local file '(.*?)'")
-"""How pyarrow's errors, which have no `filename`, name the file."""
+"""The name of the file in pyarrow's errors, which have no `filename`."""
 
 
 def _file_of(error: BaseException) -> object:

@@ -92,7 +92,7 @@ def main(folder: str) -> None:
             if rendezvous.is_watched(os.environ):
                 console.keep_from_screen(error)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-                time.sleep(LOST)  # until the launcher, which prints why the other rank has ended, ends this one
+                time.sleep(LOST)  # the launcher prints why the other rank has ended, and ends this process
             else:
                 print(lost, file=sys.stderr, flush=True)
                 trackers.failed(lost, 1)

@@ -50,7 +50,7 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
 
 
 def harm(checkpoint: Path, name: str) -> str:
-    """Return what is wrong with a damaged file of a checkpoint.
+    """Return the kind of damage of a checkpoint's file, for messages.
 
     Raises:
         FileUnusable: it cannot be read now.

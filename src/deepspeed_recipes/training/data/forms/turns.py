@@ -101,7 +101,7 @@ def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]
 
 
 _DIALOGUE = re.compile(r"\s*Human:.*?\n\nAssistant:|\n\n(?:Human|Assistant):", re.DOTALL)
-"""How a dialogue begins as Anthropic's hh-rlhf writes it: a whole one, or a part of one."""
+"""The beginning of a dialogue in the format of Anthropic's hh-rlhf, whole or in part."""
 
 
 def _turns_as_text(text: str) -> Any:
@@ -109,7 +109,9 @@ def _turns_as_text(text: str) -> Any:
     if _DIALOGUE.match(text):
         parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)[1:]
         turns = [said(role.lower(), content.strip()) for role, content in zip(parts[::2], parts[1::2], strict=True)]
-        return turns[:-1] if turns[1:] and turns[-1] == said("assistant", "") else turns  # the answer follows
+        return (
+            turns[:-1] if turns[1:] and turns[-1] == {"role": "assistant", "content": ""} else turns
+        )  # the answer follows
     if not text.lstrip().startswith(("[{", "{")) or not any(f'"{name}"' in text for name in ("role", "from")):
         return None
     try:
