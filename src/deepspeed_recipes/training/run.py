@@ -63,8 +63,9 @@ from .parallel import holdings, implementation, sequence
 from .tracking.trackers import Trackers
 from .trainer import Parts, RunContext
 
-LOST = 15
-"""Seconds that a rank which has lost another waits for the launcher, longer than `supervise.LAST_GRACE`."""
+LOST = 5
+"""Seconds that a rank which has lost another waits, so that the launchers, which poll every second, see the other's
+exit status first."""
 
 
 def main(folder: str) -> None:
