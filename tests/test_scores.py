@@ -277,6 +277,13 @@ def test_a_pipeline_judges_the_last_answer_only(said, mistakes):
     assert loss == pytest.approx(learned.item()), "the loss is that of all answers"
 
 
+def test_a_pipelines_loss_is_not_rounded_at_the_size_of_its_logits():
+    logits = torch.full((1, 8, 1000), 18.0)
+    logits[0, range(8), LABELS[0].clamp(min=0)] = 38.3  # where fp32 numbers are 4e-6 apart
+    exact = torch.nn.functional.cross_entropy(logits[0].double(), LABELS[0], ignore_index=IGNORED, reduction="sum")
+    assert pipeline.losses_and_mistakes(logits, LABELS)[0, 0] == pytest.approx(exact.item(), rel=0.2)
+
+
 def test_an_export_that_computes_something_else_fails_its_check(alone, model_folder, model):
     def verify(forward, dtype=torch.float32):
         return export.verify(forward, dtype, model_folder, list(range(5, 20)))

@@ -140,8 +140,13 @@ def weighted_loss(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy per position, [sequences, length]; zero where the label is ignored."""
-    return nn.functional.cross_entropy(logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none")
+    """Return the cross-entropy per position, [sequences, length]; zero where the label is ignored.
+
+    The vocabulary is the last dimension: of any other torch rounds each probability at the size of the largest logit,
+    which makes a token's loss 3e-6 too small where logits reach 35.
+    """
+    flat = logits.float().flatten(0, 1), labels.flatten()
+    return nn.functional.cross_entropy(*flat, ignore_index=IGNORED, reduction="none").view(labels.shape)
 
 
 def step(trainer: Trainer, ordinary: Callable[..., torch.Tensor], inputs: Batch, items: object) -> torch.Tensor:
