@@ -194,11 +194,16 @@ def test_peft_adapts_the_modules_that_a_file_of_trl_leaves_to_it():
 def test_saved_training_arguments_become_what_the_user_set(place):
     import transformers
 
-    arguments = transformers.TrainingArguments("out", learning_rate=3e-4, warmup_steps=7, use_cpu=True)
+    arguments = transformers.TrainingArguments(
+        "out", learning_rate=3e-4, warmup_steps=7, use_cpu=True, report_to="none", save_total_limit=1
+    )
     file = written(place, json.dumps(arguments.to_dict()), "arguments.json")
     found = translate.translate(file, 1)
     assert found.overrides["learning_rate"] == "0.0003" and found.overrides["schedule.warmup"] == "7"
     assert {"model", "dataset"} <= set(found.missing) and "hub_model_id" not in found.unneeded
+    assert found.overrides["tracking"] == "none" and "use_cpu" in found.unneeded
+    shown = "\n".join(translate.report(found, file))
+    assert "TrainingArguments's defaults:" in shown and "keep_checkpoints: at least 2" in shown
 
 
 @pytest.mark.parametrize(
@@ -323,6 +328,10 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         ),
         (AXOLOTL, {"train_on_inputs": True}, {"loss_on": "all"}),
         (AXOLOTL, {"excess_length_strategy": "truncate"}, {"truncate": "true"}),
+        (FACTORY, {"eval_strategy": "steps", "eval_steps": 7}, {"eval_steps": "7"}),
+        (FACTORY, {"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": "3"}),
+        (FACTORY, {"eval_strategy": "no", "save_strategy": "no"}, {"eval_steps": "none", "save_steps": "0"}),
+        (FACTORY, {"save_strategy": "steps"}, {"save_steps": "500"}),
         (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),
         (
             AXOLOTL,
@@ -340,6 +349,7 @@ def test_how_runs_end_and_what_they_learn_is_translated(place, tool, change, exp
     found = translate.translate(written(place, tool | change), 1)
     assert found.overrides | expected == found.overrides
     assert not set(change) & {name.partition(".")[0] for name in found.missing}
+    assert not any(became.endswith("=N") for became in found.translated.values())
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -430,7 +440,7 @@ def test_a_translation_is_kept_as_a_page(place):
         ("greeting: hello\n", "not a training file of LLaMA-Factory, Axolotl or TRL"),
         ("model: a\ntrain_dataset: b\n", "LLaMA-Factory's v1"),
         ("- a\n- b\n", "its top level must be settings"),
-        ("a: [1\n", "not valid YAML"),
+        ("base_model: a\ndatasets:\n - path: a\n  - path: b\n", ":4: not valid YAML"),
         ("base_model: a\nmicro_batch_size: many\n", "micro_batch_size: many: must be a number"),
         ("model_name_or_path: a\nstage: ppo\n", "stage: ppo: not available"),
         ("model_name_or_path: a\nstage: sft\ndo_train: false\n", "this file does not train"),

@@ -99,7 +99,12 @@ def read(file: Path) -> Json:
     what = "JSON" if file.suffix == ".json" else "YAML"
     try:
         values = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
-    except (yaml.YAMLError, json.JSONDecodeError, RecursionError) as error:
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise UserError(f"{file}:{line}: not valid {what}: {error.problem or first_line(error)}.") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}:{error.lineno}: not valid {what}: {error.msg}.") from None
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{file}: not valid {what}: {first_line(error)}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")
@@ -187,7 +192,7 @@ def report(found: Translation, file: Path) -> list[str]:
         "translated": _each(found, changed, " -> ")
         + _filled("the same here:", same)
         + _filled("off, as here:", found.off),
-        f"{found.tool}'s defaults for what the file does not set": _filled("", usual),
+        f"{found.tool}'s defaults{'' if found.complete else ' for what the file does not set'}": _filled("", usual),
         "to know": list(dict.fromkeys(found.remarks)),
         "not needed": [f"{name}: {why}" for name, why in found.unneeded.items()],
         "for you to set, if you want it": _each(found, found.yours, ": "),

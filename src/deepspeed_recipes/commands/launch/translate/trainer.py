@@ -162,18 +162,21 @@ def _saving(found: Translation) -> None:
         ("eval_strategy", "eval_steps", "eval_steps"),
         ("evaluation_strategy", "eval_steps", "eval_steps"),
     ):
-        kind = found.take(name)
+        kind, value = found.take(name), found.take(steps)
         if kind == "epoch":
             found.leave(name, f"give {key}=N, the steps of an epoch")
-        elif kind in ("no", False) and name == "save_strategy":
-            found.set("save_steps", 0, name)
-        elif kind:
-            found.note(name, f"{key}=N")
-        value = found.take(steps)
-        if value is None or kind in ("no", False, "epoch") or name == "evaluation_strategy":
+            continue
+        if kind in ("no", False):
+            off = {"save_steps": 0, "eval_steps": None}[key]
+            found.set(key, off, name, *((steps,) if value is not None else ()))
+            continue
+        if kind and value is None:  # as TrainingArguments fills it in
+            value = found.take("logging_steps") if key == "eval_steps" else 500
+        if value is None:
             continue
         if number(value, steps) >= 1:
-            found.set(key, value, steps)
+            if kind or name != "evaluation_strategy":
+                found.set(key, value, *((name,) if kind else ()), steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
     found.rename_given(
@@ -192,7 +195,10 @@ def _saving(found: Translation) -> None:
         found.note("greater_is_better", "known of each metric")
     found.rename("logging_steps", "logging_steps")
     if found.given("save_total_limit"):
-        found.set("keep_checkpoints", max(2, int(found.take("save_total_limit"))), "save_total_limit")
+        limit = _whole(found.take("save_total_limit"), "save_total_limit")
+        found.set("keep_checkpoints", max(2, limit), "save_total_limit")
+        if limit < 2:
+            found.remarks.append("keep_checkpoints: at least 2, so that one survives while the next is written")
     if folder := found.take("output_dir"):
         found.options += ["--output-dir", str(folder)]
         found.note("output_dir", f"--output-dir {folder}")

@@ -49,6 +49,8 @@ class Translation:
         self.missing: dict[str, str] = {}
         self.off: list[str] = []
         """Keys that ask for nothing, and that no other list has."""
+        self.complete = False
+        """True if the file has every setting of its tool: then a default of the tool is also the file's value."""
         self.values = dict(values)
         self.defaults = dict(defaults)
 

@@ -89,7 +89,7 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     found = Translation(
         "TRL" if own else "TrainingArguments", given, DEFAULTS | METHODS[method] if own else trainer.DEFAULTS
     )
-    found.method = method
+    found.method, found.complete = method, saved
     if own and not told:
         found.remarks.append(f"the file does not name its method: it is read as one for `trl {method}`")
     if "method" in given:
@@ -254,9 +254,10 @@ def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
         return len(values.keys() ^ {field.name for field in dataclasses.fields(classes[method]) if field.init})
 
     method = min(classes, key=differs)
-    # As `to_dict` writes them: __post_init__ fills in what is None. A run chooses its devices, so use_cpu is left out.
+    # As `to_dict` writes them: __post_init__ fills in what is None.
     usual = json.loads(json.dumps(classes[method](output_dir="", use_cpu=True).to_dict(), default=str))
     same = {name for name, value in usual.items() if name in values and values[name] == value}
     if values.get("steps_per_generation") == values.get("gradient_accumulation_steps"):
         same |= {"steps_per_generation", "generation_batch_size"}  # TRL has derived them
-    return {name: value for name, value in values.items() if name not in same | {"use_cpu"}}, method
+    same -= {"use_cpu", "report_to"}  # set here to compare on any machine; and a recipe's default is another
+    return {name: value for name, value in values.items() if name not in same}, method
