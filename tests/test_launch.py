@@ -112,7 +112,7 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     wait_for_step(process, run, newest + 2)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
-    assert process.returncode == 0, output
+    assert process.returncode == 143, output
     assert not processes_of(run)
     stopped = read_json(run.summary)
     checkpoint = newest_checkpoint(run)

@@ -346,12 +346,12 @@ def test_the_schedule_follows_the_new_length(ranks, tmp_path, model_folder, conv
     assert "the run had 4 steps: from here on the learning rate follows the cosine schedule of 8" in screen
 
 
-def test_ctrl_c_is_no_success_for_a_shell(tmp_path):
+def test_a_stopped_run_is_no_success_for_a_shell(tmp_path):
     run, recipe = RunFolder(tmp_path), pages.find("tiny", "full")
     write_json(run.summary, {"stopped": True, "steps": 3})
-    for interrupted, status in ((True, 130), (False, 0)):
-        outcome = restarts.Outcome(0, None, True, interrupted)
+    for stopped, status in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (0, 0)):
+        outcome = restarts.Outcome(0, None, stopped)
         assert restarts.run_with_restarts(recipe, run, 2, 0, lambda _, ended=outcome: ended, lambda: 2) == status
     write_json(run.summary, {"stopped": False, "steps": 9})
-    finished = restarts.Outcome(0, None, True, True)
+    finished = restarts.Outcome(0, None, signal.SIGINT)
     assert restarts.run_with_restarts(recipe, run, 2, 0, lambda _: finished, lambda: 2) == 0, "it came too late"

@@ -5,7 +5,6 @@ An attempt starts DeepSpeed's launcher on this machine or on the hosts that answ
 ranks has changed. The global batch size stays the same.
 """
 
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -143,13 +142,13 @@ def run_with_restarts(
 def told(run: RunFolder, outcome: Outcome) -> int:
     """Send the run's end to the trackers, unless a rank has sent it, and return the exit status.
 
-    Ctrl-C ends a run with a checkpoint and without an error, but what follows it in a shell (`launch ... && export`)
-    must not go on.
+    A signal ends a run with a checkpoint and without an error, but what follows it in a shell (`launch ... && export`)
+    must not go on: the status is then 130 after Ctrl-C and 143 after SIGTERM.
     """
     if outcome.status:
         writer.failed(run, outcome.cause, outcome.status)
-    elif outcome.interrupted and not run_folder.is_finished(run):
-        return 128 + signal.SIGINT
+    elif outcome.stopped and not run_folder.is_finished(run):
+        return 128 + outcome.stopped
     return outcome.status
 
 

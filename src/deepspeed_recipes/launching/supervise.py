@@ -90,10 +90,8 @@ class Outcome:
     """Exit status; 128 plus the signal's number if a signal ended the attempt."""
     cause: str | None
     """The cause of a failure as lines to print, or None after success or a stop, or if the ranks have printed it."""
-    stopped: bool
-    """True if the user has stopped the attempt."""
-    interrupted: bool = False
-    """True if Ctrl-C has stopped it, and not the SIGTERM of a scheduler."""
+    stopped: int
+    """The first signal by which the user or a scheduler has stopped the attempt, or 0."""
 
 
 class RankWatcher(Protocol):
@@ -172,7 +170,7 @@ def supervise(
             for number, handler in previous.items():
                 signal.signal(number, handler)
     cause = None if signals else explain(run, failed, status, ranks)
-    return Outcome(status, cause, bool(signals), signal.SIGINT in signals)
+    return Outcome(status, cause, signals[0] if signals else 0)
 
 
 def wait(launcher: subprocess.Popen[bytes], watcher: RankWatcher) -> tuple[list[FailedRank], int]:

@@ -8,8 +8,8 @@
     ds-recipes launch --from FILE.yaml    # what a file of LLaMA-Factory, Axolotl or TRL becomes here; starts nothing
 
 The launcher checks everything that can be checked before the run, writes the run folder, prints the `deepspeed`
-command, starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends; `--resume`
-continues it. With `--max-restarts N` the launcher itself resumes after a crash or a hang.
+command, starts it and returns its exit status. On Ctrl-C or SIGTERM the run writes a checkpoint and ends with status
+130 or 143; `--resume` continues it. With `--max-restarts N` the launcher itself resumes after a crash or a hang.
 """
 
 from collections.abc import Sequence
