@@ -21,6 +21,8 @@ from ..search.model_recipe import method_of
 from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
 from ..search.reasons import behind, why
 
+MUCH_FASTER = 1.25
+"""From this ratio of predicted speeds on, a plan that offloads is named beside the first."""
 SHOWN = 8
 """Number of plans in the table."""
 SHORT = 1.0
@@ -130,9 +132,20 @@ def show(
         rank = f" Compared with the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
     costs = cost_notes(result.best, workload) if workload else ()
-    for note in (*notes(request, result.best), *costs, *remarks):
+    for note in (*faster_offloading(plans), *notes(request, result.best), *costs, *remarks):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+
+
+def faster_offloading(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a note if a plan that ranks lower because it offloads is predicted to be much faster than the first."""
+    found = [(plan.speed / plans[0].speed, at) for at, plan in enumerate(plans) if plan.fits and plan.tier]
+    times, at = max(found, default=(0.0, 0))
+    if times > MUCH_FASTER and not plans[0].tier:
+        yield (
+            f"Plan {at + 1} is predicted to be {times:.1f} times as fast. Plans that offload come last, since hosts' "
+            f"memory and links differ most from machine to machine: try deepspeed={plans[at].recipe.deepspeed} too."
+        )
 
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:
