@@ -138,6 +138,25 @@ def test_what_the_linter_rejects_is_not_resolved(tmp_path: Path, capsys: pytest.
     assert "zero_optimization.stage" in shown.err and not shown.out
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "idle"),
+    [
+        ("zero2.json", ["learning_rate=5e-5", "weight_decay=0.1", "micro_batch_size=4"], "learning_rate=5e-5, weight"),
+        (
+            "zero1.json",
+            ["max_grad_norm=0.5", "warmup_steps=0", "hidden_size=64"],
+            "warmup_steps=0, hidden_size=64: not",
+        ),
+        ("zenflow.json", ["learning_rate=1e-3"], ""),
+    ],
+)
+def test_a_setting_that_changes_nothing_is_named(name, settings, idle, capsys):
+    assert resolve_config.main([name, *settings]) == 0
+    shown = capsys.readouterr()
+    assert ("not in the result" in shown.err) == bool(idle) and shown.err.startswith(idle)
+    assert ("give deepspeed.initialize your optimizer" in shown.err) == ("optimizer" not in json.loads(shown.out))
+
+
 def test_infinity_is_written_as_a_number():
     assert json.loads(dumps({"steps_per_print": math.inf})) == {"steps_per_print": NEVER}
 

@@ -226,7 +226,11 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
             "parameters=1,235,814,400, but its dimensions give",
         ),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters=1,640,000,000, but its dimensions give"),
-        ("a model of our own, made of the template.", "a model.", "--list prints, is not a sentence"),
+        (
+            "a model of our own, made of the template.",
+            "a model.",
+            "--list prints, has to be a sentence of more than 20",
+        ),
         ('"""mine: ', '"""_template: ', "has to begin with the page's name"),
         ("All weights: for plenty of data.", "All weights: TODO when to choose it.", "replace the TODO"),
         ("python scripts/launch.py mine-1b lora --draft\n", "\n", "needs a command that runs the page"),
@@ -408,6 +412,17 @@ def test_a_page_overrides_a_variant_and_leaves_one_out(tmp_path):
     assert pages.find(str(path), "qlora").model.quantization == pages.find(str(path), "lora").model.quantization
     with pytest.raises(UserError, match=r"has no grpo: nothing to score\.$"):
         pages.find(str(path), "grpo")
+
+
+@pytest.mark.parametrize(("length", "sizes"), [(256, ["1b"]), (257, [])])
+def test_an_inherited_variant_that_a_pages_sizes_rule_out_is_listed_with_the_reason(tmp_path, length, sizes):
+    path = written(tmp_path, one=("sequence_length=4096", f"sequence_length={length}"))
+    listed, entries = (family_list.listing(as_json, str(path)) for as_json in (False, True))
+    why = "grpo.max_new_tokens=256: leaves no room for a prompt in sequence_length=256"
+    assert (f"\n  grpo of 1b  not possible: {why}" in listed) == bool(sizes) and "\n  pretrain  " in listed
+    ruled_out = [one for one in json.loads(entries) if "impossible" in one]
+    assert [(one["size"], one["variant"]) for one in ruled_out] == [(size, "grpo") for size in sizes]
+    assert len(json.loads(entries)) == 2 + len(INHERITED)
 
 
 def test_one_family_is_listed_with_its_tables():

@@ -112,6 +112,25 @@ def test_the_best_trial_comes_first():
     assert trials.draw([lost], ["seed"], None) is False
 
 
+@pytest.mark.parametrize(("metric", "order"), [("loss", [2, 3, 1, 4, 5]), ("exact_match", [4, 1, 3, 2, 5])])
+def test_the_best_of_several_seeds_is_that_of_the_best_mean(metric, order):
+    """Trial 1 has the lowest loss, and its settings have the higher mean."""
+    scores = {1: 0.1, 2: 0.2, 3: 0.3, 4: 0.9}
+    results = [
+        Result(at, (f"lora.rank={8 if at in (1, 4) else 16}", f"seed={at}"), 0, None, metric, score, score)
+        for at, score in scores.items()
+    ]
+    results.append(Result(5, ("lora.rank=4", "seed=1"), 1, "no reason"))
+    assert [one.trial for one in trials.ranked(results)] == order
+    shown = trials.table(results, ["lora.rank", "seed"])
+    columns = {str(column.header): list(column.cells) for column in shown.columns}
+    means = [cell for cell in columns["mean over seeds"] if cell]
+    assert sorted(means) == ["-", "0.2500 ± 0.0707 (2)", "0.5000 ± 0.5657 (2)"]
+    assert "held-out loss" not in columns
+    alone = trials.table(results[:2], ["lora.rank", "seed"])
+    assert "mean over seeds" not in [column.header for column in alone.columns]
+
+
 def sweep_words(folder, model_folder, conversations, *words):
     data = [f"model.path={model_folder}", f"data.path={conversations}", f"data.validation={conversations}"]
     fixed = ["data.metric=loss", "packing=false", "sequence_length=128", "global_batch_size=4", "wandb.mode=disabled"]

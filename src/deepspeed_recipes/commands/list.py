@@ -19,6 +19,7 @@ from ..recipe.errors import UserError, first_line
 from ..recipe.files import Json
 from ..recipe.project import PACKAGE
 from ..recipe.recipe import Model, Recipe
+from ..recipe.variants import Inherited
 from .main import Parser
 
 SIZES = ("size", "layers", "hidden", "heads", "parameters", "context", "licence", "weights")
@@ -50,7 +51,7 @@ def listing(as_json: bool, only: str | None = None) -> str:
     module = pages.known_page(pages.split(only)[0]) if only else None
     modules = [module] if module else list(map(pages.page, pages.families()))
     if as_json:
-        return json.dumps([entry(recipe) for module in modules for recipe in pages.recipes(module)], indent=2)
+        return json.dumps([entry for module in modules for entry in _entries(module)], indent=2)
     if module:
         return tables(module)
     lines = []
@@ -58,6 +59,31 @@ def listing(as_json: bool, only: str | None = None) -> str:
         lines += [f"{pages.family_of(module)}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
         lines += [f"  {name:<13} {pages.about(pages.variant(module, name))}" for name in pages.variants(module)]
     return "\n".join(lines)
+
+
+def _entries(module: ModuleType) -> list[Json]:
+    """Return the entries of a page in the JSON list: of its recipes, and of those that its sizes make impossible."""
+    recipes, impossible = _built(module)
+    return [entry(recipe) for name in recipes for recipe in recipes[name]] + [
+        {"recipe": f"{pages.name(module)}-{size}", "size": size, "variant": name, "impossible": why}
+        for (name, size), why in impossible.items()
+    ]
+
+
+def _built(module: ModuleType) -> tuple[dict[str, list[Recipe]], dict[tuple[str, str], str]]:
+    """Return a page's recipes by variant; and, by variant and size, why an inherited one is impossible."""
+    recipes: dict[str, list[Recipe]] = {}
+    impossible = {}
+    for name in pages.variants(module):
+        recipes[name] = []
+        for size in module.SIZES:
+            try:
+                recipes[name].append(pages.build(module, size, name))
+            except UserError as error:
+                if not isinstance(pages.variant(module, name), Inherited):
+                    raise
+                impossible[name, size] = first_line(error.__cause__ or error)
+    return recipes, impossible
 
 
 def entry(recipe: Recipe) -> Json:
@@ -76,9 +102,9 @@ def entry(recipe: Recipe) -> Json:
 
 def tables(module: ModuleType) -> str:
     """Return the description of a family: its first line, and the tables of sizes, variants and hardware."""
-    known = pages.variants(module)
-    recipes = {name: [pages.build(module, size, name) for size in module.SIZES] for name in known}
-    about = [(name, pages.about(pages.variant(module, name))) for name in known]
+    recipes, impossible = _built(module)
+    recipes = {name: of_sizes for name, of_sizes in recipes.items() if of_sizes}
+    about = [(name, pages.about(pages.variant(module, name))) for name in recipes]
     blocks = [
         f"{pages.family_of(module)}: {pages.about(module)}",
         _table([SIZES, *(size_row(module, size) for size in module.SIZES)]),
@@ -86,6 +112,10 @@ def tables(module: ModuleType) -> str:
         _table(about),
         _hardware(list(module.SIZES), recipes),
     ]
+    if impossible:
+        blocks.append(
+            _table([(f"{name} of {size}", f"not possible: {why}") for (name, size), why in impossible.items()])
+        )
     return "\n\n".join(blocks)
 
 
@@ -126,12 +156,13 @@ def _hardware(sizes: Sequence[str], recipes: dict[str, list[Recipe]]) -> str:
     """Return the table of the smallest hardware for each variant and size, with an explanation of its cells."""
     from ..planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 
-    def smallest(recipe: Recipe) -> str:
-        plan = smallest_unchanged(recipe)
+    def smallest(recipe: Recipe | None) -> str:
+        plan = smallest_unchanged(recipe) if recipe else None
         return f"{plan.setup.world_size} x {plan.cluster.gpu.name}" if plan else NONE
 
     try:
-        rows = [(name, *map(smallest, of_sizes)) for name, of_sizes in recipes.items()]
+        found = {name: {recipe.size: recipe for recipe in of_sizes} for name, of_sizes in recipes.items()}
+        rows = [(name, *(smallest(known.get(size)) for size in sizes)) for name, known in found.items()]
     except UserError as error:
         return f"  No hardware is predicted: {first_line(error)}"
     meaning = (

@@ -120,7 +120,10 @@ def _first_lines(module: ModuleType) -> Iterator[str]:
     for one, thing in things.items():
         line = pages.about(thing)
         if len(line) <= 20 or not line.endswith((".", ".)")):
-            yield f"{one}: the first line of the docstring, which --list prints, is not a sentence: {line!r}"
+            yield (
+                f"{one}: the first line of the docstring, which --list prints, has to be a sentence of more than 20 "
+                f"characters that ends with a full stop: {line!r}"
+            )
 
 
 def _parameters(module: ModuleType) -> Iterator[str]:
@@ -159,7 +162,8 @@ def compare_pages(names: Sequence[str]) -> bool:
     for name, model in _models(names):
         found = compare(model)
         differing |= bool(found)
-        print(f"{name}: {'differs from the Hub' if found else 'matches the Hub'}", *found, sep="\n  ", flush=True)
+        source = f"the folder {model.path}" if Path(model.path).is_dir() else "the Hub"
+        print(f"{name}: {'differs from' if found else 'matches'} {source}", *found, sep="\n  ", flush=True)
     return differing
 
 

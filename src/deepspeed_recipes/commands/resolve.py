@@ -58,11 +58,33 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         if error := first_error(judge(document, Facts()), arguments.template):
             raise Unresolvable(error)
-        print(dumps(resolve(document.value, numbers_of(arguments))), end="")
+        numbers = numbers_of(arguments)
+        resolved = resolve(document.value, numbers)
+        print(dumps(resolved), end="", flush=True)
+        if idle := unused(document.value, numbers, arguments.settings):
+            print(f"{', '.join(idle)}: not in the result: {arguments.template} has no key for it", file=sys.stderr)
+        if "optimizer" not in resolved:
+            print("without an optimizer block: give deepspeed.initialize your optimizer=...", file=sys.stderr)
     except Unresolvable as error:
         print(error, file=sys.stderr)
         return 1
     return 0
+
+
+def unused(template: Json, numbers: Numbers, settings: Sequence[str]) -> list[str]:
+    """Return those of `settings` that change nothing: with another value, the result would be the same."""
+    idle = []
+    for setting in settings:
+        field = NAMES.get(key := setting.partition("=")[0])
+        if field is None or key == "precision" or key.startswith("layout."):
+            continue
+        changed = dataclasses.replace(numbers, **{field: (getattr(numbers, field) or 0) + 2})
+        try:
+            if resolve(template, changed) == resolve(template, numbers):
+                idle.append(setting)
+        except Unresolvable:  # the template has a value of its own, which the setting has to match
+            continue
+    return idle
 
 
 def find(name: str) -> Path:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -141,32 +142,64 @@ def reason(place: RunFolder, log: Path) -> str:
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results, best first: by score, then by held-out loss; failed trials last, in their order."""
+    """Return the results, best first: by the mean over seeds, by score, then by held-out loss; failed trials last."""
+    means = over_seeds(results)
 
-    def key(one: Result) -> tuple[bool, float, float, int]:
-        score = math.inf if one.score is None else -one.score if higher_is_better(one.metric) else one.score
-        score = math.inf if math.isnan(score) else score
+    def cost(one: Result, score: float | None) -> float:
+        if score is None or math.isnan(score):
+            return math.inf
+        return -score if higher_is_better(one.metric) else score
+
+    def key(one: Result) -> tuple[bool, float, float, float, int]:
+        mean = statistics.fmean(means.get(_settings(one), [math.nan]))
         loss = math.inf if one.held_out_loss is None else one.held_out_loss
-        return one.status != 0, score, loss, one.trial
+        return one.status != 0, cost(one, mean), cost(one, one.score), loss, one.trial
 
     return sorted(results, key=key)
 
 
+def _settings(one: Result) -> tuple[str, ...]:
+    return tuple(word for word in one.overrides if not word.startswith("seed="))
+
+
+def over_seeds(results: Sequence[Result]) -> dict[tuple[str, ...], list[float]]:
+    """Return the scores of the trials that differ only by their seed, by their other settings."""
+    scores: dict[tuple[str, ...], list[float]] = {}
+    for one in results:
+        if one.score is not None:
+            scores.setdefault(_settings(one), []).append(one.score)
+    return scores
+
+
 def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
-    """Return the table of a sweep, best first; a failed trial is a row with its reason."""
+    """Return the table of a sweep, best first; a failed trial is a row with its reason.
+
+    Where several trials differ only by their seed, their first row has the mean and the standard deviation.
+    """
     shown = Table("trial", *keys, highlight=False)
     found = ranked(results)
     metric = found[0].metric
-    for name in (method.title(metric), *HEADS):
+    means = {settings: scores for settings, scores in over_seeds(results).items() if len(scores) > 1}
+    same = all(one.score == one.held_out_loss for one in found)
+    heads = [method.title(metric), *(["mean over seeds"] if means else []), *HEADS[same:]]
+    for name in heads:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("")
     for at, one in enumerate(found):
         values = dict(word.split("=", 1) for word in one.overrides)
         row = [str(one.trial), *(values[key] for key in keys)]
         if one.status:
-            shown.add_row(*row, "-", *("-" for _ in HEADS), f"status {one.status}: {one.reason}")
-        else:
-            shown.add_row(*row, score(one), *numbers(one), "best" if at == 0 else "")
+            shown.add_row(*row, *("-" for _ in heads), f"status {one.status}: {one.reason}")
+            continue
+        row.append(score(one))
+        if means:
+            scores = means.get(_settings(one), [])
+            if scores and _settings(one) not in map(_settings, found[:at]):
+                mean, spread = (method.shown(metric, of(scores)) for of in (statistics.fmean, statistics.stdev))
+                row.append(f"{mean} \N{PLUS-MINUS SIGN} {spread} ({len(scores)})")
+            else:
+                row.append("")
+        shown.add_row(*row, *numbers(one)[same:], "best" if at == 0 else "")
     return shown
 
 
