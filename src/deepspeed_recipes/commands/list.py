@@ -82,7 +82,8 @@ def _built(module: ModuleType) -> tuple[dict[str, list[Recipe]], dict[tuple[str,
             except UserError as error:
                 if not isinstance(pages.variant(module, name), Inherited):
                     raise
-                impossible[name, size] = first_line(error.__cause__ or error)
+                cause = error.__cause__
+                impossible[name, size] = first_line(cause if isinstance(cause, Exception) else error)
     return recipes, impossible
 
 

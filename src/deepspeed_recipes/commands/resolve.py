@@ -78,9 +78,9 @@ def unused(template: Json, numbers: Numbers, settings: Sequence[str]) -> list[st
         field = NAMES.get(key := setting.partition("=")[0])
         if field is None or key == "precision" or key.startswith("layout."):
             continue
-        changed = dataclasses.replace(numbers, **{field: (getattr(numbers, field) or 0) + 2})
+        other: Json = {field: (getattr(numbers, field) or 0) + 2}
         try:
-            if resolve(template, changed) == resolve(template, numbers):
+            if resolve(template, dataclasses.replace(numbers, **other)) == resolve(template, numbers):
                 idle.append(setting)
         except Unresolvable:  # the template has a value of its own, which the setting has to match
             continue
