@@ -55,7 +55,7 @@ def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes per token of frozen matrices' inputs, which ZeRO-3 saves although no gradient needs them.
 
     `LinearFunctionForZeroStage3` (deepspeed 0.19.8, zero/linear.py), which 4-bit matrices do not use, saves every
-    input. Attention saves the one of its last matrix anyway, and adapters without dropout those of their matrices.
+    input. Attention saves its last matrix's input anyway, and adapters without dropout save those of their matrices.
     """
     if setup.zero_stage < 3 or setup.software.fsdp or setup.lora is None or setup.lora.fused or setup.quantized:
         return 0.0

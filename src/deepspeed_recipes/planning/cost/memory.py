@@ -116,10 +116,10 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
-    beside = {"teacher": weights.teacher_bytes(setup), "vision_tower": weights.tower_bytes(profile, setup)}
+    others = {"teacher": weights.teacher_bytes(setup), "vision_tower": weights.tower_bytes(profile, setup)}
 
     def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
-        allocated = {**states, **more, **{name: size for name, size in beside.items() if size}}
+        allocated = {**states, **more, **{name: size for name, size in others.items() if size}}
         runtime, used = COUNTS.context + COUNTS.cublas, sum(allocated.values())
         if moment == "loading":  # each weight is allocated once and nothing is released in between
             return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": 0.0})

@@ -47,10 +47,11 @@ def state_bytes(
 ) -> States:
     """Return the states on one rank of a model that Adam trains with DeepSpeed 0.19.8, by ZeRO stage.
 
-    Of `parameters`, `trainable` are trained, whose optimizer states may be on the CPU (`offload`, stages 2 and 3) or in
-    bf16 (`bf16_states`, stages 1 to 3), with `moments` bytes beside the master weights. Gradients of bf16 weights may
-    be accumulated in fp32 (`fp32_accumulation`, stages 1 to 3); stage 3 updates `sub_group` parameters at once. With
-    `foreach`, as torch without `fused`, Adam holds the square roots of all second moments that it updates at once.
+    `trainable` of the `parameters` are trained. Their optimizer states may be on the CPU (`offload`, stages 2 and 3) or
+    in bf16 (`bf16_states`, stages 1 to 3), and have `moments` bytes in addition to the master weights. Gradients of
+    bf16 weights may be accumulated in fp32 (`fp32_accumulation`, stages 1 to 3); stage 3 updates `sub_group` parameters
+    at once. With `foreach`, as torch without `fused`, Adam holds the square roots of all second moments that it
+    updates at once.
     """
     width = WIDTH[precision]
     wide = fp32_accumulation and width == 2

@@ -67,7 +67,7 @@ class TrainingSetup:
     activation_offloading: bool = False
     packing: bool = True
     document_length: float | None = None
-    """Tokens of the packed document to which a token attends, averaged over tokens. None: the whole sequence."""
+    """Tokens of the packed document to which a token attends, averaged over tokens, or None for the whole sequence."""
     sequences_per_example: int = 1
     """2 for methods that compare two answers."""
     reference: bool = False
@@ -83,7 +83,7 @@ class TrainingSetup:
     rollout_gathers: bool = True
     """ZeRO-3 gathers the whole weights to generate answers."""
     answer_length: int | None = None
-    """Longest answer in tokens, if the loss reads the answers' logits alone. None: the whole sequence."""
+    """Longest answer in tokens, if the loss reads the answers' logits alone, or None."""
     attention: str = "sdpa"
     lora: Lora | None = None
     trained_share: float = 1.0
@@ -107,13 +107,13 @@ class TrainingSetup:
     """`data_types.grad_accum_dtype`: gradients are accumulated in fp32."""
     overlap_comm: bool = True
     reduce_bucket_size: int | None = None
-    """In elements. None: the Trainer's value for `auto`, the hidden size squared."""
+    """In elements, or None for the Trainer's value for `auto`, the hidden size squared."""
     prefetch_bucket_size: int | None = None
-    """In elements, stage 3. None: 0.9 of the hidden size squared, or as `gathers_layers` describes."""
+    """In elements, stage 3, or None for 0.9 of the hidden size squared, or as `gathers_layers` describes."""
     gathers_layers: bool = False
     """The launcher replaces "auto" by `deepspeed_file.prefetch_size`."""
     persistence_threshold: int | None = None
-    """Elements of a weight below which it is never sharded (stage 3). None: ten times the hidden size."""
+    """Elements of a weight below which it is never sharded (stage 3), or None for ten times the hidden size."""
     kept_weights: int = KEPT_WEIGHTS
     """Most gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP, which frees
     each layer."""

@@ -30,7 +30,7 @@ class StageShard:
     largest_module: float
     """Parameters of the module with the most parameters of its own."""
     micro_batches_in_flight: int
-    """Micro-batches whose activations wait for the backward pass: with 1F1B, one for each stage from this one on."""
+    """Micro-batches whose activations wait for the backward pass: with 1F1B, as many as stages from here on."""
     is_last: bool
 
     def trained(self, setup: TrainingSetup) -> float:
