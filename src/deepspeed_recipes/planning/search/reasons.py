@@ -76,7 +76,7 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
     setup, have, lean = plan.setup, request.cluster.gpu.memory_gib, _leanest(plan.setup)
 
     def need(**changes: Any) -> str:
-        """Return the memory without what the plan does, and whether a GPU has as much."""
+        """Return the memory with changes to the plan, as part of a sentence."""
         return f"a GPU would need {_gpu_gib(request, lean, **changes):,.0f} GiB"
 
     def lacks(**changes: Any) -> bool:
