@@ -119,7 +119,7 @@ def measured(
 
 
 def served(server: servers.Server, examples: Sequence[JsonView]) -> list[Json]:
-    """Return what a server answers, in the form of `measured`.
+    """Return the answers of a server, in the form of `measured`.
 
     Raises:
         UserError: the server does not answer, or gives no log-probabilities.
