@@ -46,7 +46,7 @@ SETTINGS = (
 )
 WIDTH = 128
 """Hidden size of a draft: four heads of 32, the narrowest that vLLM's attention computes."""
-AS_RELEASED = {
+AS_RELEASED: dict[str, dict[str, int | str]] = {
     "deepseek": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64},
     "lfm2": {"block_dim": WIDTH, "conv_dim": WIDTH},
     "minimax_m2": {"rotary_dim": WIDTH // 8, "scoring_func": "sigmoid", "use_routing_bias": True},
