@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -293,6 +294,8 @@ def test_a_mistake_is_found_with_its_fix(found, content, key, what, fix):
     assert len(findings) == 1 and fix in findings[0]["fix"], reports
     assert status == int(any(one["severity"] == "error" for report in reports for one in report["findings"]))
     assert findings[0]["line"] or "missing" in what or "." in key
+    written = reduce(lambda at, part: at.get(part) if isinstance(at, dict) else None, key.split("."), content)
+    assert written is None or findings[0]["value"] in (None, written)
 
 
 @pytest.mark.parametrize("norm", [0, 0.0, "0", 1, "auto"])

@@ -269,13 +269,16 @@ def test_bad_input_is_answered_in_a_line(run, server, tmp_path, capsys, monkeypa
         ([tmp_path], "has neither a model nor an adapter"),
         ([TINY_MODEL], "add --data FILE"),
         ([run.path, "--metric", "bleu"], "metric bleu: not supported"),
+        (
+            [TINY_MODEL, "--metric", "accuracy", "--data", tmp_path / "some.jsonl"],
+            "accuracy is a metric for a classifier",
+        ),
         ([run.path, "--limit", "0"], "--limit 0: must be at least 1"),
         (["http://127.0.0.1:9", "--data", "x"], "is a server running there?"),
-        ([address, "--metric", "loss", "--data", run.recipe], "a server is measured by exact_match only"),
+        ([address, "--metric", "loss", "--data", tmp_path / "some.jsonl"], "a server is measured by exact_match only"),
         ([run.path, "--tasks", "gsm8k"], "--tasks needs lm_eval in a separate environment: make serving"),
     ]
     handler.names = ("one",)
-    asked[6] = ([address, "--metric", "loss", "--data", tmp_path / "some.jsonl"], asked[6][1])
     (tmp_path / "some.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
