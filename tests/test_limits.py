@@ -501,3 +501,21 @@ def test_a_value_of_the_file_that_contradicts_the_recipe_is_offered_as_its_key(s
         with pytest.raises(UserError, match=f"{key} = {value}: the recipe has") as error:
             preflight.check_config(overrides.apply(pages.find("tiny", "full"), words), 2, 2)
         assert str(error.value).endswith(f'write "auto" in the file, or add {offered}' if offered else "in the file")
+
+
+def test_values_that_contradict_the_recipe_are_offered_at_once_and_the_linter_shows_the_other_errors(tmp_path):
+    file = tmp_path / "fixed.json"
+    own = {"gradient_clipping": 0.3, "train_batch_size": 16, "zero_optimization": {"stage": 5}}
+    file.write_text(json.dumps(json.loads((CONFIGS / "zero1.json").read_text()) | own))
+    recipe = overrides.apply(pages.find("tiny", "full"), [f"deepspeed={file}"])
+    with pytest.raises(UserError) as error:
+        preflight.check_config(recipe, 2, 2)
+    changes = "max_grad_norm=0.3 global_batch_size=16"
+    _, fix, more = str(error.value).splitlines()
+    assert sorted(fix.partition("or add ")[2].split()) == sorted(changes.split())
+    assert more == f"(1 more; ds-recipes check {file} --world-size 2 shows it)"
+    with pytest.raises(UserError, match=r"zero_optimization\.stage = 5"):
+        preflight.check_config(overrides.apply(recipe, changes.split()), 2, 2)
+    file.write_text(file.read_text().replace("5}", "1,}"))
+    with pytest.raises(UserError, match=r"not JSON .*\nds-recipes check .* --fix it repairs commas"):
+        deepspeed_file.read(file)

@@ -102,6 +102,7 @@ def test_an_export_holds_what_the_ranks_answered(ranks, tmp_path, samples, varia
     assert [row["prompt"] for row in answers[:kept]] == [row["prompt"] for row in answers[kept:]]
     found = certificate.of_folder(run.export)
     assert found.agrees, (str(found), found.causes)
+    assert [path.name for path in run.export.iterdir() if path.is_dir()] == ["training"], "no second adapter"
     adapted = variant != "full" and "layout" not in changes
     assert all(("base_logprobs" in text) == adapted for text in certificate.read(run.export)["texts"])
 

@@ -114,10 +114,14 @@ def describe(finding: Finding, file: str = "") -> str:
     return f"{head} [{finding.rule}]\n    fix: {finding.fix}"
 
 
-def first_error(findings: list[Finding], file: str = "") -> str | None:
-    """Return the first error as text with the number of others, or None if there is none."""
+def first_error(findings: list[Finding], file: str = "", arguments: str = "") -> str | None:
+    """Return the first error as text with the number of others, or None if there is none.
+
+    `arguments` are those with which `ds-recipes check` finds the others.
+    """
     errors = [finding for finding in findings if finding.severity == "error"]
-    more = f"\n({len(errors) - 1} more; ds-recipes check shows them)" if len(errors) > 1 else ""
+    shows = f"ds-recipes check {arguments or file} shows {'it' if len(errors) == 2 else 'them'}"
+    more = f"\n({len(errors) - 1} more; {shows})" if len(errors) > 1 else ""
     return describe(errors[0], file) + more if errors else None
 
 

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -77,8 +77,8 @@ def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
         lora=recipe.lora is not None and recipe.layout.tensor == 1,  # `layout.tensor` also splits adapters
         arguments=_compared(recipe, ranks),
     )
-    findings = [_in_keys(one, recipe, ranks) for one in findings if not _is_removed(one.key, recipe)]
-    if error := lint.first_error(findings, recipe.deepspeed):
+    findings = _in_keys([one for one in findings if not _is_removed(one.key, recipe)], recipe, ranks)
+    if error := lint.first_error(findings, recipe.deepspeed, f"{recipe.deepspeed} --world-size {ranks}"):
         # The linter reads only the file, and would suggest another file if a key of the recipe is the mistake.
         check_layout(recipe, deepspeed_file.read(recipe.deepspeed), ranks, ranks_each)
         raise UserError(error)
@@ -119,24 +119,30 @@ def _is_removed(key: str, recipe: Recipe) -> bool:
     return layout.expert > 1 and key.startswith("optimizer.")
 
 
-def _in_keys(finding: lint.Finding, recipe: Recipe, ranks: int) -> lint.Finding:
-    """Return a value that contradicts the recipe with the recipe's keys, and any other finding as it is."""
-    if finding.rule != "fixed-for-trainer" or finding.severity != "error":
-        return finding
-    first, _, last = finding.key.rpartition(".")
-    value: Any = finding.value
-    if last == "gradient_accumulation_steps":  # known, or it would be no error
-        value *= recipe.global_batch_size // gradient_accumulation_steps(recipe, ranks)
-    elif last == "betas":
-        value = value[1] if isinstance(value, list) and len(value) == 2 and value[0] == ADAM_BETA1 else None
-    elif last == "enabled":
-        value = first if value else "fp32"
-    key = KEYS[last]
-    fix = 'write "auto" in the file'
-    if value is not None and not (last == "train_batch_size" and recipe.layout.sequence > 1):
-        fix += f", or add {key}={value}"
-    what = f"the recipe has {' '.join(overrides.as_typed(recipe, [key]))}; DeepSpeed and the Trainer need one value"
-    return replace(finding, what=what, fix=fix)
+def _in_keys(findings: Sequence[lint.Finding], recipe: Recipe, ranks: int) -> list[lint.Finding]:
+    """Return the findings, with all values that contradict the recipe as the first one, in the recipe's keys."""
+    differing = [one for one in findings if one.rule == "fixed-for-trainer" and one.severity == "error"]
+    if not differing:
+        return list(findings)
+    changes: dict[str, object] = {}
+    for finding in differing:
+        first, _, last = finding.key.rpartition(".")
+        value: Any = finding.value
+        if last == "gradient_accumulation_steps":  # known, or it would be no error
+            value *= recipe.global_batch_size // gradient_accumulation_steps(recipe, ranks)
+        elif last == "betas":
+            value = value[1] if isinstance(value, list) and len(value) == 2 and value[0] == ADAM_BETA1 else None
+        elif last == "enabled":
+            value = first if value else "fp32"
+        settable = value is not None and not (last == "train_batch_size" and recipe.layout.sequence > 1)
+        changes.setdefault(KEYS[last], value if settable else None)
+    typed = [f"{key}={value}" for key, value in changes.items() if value is not None]
+    all_of_them = "" if len(differing) == 1 else " for each"
+    fix = f'write "auto" in the file{all_of_them}' + (f", or add {' '.join(typed)}" if typed else "")
+    what = f"the recipe has {' '.join(overrides.as_typed(recipe, changes))}; DeepSpeed and the Trainer need one value"
+    key = ", ".join(f"{one.key} = {json.dumps(one.value)}" for one in differing)
+    one = replace(differing[0], key=key, value=None, what=what, fix=fix)
+    return [one, *(other for other in findings if other not in differing)]
 
 
 def check_model(recipe: Recipe) -> None:

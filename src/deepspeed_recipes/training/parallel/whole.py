@@ -83,8 +83,10 @@ def save(trainer: Trainer, folder: Path) -> None:
     state = _state(trainer.deepspeed, model)
     if distributed.is_first():
         with transforms.balancing_declared(model, load_config(recipe)):
-            # PEFT would add the embeddings to an adapter if new tokens have made them larger; it has the new rows.
-            options = {"save_embedding_layers": False} if isinstance(model, PeftModel) else {}
+            # PEFT would add the embeddings to an adapter if new tokens have made them larger; it has the new rows. And
+            # it would write TRL's second adapter, the frozen reference of DPO and KTO.
+            adapters = {"save_embedding_layers": False, "selected_adapters": ["default"]}
+            options = adapters if isinstance(model, PeftModel) else {}
             model.save_pretrained(folder, state_dict=state, **options)
         if recipe.model.vision:
             trainer.data_collator.seen.save_pretrained(folder)  # the processor, and its tokenizer
