@@ -144,6 +144,7 @@ def test_columns_of_any_names_are_read(tmp_path):
     path.write_text('"question, asked",a:b,prompt,id\nHi?,Yes.,other,7\n', encoding="utf-8")
     fields = formats.column_fields("question, asked:prompt,a:b:completion")
     assert fields == {"question, asked": "prompt", "a:b": "completion"}
+    assert formats.column_fields(" question, asked : prompt, a:b: completion ") == fields
     rows = formats.renamed_columns(text_files.read(path), fields)
     assert list(formats.converted(rows, "sft")) == [chat(SHORT, given=1)]
     swapped = formats.renamed_columns(
@@ -157,6 +158,8 @@ def test_columns_of_any_names_are_read(tmp_path):
     assert source.examples[0]["messages"] == SHORT
     with pytest.raises(UserError, match="names 'answer'; this example has 'question, asked', 'a:b'"):
         preflight.check_file(path, "sft", Data(path="", columns="answer:completion"))
+    with pytest.raises(UserError, match=r"data\.columns: 'picture' is not a field; write COLUMN:FIELD, several"):
+        preflight.check_file(path, "sft", Data(path="", columns="id:picture, a:b:completion"))
     with pytest.raises(UserError, match=r"belong to no known form.*data\.columns=question:prompt"):
         formats.form_of("here", {"question": "a", "answer": "b"}, "sft")
     for wrong in ("question", "question:prmpt", "question:prompt,answer", ":prompt"):
@@ -469,7 +472,7 @@ MISTAKES = {
     ),
     "tools": (line(messages=SHORT, tools=[1]), "sft", "'tools' must be a list of function descriptions"),
     "no answer": (line(conversations=[{"from": "human", "value": "a"}]), "sft", "no assistant turn in 'conversations'"),
-    "alpaca": (line(instruction="a", output=5), "sft", "'output' must be a string; it is of type int"),
+    "alpaca": (line(instruction="a", output=5), "sft", "'output' must be a string; it is of type int; data.transform="),
     "empty output": (line(instruction="a", output=""), "sft", "the field 'output' is empty"),
     "history": (line(instruction="a", output="b", history=["c"]), "sft", "'history' must be a pair"),
     "no history": (line(instruction="a", output="b", history=5), "sft", "'history' must be a list of pairs"),
@@ -494,9 +497,13 @@ MISTAKES = {
     "label": (
         line(prompt="a", completion="b", label=5),
         "kto",
-        ":1: 'label' must be true (a good answer) or false; it is 5",
+        ":1: 'label' must be true (a good answer) or false, or words such as good and bad, up and down; it is 5; data",
     ),
-    "label in words": (line(prompt="a", completion="b", label="so-so"), "kto", "or false; it is 'so-so'"),
+    "label in words": (
+        line(prompt="a", completion="b", label="so-so"),
+        "kto",
+        "up and down; it is 'so-so'; data.transform",
+    ),
     "pairs for kto": (
         line(prompt="a", chosen="b", rejected="c"),
         "kto",

@@ -13,6 +13,7 @@ import pytest
 from deepspeed_recipes.commands import launch, main
 from deepspeed_recipes.commands.launch import options
 from deepspeed_recipes.recipe import overrides, pages
+from deepspeed_recipes.recipe.methods import method
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
 from deepspeed_recipes.training import console
 from deepspeed_recipes.training import run as training_run
@@ -131,6 +132,19 @@ def test_no_right_answer_is_explained(tmp_path):
     assert evaluation.warning(0.25) is None
     ranked = Evaluation(pages.find("tiny", "dpo_lora"), run, evaluation.datasets, None, None, print)
     assert ranked.warning(0.0) is None
+
+
+@pytest.mark.parametrize(("metric", "worse", "better"), [("loss", 13.27, 8.3), ("preference_accuracy", 0.5, 0.75)])
+def test_a_best_step_that_is_worse_than_no_training_is_named(tmp_path, metric, worse, better):
+    run, recipe = RunFolder(tmp_path), pages.find("tiny", "full" if metric == "loss" else "dpo_lora")
+    recipe = replace(recipe, keep_best=True, data=replace(recipe.data, metric="loss"))
+    append_jsonl(run.evaluations, {"step": 0, metric: better})
+    judged = [Evaluation(one, run, Datasets([], [{}], None, []), None, None, print) for one in
+              (recipe, replace(recipe, keep_best=False))]  # fmt: skip
+    start = "warning: the model before training is better than the best step, which is exported: "
+    assert judged[0].warning(worse).startswith(f"{start}{method.title(metric)} {method.shown(metric, better)}, then ")
+    assert judged[0].warning(better) is None and judged[1].warning(worse) is None
+    assert judged[0].last_line(worse).startswith(f"{method.title(metric)} on 1 held-out example: ")
 
 
 def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):

@@ -136,10 +136,10 @@ BAD = {
     "not base64": ({"messages": turns([part(base64="!"), TEXT])}, "not base64"),
     "more pictures than places": (
         {"images": ["a.png", "b.jpg"], "messages": turns("<image>What?")},
-        "2 images in 'images', but 1 places for them; write <image>",
+        "2 images in 'images', but 1 place; write <image>",
     ),
-    "fewer": ({"images": ["a.png"], "messages": turns("<image><image>What?")}, "1 images in 'images', but 2 places"),
-    "a place and no list": ({"messages": turns([part(), TEXT])}, "0 images in 'images', but 1 places"),
+    "fewer": ({"images": ["a.png"], "messages": turns("<image><image>What?")}, "1 image in 'images', but 2 places"),
+    "a place and no list": ({"messages": turns([part(), TEXT])}, "0 images in 'images', but 1 place"),
     "a URL": ({"messages": turns([part(url="https://a.example/b.png"), TEXT])}, "is a URL (https://a.example/b.png)"),
     "a number": ({"messages": turns([part(image=3), TEXT])}, "of type int; give the path of a file"),
     "text of a picture": (

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     with children.scratch("ds-recipes-serve-") as place:
         log = options.log or place / "server.log"
-        print(f"starting {engine}: {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
+        print(f"starting {engine}, which takes {'minutes' if engine == 'vllm' else 'seconds'}", flush=True)
         server = engines.build(engine, found, options.host, options.port, place, split)
         print(shlex.join(server.command), flush=True)
         try:

@@ -226,7 +226,9 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "judges_answers()": lambda case, _: {} if "exact_match" in case.recipe.data.metrics else None,
     "own_metric_in_pipeline()": _own_metric_in_pipeline,
     "own_metric_without_answers()": _own_metric_without_answers,
-    "only_files()": lambda case, _: {} if all(map(os.path.isfile, case.recipe.data.path.split(","))) else None,
+    "only_files()": lambda case, _: (
+        {} if all(os.path.isfile(one.strip()) for one in case.recipe.data.path.split(",")) else None
+    ),
     "no_tracker()": lambda case, _: None if case.recipe.trackers else {},
     "no_wandb()": lambda case, _: None if "wandb" in case.recipe.trackers else {},
 }

@@ -83,6 +83,11 @@ def errors_only(library: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
+def counted(number: int, what: str) -> str:
+    """Return `1 rank`, `2,000 ranks`."""
+    return f"{number:,} {what}" + ("" if number == 1 else "s")
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error message; the rest is usually advice for programmers."""
     return str(error).strip().partition("\n")[0]

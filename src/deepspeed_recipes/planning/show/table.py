@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ...recipe import overrides, pages, project
+from ...recipe.errors import counted
 from ...recipe.files import Json
 from ...recipe.methods.grpo import Grpo
 from ...recipe.recipe import Layout, Recipe
@@ -241,7 +242,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     padding = "" if recipe.packing else ", and neither is padding (packing is off)"
     yield (
         f"Hours are for training {about}{workload.tokens:,.0f} tokens{how}, in "
-        f"{_counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
+        f"{counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
     )
     if hours < SHORT:
         loading = START + plan.checkpoint_gib / DRIVE / 60
@@ -268,11 +269,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     yield f"Dollars: {hourly:,.2f} per hour of {where}{each}, {workload.prices.source(cluster.instance)}."
     idle = INSTANCES[cluster.instance].gpus - cluster.gpus_per_node if cluster.instance else 0
     if idle > 0:
-        yield f"{cluster.instance} has {_counted(idle, 'more GPU')}, idle but paid for."
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+        yield f"{cluster.instance} has {counted(idle, 'more GPU')}, idle but paid for."
 
 
 def asked(request: PlanRequest) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.layout import gradient_accumulation_steps
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import RunFolder
@@ -117,11 +117,6 @@ def room(folder: Path, layers: int, micro_batches: int, steps: int, traces: int)
 def described(first: int, last: int) -> str:
     """Return `steps 4 to 6`."""
     return f"step {first}" if first == last else f"steps {first} to {last}"
-
-
-def counted(number: int, what: str) -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def size(count: float) -> str:

@@ -7,9 +7,9 @@ from datasets import Dataset
 from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
-from ...recipe.errors import first_line
+from ...recipe.errors import counted, first_line
 from ...recipe.files import Json
-from ...recipe.methods.method import shown, title
+from ...recipe.methods.method import higher_is_better, shown, title
 from ...recipe.project import display
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import (
@@ -87,11 +87,20 @@ class Evaluation(TrainerCallback):
 
     def last_line(self, after: float) -> str:
         """Return the line that judges a run: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
-        what = f"{title(self.metric)} on {len(self.judged)} held-out examples"
+        kind = "sequence" if self.recipe.method.examples == "texts" else "example"  # long texts are cut into several
+        what = f"{title(self.metric)} on {counted(len(self.judged), f'held-out {kind}')}"
         return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
 
     def warning(self, after: float) -> str | None:
-        """Return a warning with the fix if no answer is right, or None."""
+        """Return a warning with the fix if no answer is right, or the kept step is worse than none, or None."""
+        sign = 1 if higher_is_better(self.metric) else -1
+        if self.recipe.keep_best and sign * after < sign * (before := self.before()):
+            start, end = shown(self.metric, before), shown(self.metric, after)
+            return (
+                "warning: the model before training is better than the best step, which is exported: "
+                f"{title(self.metric)} {start}, then {end}; lower learning_rate "
+                f"(now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
+            )
         if self.metric != "exact_match" or after > 0:
             return None
         cut_off = round(read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0) * len(self.judged))

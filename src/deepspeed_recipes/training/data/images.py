@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.files import Json
 from .forms import formats, keys
 from .text_files import Bad, refuse
@@ -64,8 +64,9 @@ def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, lis
     changed = {name: taker.field(value) if name in TURNS else value for name, value in example.items()}
     if taker.places != len(listed or ()):
         raise UserError(
-            f"{where}: {len(listed or ())} images in 'images', but {taker.places} places for them; write "
-            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image.'
+            f"{where}: {counted(len(listed or ()), 'image')} in 'images', but {counted(taker.places, 'place')}; write "
+            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image '
+            "(data.transform=FILE.py:FUNCTION can)."
         )
     return {name: value for name, value in changed.items() if name not in FIELDS or listed is None}, taker.found
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ...recipe.errors import counted
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..console import highlighted, say
@@ -94,7 +95,7 @@ def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
     share = recipe.data.validation_share
     if share != "auto":
         training, held_out = _drawn(recipe, lambda seed: sources.split(found, share, seed))
-        say(f"held out: {sources.count(held_out)} examples, by data.validation_share")
+        say(f"held out: {counted(sources.count(held_out), 'example')}, by data.validation_share")
         return training, held_out
     training, held_out = _drawn(recipe, lambda seed: sources.split_few(found, seed))
     if not held_out:
@@ -107,8 +108,8 @@ def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
         )
         return training, held_out
     say(
-        f"held out: {sources.count(held_out)} of {sources.count(found)} examples, the same ones whatever the seed; "
-        "data.validation=FILE names others, and data.validation=none holds out none"
+        f"held out: {sources.count(held_out):,} of {counted(sources.count(found), 'example')}, the same ones whatever "
+        "the seed; data.validation=FILE names others, and data.validation=none holds out none"
     )
     return training, held_out
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from ...recipe.errors import counted
+
 BARS = 6
 WIDEST = 30
 NOT_IN_LOSS = "without a token in the loss; are the answers empty, or all marked as not learned (`train`: false)?"
@@ -47,8 +49,10 @@ class Report:
         """Return the report as text for a person."""
         share = 100 * self.loss_tokens / self.tokens
         filled = 100 * self.tokens / (self.sequences * sequence_length)
-        first = f"{name}: {self.examples} examples, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
-        first += f"{self.sequences} sequences of at most {sequence_length} tokens, {filled:.0f}% filled"
+        first = (
+            f"{name}: {counted(self.examples, 'example')}, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
+        )
+        first += f"{counted(self.sequences, 'sequence')} of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:
             notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length))

@@ -34,7 +34,7 @@ from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patte
 from datasets.exceptions import DatasetGenerationError
 
 from ...recipe import own_code
-from ...recipe.errors import UserError, first_line
+from ...recipe.errors import UserError, counted, first_line
 from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe, names
 from .. import upstream
@@ -107,7 +107,7 @@ class Source:
 
     def line(self) -> str:
         """Return a line for the screen that describes the source."""
-        count = f"{len(self.examples)} examples" if isinstance(self.examples, Dataset) else "streamed"
+        count = counted(len(self.examples), "example") if isinstance(self.examples, Dataset) else "streamed"
         dropped = f"; {self.dropped} dropped by data.transform" if self.dropped else ""
         return f"{self._short()}: {count} in the form {self.form}{dropped}"
 

@@ -343,7 +343,7 @@ def _table(path: Path, separator: str, bad: Bad | None) -> Iterator[tuple[str, J
         if not row:
             continue
         if not names:
-            names = row
+            names = [name.strip() for name in row]
             check_columns(places[0], names)
         elif len(row) == len(names):
             yield places[0], dict(zip(names, row, strict=True))

@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from ...recipe.errors import counted
 from ...recipe.files import Json
 from ...recipe.methods import Classify
 from ...recipe.recipe import Layout, Recipe
@@ -48,7 +49,10 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     kept = tokens.remove_columns("cut")
     shown = [[(f"({found[at]['label']}) ", True), (tokenizer.decode(kept[at]["input_ids"]), False)] for at in (0, 1)]
     load.show(shown)
-    say(f"training: {len(kept)} texts; " + ", ".join(f"{counts[name]} {name}" for name in labels[: classes.SHOWN * 2]))
+    say(
+        f"training: {counted(len(kept), 'text')} by class: "
+        + ", ".join(f"{name}: {counts[name]:,}" for name in labels[: classes.SHOWN * 2])
+    )
     if cut:
         say(report.cut_off(cut, len(found), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), sum(map(len, kept["input_ids"])))

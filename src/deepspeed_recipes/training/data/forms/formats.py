@@ -34,6 +34,7 @@ from .turns import (
     COLUMNS,
     NOT_LEARNED,
     READ,
+    REWRITE,
     SPEAKERS,
     Example,
     Turn,
@@ -92,11 +93,16 @@ TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejecte
 
 FIELDS = (
     *dict.fromkeys(field for _, fields in FORMS.values() for field in fields),
-    *(*PASSAGES, "history", "system", "tools", "negative"),
+    *(*PASSAGES, "history", "system", "tools", "negative", "images", "image"),
 )
 """Every field that a conversion reads, and that `data.columns` may name."""
 OF_TURNS = ("role", "content")
 """The keys of turns that `data.columns` may name as well."""
+HOW_TO_RENAME = (
+    "write COLUMN:FIELD, several with commas (question:prompt,answer:completion); the fields are "
+    f"{', '.join(FIELDS)}, and in turns {' and '.join(OF_TURNS)}."
+)
+"""The end of messages about `data.columns`."""
 
 
 def read_by(form: str, method: str) -> set[str]:
@@ -384,7 +390,10 @@ def _check_repeated(where: str, pair: Example, start: list[Turn]) -> None:
 def _judged(where: str, example: Example, form: str = "prompt_completion") -> Example:
     label = keys.yes_or_no(example.get("label"), keys.JUDGEMENTS)
     if label is None:
-        raise UserError(f"{where}: 'label' must be true (a good answer) or false; it is {example.get('label')!r}.")
+        raise UserError(
+            f"{where}: 'label' must be true (a good answer) or false, or words such as good and bad, up and down; it "
+            f"is {example.get('label')!r}; {REWRITE}."
+        )
     whole = CONVERSIONS[form](where, example)
     turns = whole.pop("messages")
     given = whole.pop("given") or len(turns) - 1
@@ -488,12 +497,9 @@ def column_fields(text: str | None) -> dict[str, str]:
     """Return the field of each column in `data.columns`; a column's name may contain any character."""
     if text is None:
         return {}
-    pairs = re.findall(rf"(.+?):({'|'.join((*FIELDS, *OF_TURNS))})(?:,|$)", text)
-    if ",".join(f"{column}:{field}" for column, field in pairs) != text:
-        raise UserError(
-            f"data.columns={text}: write COLUMN:FIELD, several with commas (question:prompt,answer:completion); "
-            f"the fields are {', '.join(FIELDS)}, and in turns {' and '.join(OF_TURNS)}."
-        )
+    pairs = re.findall(rf"\s*(.+?)\s*:\s*({'|'.join((*FIELDS, *OF_TURNS))})\s*(?:,|$)", text)
+    if re.sub(r"\s", "", ",".join(f"{column}:{field}" for column, field in pairs)) != re.sub(r"\s", "", text):
+        raise UserError(f"data.columns={text}: {HOW_TO_RENAME}")
     return dict(pairs)
 
 
@@ -504,6 +510,9 @@ def renamed_columns(
     for number, (where, example) in enumerate(located):
         missing = [column for column in columns if column not in example]
         if missing and not number:
+            # A pair with another field is read as the beginning of the next column's name.
+            if unknown := re.match(r"[^:]+:\s*([^:,]+?)\s*,", missing[0]):
+                raise UserError(f"{where}: data.columns: {unknown[1]!r} is not a field; {HOW_TO_RENAME}")
             raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
         kept = {name: value for name, value in example.items() if name in columns or name not in columns.values()}
         yield where, {columns.get(name, name): value for name, value in kept.items()}

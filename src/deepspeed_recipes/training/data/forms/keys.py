@@ -46,8 +46,8 @@ WORDS = {
 }
 JUDGEMENTS = {
     **WORDS,
-    **dict.fromkeys(("good", "desirable", "chosen", "accepted"), True),
-    **dict.fromkeys(("bad", "undesirable", "rejected", "-1"), False),
+    **dict.fromkeys(("good", "desirable", "chosen", "accepted", "up", "thumbs_up", "like"), True),
+    **dict.fromkeys(("bad", "undesirable", "rejected", "-1", "down", "thumbs_down", "dislike"), False),
 }
 
 

@@ -328,7 +328,7 @@ def wrong(where: str, example: Example, field: str, expected: str) -> UserError:
     """Return the error for a field that is missing or has another type than expected."""
     found = f"this example has {fields_of(example)}; name the right one with data.columns=NAME:{field}"
     if field in example:
-        found = f"it is {_kind(example[field])}"
+        found = f"it is {_kind(example[field])}" + f"; {REWRITE}" * (example[field] not in ([], "", None))
     return UserError(f"{where}: the field {field!r} must be {expected}; {found}.")
 
 
