@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -137,7 +138,8 @@ def test_the_ranks_find_the_same(tmp_path):
     for name in ("tools", "reasoning", "content", "system"):
         _, template, example, message = CASES[name]
         recipe = small(model_with(tmp_path / name, template), Path("unread"))
-        tokenizer = chat_templates.load_tokenizer(recipe)
+        ends = "<|eot_id|>,<|im_end|>,<|return|>,<end_of_turn>"  # of their turns
+        tokenizer = chat_templates.load_tokenizer(replace(recipe, model=replace(recipe.model, new_tokens=ends)))
         with pytest.raises(UserError, match=message if name != "tools" else "drops tool calls"):
             tokenize._conversation(recipe, tokenizer)({"tools": None, "given": 0, **example})
 

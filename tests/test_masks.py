@@ -17,12 +17,15 @@ from transformers import AutoTokenizer
 
 from deepspeed_recipes.benchmarks.overhead import WARM_UP, Contender, Turn, steady, take_turns
 from deepspeed_recipes.commands import main
+from deepspeed_recipes.launching import chat_template
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.recipe import Model
+from deepspeed_recipes.recipe.recipe import Lora, Model
 from deepspeed_recipes.training.data import chat_templates, tokenize
 from deepspeed_recipes.training.data.chat_templates import load_tokenizer
+from deepspeed_recipes.training.model import generate
 from deepspeed_recipes.training.model.draft import TINY_MODEL
+from deepspeed_recipes.training.model.load import load_model
 from tests.small import small
 
 FOLDER = Path(trl.__file__).parent / "chat_templates"
@@ -190,7 +193,8 @@ def test_a_template_that_renders_as_one_of_trl_is_marked_as_that_one(tmp_path, c
     assert "model.chat_template=chatml trains with the project's template" in capsys.readouterr().err
     assert main.run("launch", [*run, "model.chat_template=chatml"]) == 0
     (tmp_path / "model" / "chat_template.jinja").write_text(changed)
-    assert main.run("launch", run) == 0
+    assert main.run("launch", [*run, "model.new_tokens=<start_of_turn>,<end_of_turn>"]) == 0
+    assert main.run("launch", run) == 2, "the end of its turn is several tokens"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
@@ -200,6 +204,42 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     )
     with pytest.raises(UserError, match=r"differently once another follows.*\n.*generation"):
         chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "loss_on", "end"),
+    [
+        ("{% generation %}{{ turn.content }}</a>{% endgeneration %}", "assistant", "</a>"),
+        ("{% generation %}{{ turn.content }}</a>{% endgeneration %}\n</q>", "assistant", "</a>"),
+        ("{% generation %}{{ turn.content }}</a>\n{% endgeneration %}", "assistant", "</a>"),
+        ("{{ turn.content }}</a>", "assistant", "</a>"),
+        ("{% generation %}{{ turn.content }}</a>{{ eos_token }}{% endgeneration %}", "assistant", "<|end|>"),
+        ("{% generation %}{{ turn.content }}{% endgeneration %}</a>", "all", "</a>"),
+        ("{% generation %}{{ turn.content }}{% endgeneration %}</a>", "assistant", None),
+        ("{% generation %}{{ turn.content }}</b>{% endgeneration %}", "assistant", None),
+    ],
+)
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["full", "lora"])
+def test_an_export_stops_at_what_ends_the_turn_in_the_loss(tmp_path, model_folder, lora, answer, loss_on, end):
+    (tmp_path / "mine.jinja").write_text(
+        "{% for turn in messages %}{% if turn.role == 'user' %}<q>{{ turn.content }}</q><a>{% else %}"
+        f"{answer}{{% endif %}}{{% endfor %}}"
+    )
+    recipe = small(model_folder, "unread", lora=lora, loss_on=loss_on)
+    model = replace(recipe.model, chat_template=str(tmp_path / "mine.jinja"), new_tokens="<q>,</q>,<a>,</a>")
+    recipe = replace(recipe, model=model)
+    tokenizer = load_tokenizer(recipe)
+    if end is None:
+        for check in (chat_template.check, lambda recipe: chat_templates.marker(recipe, tokenizer)):
+            with pytest.raises(UserError, match=r"mine\.jinja: .* no control token at its end in the loss"):
+                check(recipe)
+        return
+    chat_template.check(recipe)
+    model = load_model(recipe)
+    before = generate.ends(model, tokenizer)
+    generate.stop_at(model, chat_templates.end_of_turn(recipe, tokenizer))
+    wanted = {*before, tokenizer.convert_tokens_to_ids(end)}
+    assert {*generate.ends(model, tokenizer)} == wanted and (len(wanted) > len(before)) == (end == "</a>")
 
 
 def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path, capsys):

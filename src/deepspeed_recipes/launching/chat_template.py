@@ -27,14 +27,17 @@ MOST = 200
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse a chat template in which the assistant's tokens cannot be found, if the model is a local folder.
+    """Refuse a chat template in which the assistant's tokens or the end of its turn cannot be found.
 
-    Templates that mark them and those that TRL knows need no tokenizer; others take the seconds of importing one.
+    The project's template, and a model's own if TRL knows it, need no tokenizer; others take the seconds of importing
+    one.
     """
     if recipe.draft.enabled or not recipe.method.packs or recipe.method.examples != "conversations":
         return
     text = _source(recipe)
-    if text is None or _marked(text) is not None or not importlib.util.find_spec("trl"):
+    if text is None or text == _read(OWN) or not importlib.util.find_spec("trl"):
+        return
+    if recipe.model.chat_template == "auto" and _marked(text) not in (None, text):
         return
     from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
 

@@ -30,6 +30,7 @@ from ..recipe.run_folder import CHECK_FAILED, COMPLETE, RunFolder, read_json, re
 from . import distributed, upstream
 from .checkpoint import digests
 from .console import say
+from .data import chat_templates
 from .model import generate, heads, new_tokens, stored, untrained
 from .model import load as load_model
 from .model import processor as vision
@@ -53,6 +54,11 @@ def save(trainer: Trainer, folder: Path) -> None:
         unset_hf_deepspeed_config()  # otherwise transformers would shard the models that it makes
         complete_export = untrained.name_adapter if recipe.lora else untrained.add
         complete_export(folder, recipe.model.path, heads.trained_by(recipe), recipe.model.trust_remote_code)
+        tokenizer = trainer.processing_class
+        if recipe.lora and chat_templates.end_of_turn(recipe, tokenizer) not in (None, tokenizer.eos_token_id):
+            # Neither the adapter's tokenizer nor its base model says where its answers end.
+            settings = (getattr(part, "generation_config", None) for part in trainer.model.modules())
+            next(filter(None, settings)).save_pretrained(folder)
     torch.distributed.barrier()
 
 
@@ -357,6 +363,9 @@ def load_whole(
     upstream.keep_4bit_layout(model)
     if of_adapter:
         new_tokens.fit(model, of_adapter)
+        if (of_adapter / generate.FILE).exists():
+            own = read_json(of_adapter / generate.FILE).get("eos_token_id")
+            generate.stop_at(model, *(own if isinstance(own, list) else [own]))
     return model
 
 

@@ -57,7 +57,7 @@ from .data import load as load_data
 from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
-from .model import draft, heads, load, output_head, probe, transforms
+from .model import draft, generate, heads, load, output_head, probe, transforms
 from .model_folder import expected
 from .parallel import holdings, implementation, sequence
 from .tracking.trackers import Trackers
@@ -133,6 +133,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
         write_requested(run.data, {**datasets.described(tokenizer), **skipped})
     model = parallel.load(recipe, datasets.labels)
+    generate.stop_at(model, chat_templates.end_of_turn(recipe, tokenizer))
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)

@@ -18,7 +18,7 @@ from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from ..console import say
 from ..model import new_tokens, stored
-from ..model.control_tokens import ControlTokens, control_tokens
+from ..model.control_tokens import ControlTokens, control_tokens, conversation_tokens
 from ..model.load import WRONG_VALUES, cannot_load, load_config
 from ..model.shown import bounded, owners, shown
 from ..model_folder import weights
@@ -126,6 +126,7 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
         )
     template = training_template(tokenizer)
     if template is not None:
+        end_of_turn(recipe, tokenizer)
         return template, partial(_by_template, tokenizer, template)
     question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
     try:
@@ -139,6 +140,42 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
             "copy of it, and name that file: model.chat_template=FILE."
         ) from None
     return tokenizer.chat_template, partial(_by_rendering, tokenizer)
+
+
+def end_of_turn(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the control token that a run teaches as the end of the assistant's turn, or None if that is not known.
+
+    White space may follow it. It is often not the tokenizer's end, for example where a base model becomes a chat model.
+    A template whose marks leave the loss without such a token is refused.
+    """
+    if tokenizer.chat_template is None or recipe.method.name == "pretrain":
+        return None
+    marks = training_template(tokenizer)
+    template = marks or tokenizer.chat_template
+    said = [{"type": "text", "text": "Hello"}] if recipe.model.vision else "Hello"
+    probe = [{"role": role, "content": said} for role in ("user", "assistant")]
+    try:
+        turns = shown(tokenizer, template, probe).turns
+        if marks and recipe.method.packs and recipe.loss_on != "all":
+            taught = [
+                token for token, learned in zip(*_by_template(tokenizer, marks, turns, None), strict=True) if learned
+            ]
+        else:
+            taught = conversation_tokens(tokenizer, turns, chat_template=template)
+    except (UserError, TemplateError, NotImplementedError, TypeError, ValueError):
+        return None  # it refuses this conversation
+    last = next((token for token in reversed(taught) if tokenizer.decode([token]).strip()), None)
+    if last in tokenizer.get_added_vocab().values():
+        return last
+    if marks and recipe.method.packs and taught:
+        own = recipe.model.chat_template not in ("auto", "chatml")
+        where = f"model.chat_template={recipe.model.chat_template}" if own else f"model.path={recipe.model.path}"
+        raise UserError(
+            f"{where}: the assistant's turn has no control token at its end in the loss, so the model would not learn "
+            "to stop.\nWrite the token that ends the turn inside {% generation %} ... {% endgeneration %}; if the "
+            "tokenizer does not have it as one token, add model.new_tokens=TOKEN."
+        )
+    return None
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

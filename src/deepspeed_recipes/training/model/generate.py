@@ -62,6 +62,17 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
     return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
 
 
+def stop_at(model: torch.nn.Module, *tokens: int | None) -> None:
+    """Add tokens to those at which the model, and its export, stops; `model` may have a pipeline's stages."""
+    for part in model.modules():
+        settings = getattr(part, "generation_config", None)
+        if settings is not None:
+            named = settings.eos_token_id
+            known = named if isinstance(named, list) else [] if named is None else [named]
+            if new := [token for token in tokens if token is not None and token not in known]:
+                settings.update(eos_token_id=[*known, *new])
+
+
 def until(tokens: list[int], end: Collection[int]) -> list[int]:
     """Return the tokens up to the first that ends an answer, which is included; all of them if none does."""
     last = next((at for at, token in enumerate(tokens) if token in end), len(tokens) - 1)
