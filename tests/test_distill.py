@@ -20,6 +20,7 @@ from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Distill
+from deepspeed_recipes.recipe.project import SAMPLES
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
 from deepspeed_recipes.recipe.samples import TINY_MODEL, TINY_TEACHER
@@ -325,6 +326,9 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(ren
     preflight.check_layout(paths.locate(pages.find("tiny", "distill")), DeepSpeedFile(stage=2), 2, 2)
     with pytest.raises(UserError, match=r"distill\.teacher=.*: this folder has no config.json"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path}"]))
+    shutil.copytree(SAMPLES / "tiny_model", tmp_path / "run" / "export")
+    with pytest.raises(UserError, match=r"has no config.json; its model is in .*run/export\."):
+        paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path / 'run'}"]))
     with pytest.raises(UserError, match=r"distill.teacher=no/such/folder: no such file or folder"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), ["distill.teacher=no/such/folder"]))
 

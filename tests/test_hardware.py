@@ -122,7 +122,7 @@ def test_bf16_begins_with_ampere():
     "name", ["RTX 3060 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU", "RTX 4090 D", "RTX 4090 48GB", "RTX 4060 Ti 8GB"]
 )
 def test_another_model_of_the_same_number_is_another_gpu(name):
-    with pytest.raises(UserError, match="unknown; did you mean RTX"):
+    with pytest.raises(UserError, match=r"unknown; (did you mean|a laptop's .* here) RTX"):
         find(name)
 
 
@@ -135,7 +135,8 @@ def test_another_model_of_the_same_number_is_another_gpu(name):
         ({"gpu": "h100-94gb"}, "did you mean H100, H100 PCIe, H100 NVL? GPUs with about 94 GiB: GH200"),
         ({"gpu": "p5.48xlarg"}, "did you mean p5.48xlarge"),
         ({"gpu": "abacus"}, "known GPUs are RTX 2080 Ti"),
-        ({"gpu": "H900"}, "did you mean H800, H200, H100? GPUs with about 79 GiB (H800): "),
+        ({"gpu": "H900"}, "did you mean H800, H200, H100?\nFor any other GPU"),
+        ({"gpu": "RTX 4060 Laptop"}, "a laptop's GPU is slower than the desktop's, here RTX 4060, RTX 4060 Ti 16GB"),
         ({"gpu": "8xH100"}, "--gpu 8xH100: give the number as a separate option: --gpu H100 --gpus 8."),
         ({"gpu": "8 x A100 80GB"}, "--gpu A100-80GB --gpus 8."),
         ({"gpu": "gpu_8x_l40s"}, "--gpu l40s --gpus 8."),

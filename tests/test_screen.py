@@ -55,10 +55,14 @@ def test_help_of_a_key_says_everything_about_it(capsys):
     ("typed", "said"),
     [
         ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
-        ("--lr=1e-4", "--lr: no such option; write a recipe's key as lr=VALUE."),
+        ("--lr=1e-4", "--lr: no such option; write a recipe's key as learning_rate=VALUE."),
         ("--seed=1", "--seed: no such option; write a recipe's key as seed=VALUE."),
         ("--nproc_per_node=2", "--nproc_per_node: no such option; did you mean --gpus?"),
-        ("--frobnicate=secret", "--frobnicate: no such option; write a recipe's key as frobnicate=VALUE."),
+        ("--frobnicate=secret", "--frobnicate: no such option; ds-recipes launch --help lists"),
+        (
+            "--namespace=ml",
+            "--namespace: no such option; --kubernetes writes manifests without a namespace: kubectl -n",
+        ),
     ],
 )
 def test_an_unknown_option_leads_to_the_nearest_or_to_a_key(typed, said, capsys):

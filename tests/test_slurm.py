@@ -91,6 +91,7 @@ def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
     monkeypatch.setattr(slurm.shutil, "which", lambda name: name)
     monkeypatch.setattr(slurm, "ask", lambda *command: SINFO)
     for asked, hint in (
+        ({"partition": "gpu_a100-mig@night"}, "not a partition's name, because of '@'"),
         ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed"),
         ({"nodes": 11}, "--nodes 11: partition big has only 10"),
         ({"nodes": 0}, "at least 1"),

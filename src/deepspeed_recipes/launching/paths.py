@@ -9,6 +9,7 @@ from ..recipe.errors import UserError
 from ..recipe.methods import Distill
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe, names
+from ..recipe.run_folder import RunFolder
 from ..training.model_folder.record import own_path
 
 
@@ -56,9 +57,9 @@ def _teacher(distill: Distill, mount: str | None) -> Distill:
     if distill.teacher and not distill.served:
         teacher = _absolute("distill.teacher", distill.teacher, mount)
         if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
-            raise UserError(
-                f"distill.teacher={distill.teacher}: this folder has no config.json; give a Hugging Face model folder."
-            )
+            has_model = RunFolder(Path(teacher)).export.joinpath("config.json").is_file()
+            what = f"its model is in {distill.teacher}/export" if has_model else "give a Hugging Face model folder"
+            raise UserError(f"distill.teacher={distill.teacher}: this folder has no config.json; {what}.")
         distill = replace(distill, teacher=teacher)
     return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
 

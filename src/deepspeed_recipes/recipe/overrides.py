@@ -248,7 +248,8 @@ def unknown(key: str, known: list[str], method: str = "") -> str:
     if option := OTHER_TOOLS["options"].get(key):
         return f"unknown key {key!r}; use ds-recipes launch's option {option}."
     tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "yours", "missing"))
-    if why := next((why for table in (OTHER_TOOLS["words"], *tables) if (why := listed(last, table))), None):
+    named = (listed(name, table) for table in (OTHER_TOOLS["words"], *tables) for name in (key, last))
+    if why := next(filter(None, named), None):
         return f"unknown key {key!r}; {why}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."

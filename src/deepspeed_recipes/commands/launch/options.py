@@ -255,11 +255,13 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         name = unknown[0].partition("=")[0]
         key = name.lstrip("-")
         usual = key.replace("-", "_")
-        near = overrides.OTHER_TOOLS["options"].get(usual)
-        if near is None and usual not in {*overrides.FOREIGN_NAMES, *overrides.override_keys()}:
-            near = parser.nearest(name)
-        help_words = "ds-recipes launch --help lists options and keys."
-        hint = f"did you mean {near}?" if near else f"write a recipe's key as {usual}=VALUE. {help_words}"
+        is_key = usual in {*overrides.FOREIGN_NAMES, *overrides.override_keys()}
+        hint = overrides.OTHER_TOOLS["words"].get(usual.lower())
+        if near := overrides.OTHER_TOOLS["options"].get(usual) or (None if is_key or hint else parser.nearest(name)):
+            hint = f"did you mean {near}?"
+        elif hint is None:
+            as_key = f"write a recipe's key as {overrides.FOREIGN_NAMES.get(usual, usual)}=VALUE. " if is_key else ""
+            hint = f"{as_key}ds-recipes launch --help lists options and keys."
         parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}\n")
     return options
 

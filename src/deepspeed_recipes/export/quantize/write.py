@@ -14,7 +14,7 @@ from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model, complete, expected, record
 from ..serve import environment
-from . import UNROUNDED, Kind
+from . import KINDS, UNROUNDED, Kind
 
 if TYPE_CHECKING:
     from ..evaluate.held_out import HeldOut
@@ -32,7 +32,12 @@ def check(source: Path, output: Path, kind: Kind) -> None:
     """Refuse a model of which no such copy can be written, before anything is loaded."""
     complete.check_smaller(source, output, kind.option)
     if kind.quantizer == "llm-compressor":
-        environment.require("llmcompressor", kind.typed)
+        try:
+            environment.require("llmcompressor", kind.typed)
+        except UserError as error:
+            here = [one for one in KINDS.values() if one.quantizer in ("bitsandbytes", "deepspeed-recipes")]
+            without = ", ".join(f"{one.name} ({one.title}; for {one.loads_in})" for one in here)
+            raise UserError(f"{error}\nWithout that environment, --quantize writes {without}.") from None
     elif kind.quantizer == "llama.cpp":
         environment.require_llama_cpp(kind.typed)
 

@@ -188,7 +188,8 @@ def allocation(
     if limit is not None and not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2})", limit):
         raise UserError(f"--time: invalid time limit {limit}; write minutes, hours:minutes:seconds or days-hours.")
     if partition is not None and not re.fullmatch(r"[\w.,-]+", partition):
-        raise UserError(f"--partition {partition!r}: not a partition's name.")
+        wrong = " ".join(dict.fromkeys(re.findall(r"[^\w.,-]", partition)))
+        raise UserError(f"--partition {partition!r}: not a partition's name, because of {wrong!r}; sinfo lists them.")
     nodes = 1 if nodes is None else nodes
     if nodes < 1 or (ranks is not None and ranks < 1):
         raise UserError("--nodes and --gpus must be at least 1.")

@@ -106,24 +106,25 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return suggestions for an unknown GPU: similar names, and GPUs with about the memory it is likely to have."""
+    """Return suggestions for an unknown GPU: similar names, and GPUs with about the memory in the name."""
     known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
     bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
     numbers = {word for word in _words(name) if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
     same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
     similar = [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)]
-    close = list(dict.fromkeys([*same_number, *similar]))[:_NEAR]
+    close = (same_number or similar)[:_NEAR]
     stated = re.search(r"(\d+)\s*gi?b?\b", name.lower())
     if not close and not stated:
         return f"{all_names()}."
-    by_name = f"did you mean {', '.join(close)}?" if close else "none has a similar name."
-    if stated:
-        gib, whose = float(stated[1]), ""
+    if _words(name) & {"laptop", "mobile"} and close:
+        by_name = f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."
     else:
-        first = INSTANCES[close[0]].gpu if close[0] in INSTANCES else close[0]
-        gib, whose = next(gpu.memory_gib for gpu in GPUS if gpu.name == first), f" ({first})"
+        by_name = f"did you mean {', '.join(close)}?" if close else "none has a similar name."
+    if not stated:  # a similar name says nothing of the memory
+        return by_name
+    gib = float(stated[1])
     alike = sorted((gpu for gpu in GPUS if gpu.name not in close), key=lambda gpu: abs(gpu.memory_gib - gib))
-    return f"{by_name} GPUs with about {gib:.0f} GiB{whose}: {', '.join(gpu.name for gpu in alike[:_NEAR])}."
+    return f"{by_name} GPUs with about {gib:.0f} GiB: {', '.join(gpu.name for gpu in alike[:_NEAR])}."
 
 
 def all_names() -> str:
