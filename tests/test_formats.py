@@ -15,6 +15,8 @@ from deepspeed_recipes.training.data import sources, text_files
 from deepspeed_recipes.training.data.forms import formats
 from tests.small import small
 
+CUSTOMER_AND_AGENT = (("customer", "Hi?"), ("agent", "Yes."))
+
 
 def user(content):
     return {"role": "user", "content": content}
@@ -719,20 +721,41 @@ def test_roles_are_renamed_turns_joined_and_empty_system_turns_dropped(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("speaker", "text"),
-    [("speaker", "text"), ("from", "msg"), ("author", "message"), ("name", "body"), ("who", "said")],
+    ("speaker", "text", "others"),
+    [
+        ("speaker", "text", {}),
+        ("from", "msg", {}),
+        ("author", "message", {"ts": "2026-01-02T10:00:00"}),
+        ("name", "body", {"mood": "very happy"}),
+        ("who", "said", {"created": "2 Jan 2026", "id": "message one", "number": "0c1d9a2f-77ab"}),
+        ("who", None, {"said": "Where?", "answered": "Here."}),
+    ],
 )
-def test_keys_of_turns_are_renamed_as_the_refusal_says(tmp_path, speaker, text):
+def test_keys_of_turns_are_renamed_as_the_refusal_says(tmp_path, speaker, text, others):
     path = tmp_path / "chats.jsonl"
-    turns = [{speaker: "customer", text: "Hi?"}, {speaker: "agent", text: "Yes."}]
+    turns = [{**others, speaker: name, **({text: said} if text else {})} for name, said in CUSTOMER_AND_AGENT]
     path.write_text(json.dumps({"dialogue": turns}) + "\n", encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        preflight.check_data(recipe_on(path, columns="dialogue:messages"))
+    for check in (preflight.check_data, lambda recipe: list(sources.read(str(path), recipe)[0].examples)):
+        with pytest.raises(UserError) as caught:
+            check(recipe_on(path, columns="dialogue:messages"))
     columns = re.search(r"data.columns=(\S+)\.", str(caught.value))[1]
-    roles = {"roles": "customer:user,agent:assistant"}
-    assert columns == ",".join([f"{speaker}:role"] * (speaker != "from") + [f"{text}:content"])
-    (source,) = sources.read(str(path), recipe_on(path, columns=f"dialogue:messages,{columns}", **roles))
-    assert [one["messages"] for one in source.examples] == [[user("Hi?"), assistant("Yes.")]]
+    advised = [f"{speaker}:role"] * (speaker != "from") + [f"{text or 'KEY_OF_THE_TEXT'}:content"]
+    assert columns.split(",") == ["dialogue:messages", *advised]
+    if text:
+        (source,) = sources.read(str(path), recipe_on(path, columns=columns, roles="customer:user,agent:assistant"))
+        (one,) = source.examples
+        assert [(turn["role"], turn["content"]) for turn in one["messages"]] == [("user", "Hi?"), ("assistant", "Yes.")]
+
+
+def test_advice_about_columns_names_what_the_user_has_to_write_in_full():
+    bad = text_files.BadExamples({"log": "messages", "a,b": "system", "q": "text"})
+    for said, advised in (
+        ("x. Write data.columns=NAME:prompt.", "x. Write data.columns=log:messages,a,b:system,q:text,NAME:prompt."),
+        ("Write data.columns=text:prompt.", "Write data.columns=log:messages,a,b:system,q:prompt."),
+        ("Write data.columns=c:messages,d:text.", "Write data.columns=a,b:system,c:messages,d:text."),
+        ("no advice: text", "no advice: text"),
+    ):
+        assert bad.advised(UserError(said)) == advised
 
 
 @pytest.mark.parametrize("turn", [{"input": "Hi?", "output": "Yes."}, "Hi?"], ids=["Capybara", "LIMA"])

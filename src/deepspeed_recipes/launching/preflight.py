@@ -291,7 +291,8 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     If `listed`, print the keys of examples that nothing reads.
     """
     counts: list[int | None] = []
-    bad, method = text_files.BadExamples(), (recipe.method.name, recipe.data, recipe.model.vision)
+    bad = text_files.BadExamples(formats.column_fields(recipe.data.columns))
+    method = (recipe.method.name, recipe.data, recipe.model.vision)
     rendering = chat_template.Rendering(recipe)
     reads_columns = importlib.util.find_spec("pyarrow") is not None
     kinds_of: dict[str, Counter[object]] = {}

@@ -56,7 +56,7 @@ def save(trainer: Trainer, folder: Path) -> None:
         complete_export(folder, recipe.model.path, heads.trained_by(recipe), recipe.model.trust_remote_code)
         tokenizer = trainer.processing_class
         if recipe.lora and chat_templates.end_of_turn(recipe, tokenizer) not in (None, tokenizer.eos_token_id):
-            # Neither the adapter's tokenizer nor its base model says where its answers end.
+            # Neither the adapter's tokenizer nor its base model has this end.
             settings = (getattr(part, "generation_config", None) for part in trainer.model.modules())
             next(filter(None, settings)).save_pretrained(folder)
     torch.distributed.barrier()

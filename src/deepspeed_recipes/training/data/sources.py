@@ -130,7 +130,7 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
 
 def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     reading = formats.reading_of(recipe.data)
-    bad = text_files.BadExamples()
+    bad = text_files.BadExamples(formats.column_fields(recipe.data.columns))
     located = formats.prepared(_located(name, recipe.data.split, True, None if streaming else bad), reading, bad)
     try:
         where, example, form = formats.first_form(located, recipe.method.name, recipe.data.form)
@@ -138,7 +138,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         if str(error) == formats.NO_EXAMPLES:
             keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
             error = bad.error(0) if bad.count else UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
-        raise error from None
+        raise UserError(bad.advised(error)) from None
     found: turns.Example = {
         "name": name,
         "split": recipe.data.split,
@@ -192,7 +192,8 @@ def _converted(
     vision: bool = False,
 ) -> Iterator[turns.Example]:
     """Yield the examples, then rows without one: the errors of examples that are skipped, and the number dropped."""
-    errors, messages, latest = text_files.BadExamples(), list[str](), list[str]()
+    errors = text_files.BadExamples({**reading["columns"], **reading["keys"]})
+    messages, latest = list[str](), list[str]()
 
     def note(error: UserError) -> None:
         errors(error)

@@ -7,11 +7,13 @@ functions instead of the loaders of `datasets`, which convert strings that look 
 import codecs
 import csv
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError, first_line
@@ -71,8 +73,9 @@ class BadExamples:
 
     LISTED = 10
 
-    def __init__(self) -> None:
-        """Start without errors."""
+    def __init__(self, columns: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start without errors; `columns` are the fields of `data.columns` by column, which advice keeps."""
+        self.columns = columns
         self.first: list[str] = []
         self.count = 0
 
@@ -80,7 +83,17 @@ class BadExamples:
         """Add an error."""
         self.count += 1
         if len(self.first) < self.LISTED:
-            self.first.append(str(error))
+            self.first.append(self.advised(error))
+
+    def advised(self, error: UserError) -> str:
+        """Return an error's message, in which `data.columns` is what the user has to write in full."""
+        before, key, after = str(error).partition("data.columns=")
+        for column, field in reversed(self.columns.items()) if key else ():
+            if f",{field}:" in f",{after}":  # renamed already
+                after = f",{after}".replace(f",{field}:", f",{column}:", 1)[1:]
+            elif not re.search(rf":{field}\b", after):
+                after = f"{column}:{field},{after}"
+        return before + key + after
 
     def error(self, usable: int) -> UserError:
         """Return one error for all; `usable` is the number of the other examples."""

@@ -27,6 +27,8 @@ COLUMNS = ("role", "speaker", "sender", "author", "from")
 """Columns of tables whose rows are turns, that say who speaks."""
 SPEAKERS = (*COLUMNS, "name", "who", "type")
 """Keys of turns that may say who speaks."""
+TEXTS = ("text", "msg", "message", "utterance", "body")
+"""Keys of turns that hold what is said."""
 REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
@@ -187,6 +189,14 @@ def _joined(before: object, turn: object) -> Turn | None:
     return None
 
 
+def _may_be_text(key: str, value: str) -> bool:
+    """Return whether a turn's key may hold what is said: no date, number or identifier."""
+    if key in TEXTS:
+        return True
+    other = re.search(r"(^|_)(id|uuid|ts|at|on)$|time|date|^(created|lang|language|url)$", key.lower())
+    return not other and bool(re.search(r"[^\W\d_]{2}", value)) and not re.fullmatch(r"[\da-fA-F-]{8,}", value)
+
+
 def _turn(where: str, turn: object) -> Turn:
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}; {REWRITE}.")
@@ -207,10 +217,14 @@ def _turn(where: str, turn: object) -> Turn:
     others = [key for key, value in turn.items() if isinstance(value, str) and value and key not in known]
     if unnamed or (content == "" and others and not turn.keys() & {*READ, "function_call"}):
         missing = ["role"] * (speaker is None) + ["content"] * (content == "")
-        others.sort(key=lambda key: key not in SPEAKERS)
-        if "role" in missing and others[:1] and others[0] not in SPEAKERS and turn[others[0]].lower() not in ROLES:
-            others = []  # such as a question with its answer, of which neither says who speaks
-        pairs = ",".join(f"{key}:{field}" for key, field in zip(others, missing, strict=False))
+        who = next(filter(others.__contains__, SPEAKERS), None)
+        who = who or next((key for key in others if turn[key].lower() in ROLES), None)
+        written = [key for key in others if key not in (*SPEAKERS, who) and _may_be_text(key, turn[key])]
+        named = [key for key in written if key in TEXTS] or written
+        columns = {"role": who, "content": named[0] if len(named) == 1 else "KEY_OF_THE_TEXT"}
+        if ("role" in missing and who is None) or not written:
+            columns = {}  # such as a question with its answer, of which neither says who speaks
+        pairs = ",".join(f"{columns[field]}:{field}" for field in missing if field in columns)
         raise UserError(
             f"{where} needs a 'role' and a 'content', both strings."
             + (
