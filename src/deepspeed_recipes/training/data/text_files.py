@@ -88,7 +88,7 @@ class BadExamples:
     def advised(self, error: UserError) -> str:
         """Return an error's message, in which `data.columns` is what the user has to write in full."""
         before, key, after = str(error).partition("data.columns=")
-        for column, field in reversed(self.columns.items()) if key else ():
+        for column, field in reversed([*self.columns.items()]) if key else ():
             if f",{field}:" in f",{after}":  # renamed already
                 after = f",{after}".replace(f",{field}:", f",{column}:", 1)[1:]
             elif not re.search(rf":{field}\b", after):
