@@ -105,6 +105,14 @@ def test_transformers_serve_answers_as_plain_transformers_does(models):
         }.items():
             assert posted(url + path, body | {"model": "tiny"}) == 200, path
             assert posted(url + path, body) == 400, path
+            assert posted(url + path, body | {"model": "tiny", "n": 2}) == 400, path
+        body = {"model": "tiny", "messages": conversations[0], "max_completion_tokens": 1, "n": 1}
+        request = urllib.request.Request(
+            f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as said:
+            answer = json.load(said)
+        assert (answer["model"], answer["usage"]["completion_tokens"]) == ("tiny", 1)
         closed = ("/load_model", "/reset", "/v1/audio/transcriptions", "/v1/systemone", "/v1/load_lora_adapter")
         assert {posted(url + path, elsewhere) for path in closed} == {404}
         assert asked(url, "tiny", conversations[:1]) == plain(models / "whole", conversations[:1])

@@ -7,6 +7,7 @@
 5.22.2). NAME is a folder in this process's working directory.
 """
 
+import json
 import sys
 import uuid
 from typing import Any
@@ -20,18 +21,33 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import X_REQUEST_ID, BaseHandler, GenerationState, Modality
 
+from ...recipe.files import Json
+
 REACHED = ("data:", "http://", "https://")
 """Allowed prefixes of image addresses in a request; anything else would be a file on this machine."""
+
+
+FIXED: Json = {
+    **{"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0, "tool_choice": "auto"},
+    "response_format": {"type": "text"},
+}
+"""The only values of fields that transformers ignores, although others would change the answer."""
 
 
 class OneModel(ModelManager):
     """Loads only the model with which the server was started."""
 
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        """Return the name as it is, for the answers; transformers' own method appends a revision."""
+        return model_id
+
     def load_model_and_processor(self, model_id_and_revision: str, *options: Any, **more: Any) -> Any:
         """Return the model, which is loaded once."""
-        if model_id_and_revision != self.process_model_name(self.force_model):
+        if model_id_and_revision != self.force_model:
             raise HTTPException(400, f"Only {self.force_model} is served here.")
-        return super().load_model_and_processor(model_id_and_revision, *options, **more)
+        found = ModelManager.process_model_name(model_id_and_revision)
+        return super().load_model_and_processor(found, *options, **more)
 
 
 class NoFiles:
@@ -89,6 +105,11 @@ def app(name: str, trust_remote_code: bool = False) -> FastAPI:
     @answering.post("/v1/completions")
     @answering.post("/v1/responses")
     async def answer(request: Request, body: dict[str, Any]) -> Any:
+        for field, only in FIXED.items():
+            if body.get(field) not in (None, only):
+                raise HTTPException(400, f"{field}: only {json.dumps(only)} here; vLLM has others (--engine vllm).")
+        if "max_completion_tokens" in body:  # OpenAI's newer name, which transformers ignores
+            body.setdefault("max_tokens", body.pop("max_completion_tokens"))
         number = request.headers.get(X_REQUEST_ID) or str(uuid.uuid4())
         return await handlers[request.url.path].handle_request(body, number)
 
