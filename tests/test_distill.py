@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -329,8 +330,34 @@ def test_a_teacher_with_another_vocabulary_is_refused_before_anything_starts(ren
     shutil.copytree(SAMPLES / "tiny_model", tmp_path / "run" / "export")
     with pytest.raises(UserError, match=r"has no config.json; its model is in .*run/export\."):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path / 'run'}"]))
+    write_json(tmp_path / "run" / "adapter_config.json", {"base_model_name_or_path": "base"})
+    adapter = paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path / 'run'}"]))
+    with pytest.raises(UserError, match=r"distill.teacher=.*/run: an adapter, not a whole model; merge it first"):
+        preflight.check_model(adapter)
     with pytest.raises(UserError, match=r"distill.teacher=no/such/folder: no such file or folder"):
         paths.locate(overrides.apply(pages.find("tiny", "distill"), ["distill.teacher=no/such/folder"]))
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions"])
+def test_a_teacher_with_fewer_positions_than_a_sequence_is_refused(tmp_path, name):
+    """Rotary positions would be beyond those that it has learned, and learned ones have no rows: an IndexError."""
+    from transformers import AutoTokenizer
+
+    from deepspeed_recipes.training.methods.distillation import teacher
+
+    shutil.copytree(TINY_TEACHER, tmp_path / "short")
+    config = read_json(tmp_path / "short" / "config.json")
+    for most, fits in ((255, False), (256, True)):
+        write_json(tmp_path / "short" / "config.json", {**config, "max_position_embeddings": None, name: most})
+        short = paths.locate(overrides.apply(pages.find("tiny", "distill"), [f"distill.teacher={tmp_path / 'short'}"]))
+        check = [
+            lambda recipe=short: preflight.check_layout(recipe, DeepSpeedFile(stage=2), 2, 2),
+            lambda recipe=short: teacher.check(recipe, AutoTokenizer.from_pretrained(TINY_MODEL)),
+        ]
+        for one in check if name == "max_position_embeddings" else check[:1]:
+            refused = pytest.raises(UserError, match=r"has 255 positions, .* 256; set sequence_length=255, or use")
+            with nullcontext() if fits else refused:
+                one()
 
 
 def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):

@@ -56,12 +56,17 @@ def _teacher(distill: Distill, mount: str | None) -> Distill:
     """Return the settings with absolute paths of the teacher's folder and of the cache, which may not exist yet."""
     if distill.teacher and not distill.served:
         teacher = _absolute("distill.teacher", distill.teacher, mount)
-        if Path(teacher).exists() and not Path(teacher, "config.json").is_file():
-            has_model = RunFolder(Path(teacher)).export.joinpath("config.json").is_file()
-            what = f"its model is in {distill.teacher}/export" if has_model else "give a Hugging Face model folder"
+        if Path(teacher).exists() and not _holds_model(Path(teacher)):
+            trained = _holds_model(RunFolder(Path(teacher)).export)
+            what = f"its model is in {distill.teacher}/export" if trained else "give a Hugging Face model folder"
             raise UserError(f"distill.teacher={distill.teacher}: this folder has no config.json; {what}.")
         distill = replace(distill, teacher=teacher)
     return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
+
+
+def _holds_model(folder: Path) -> bool:
+    """Return whether a folder holds a model or an adapter, about which `weights.check` says what to do."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def _code(key: str, text: str, mount: str | None) -> str:

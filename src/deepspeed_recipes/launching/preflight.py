@@ -173,6 +173,8 @@ def check_layout(recipe: Recipe, file: DeepSpeedFile, ranks: int, ranks_each: in
         ours, theirs = (vocabulary.tokens(Path(path)) for path in (recipe.model.path, teacher))
         if ours and theirs:  # both are local folders; the ranks check the other cases
             vocabulary.check(teacher, ours, theirs)
+        if config := config_of(Path(teacher)):
+            vocabulary.check_positions(teacher, config, recipe)
     if ranks > ranks_each and ranks_each % recipe.layout.tensor:
         print(
             f"layout.tensor={recipe.layout.tensor}: groups span nodes of {ranks_each} ranks, so several all-reduces "

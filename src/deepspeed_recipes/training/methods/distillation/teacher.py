@@ -53,6 +53,8 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
         raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
     ours = tokenizer.get_vocab()
     vocabulary.check(path, ours, theirs)
+    if not recipe.draft.enabled:  # the samples' teacher may stand for one with more positions
+        vocabulary.check_positions(path, load.load_config(recipe_of(recipe)).to_dict(), recipe)
     if (least := entries(recipe)) < len(ours):
         raise UserError(f"distill.teacher={path}: a head of {least:,} entries for {len(ours):,} tokens.")
     return least

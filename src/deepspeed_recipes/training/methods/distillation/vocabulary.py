@@ -1,4 +1,4 @@
-"""Checks that a teacher and a student have the same vocabulary.
+"""Checks that a teacher has the student's vocabulary, and positions for its sequences.
 
 Standard library only: the launcher compares local folders before it starts anything.
 """
@@ -6,7 +6,10 @@ Standard library only: the launcher compares local folders before it starts anyt
 from collections.abc import Mapping
 from pathlib import Path
 
+from ....recipe.compatibility import positions
 from ....recipe.errors import UserError
+from ....recipe.files import JsonView
+from ....recipe.recipe import Recipe
 from ....recipe.run_folder import read_json
 
 
@@ -39,4 +42,14 @@ def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> N
         raise UserError(
             f"distill.teacher={teacher}: another vocabulary: {len(differing):,} tokens differ ({numbers}).\n"
             "A token's number must mean the same in both models; use a teacher of the model's own family."
+        )
+
+
+def check_positions(teacher: str, config: JsonView, recipe: Recipe) -> None:
+    """Refuse a teacher with fewer positions than a sequence has tokens; `config` is its config.json."""
+    most = positions(config.get("text_config") or config)
+    if recipe.sequence_length > most:
+        raise UserError(
+            f"distill.teacher={teacher}: the teacher has {most:,} positions, and sequence_length is "
+            f"{recipe.sequence_length:,}; set sequence_length={most}, or use a teacher with more."
         )
