@@ -138,17 +138,26 @@ def test_no_right_answer_is_explained(tmp_path):
     assert ranked.warning(0.0) is None
 
 
-@pytest.mark.parametrize(("metric", "worse", "better"), [("loss", 13.27, 8.3), ("preference_accuracy", 0.5, 0.75)])
-def test_a_best_step_that_is_worse_than_no_training_is_named(tmp_path, metric, worse, better):
-    run, recipe = RunFolder(tmp_path), pages.find("tiny", "full" if metric == "loss" else "dpo_lora")
-    recipe = replace(recipe, keep_best=True, data=replace(recipe.data, metric="loss"))
+@pytest.mark.parametrize(
+    ("variant", "metric", "worse", "better", "what"),
+    [
+        ("full", "loss", 13.27, 8.3, "example"),
+        ("pretrain", "loss", 13.27, 8.3, "sequence"),  # long texts are cut into several
+        ("dpo_lora", "preference_accuracy", 0.5, 0.75, "example"),
+    ],
+)
+def test_a_best_step_that_is_worse_than_no_training_is_named(tmp_path, variant, metric, worse, better, what):
+    run, recipe = RunFolder(tmp_path), pages.find("tiny", variant)
+    recipe = replace(recipe, data=replace(recipe.data, metric="loss"))
     append_jsonl(run.evaluations, {"step": 0, metric: better})
-    judged = [Evaluation(one, run, Datasets([], [{}], None, []), None, None, print) for one in
-              (recipe, replace(recipe, keep_best=False))]  # fmt: skip
+    kept, last = (
+        Evaluation(replace(recipe, keep_best=keep), run, Datasets([], [{}], None, []), None, None, print)
+        for keep in (True, False)
+    )
     start = "warning: the model before training is better than the best step, which is exported: "
-    assert judged[0].warning(worse).startswith(f"{start}{method.title(metric)} {method.shown(metric, better)}, then ")
-    assert judged[0].warning(better) is None and judged[1].warning(worse) is None
-    assert judged[0].last_line(worse).startswith(f"{method.title(metric)} on 1 held-out example: ")
+    assert kept.warning(worse).startswith(f"{start}{method.title(metric)} {method.shown(metric, better)}, then ")
+    assert kept.warning(better) is None and last.warning(worse) is None
+    assert kept.last_line(worse).startswith(f"{method.title(metric)} on 1 held-out {what}: ")
 
 
 def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):

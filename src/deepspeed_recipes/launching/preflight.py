@@ -357,7 +357,7 @@ def unchecked(recipe: Recipe) -> str:
     data = f"{', '.join(left)} (read by the ranks); " if left else ""
     return (
         f"not checked by --dry-run: {data}the examples in tokens, the number of updates if they are packed, and the "
-        "software of the ranks"
+        "software of the ranks; a run prints examples, with what is trained marked, before it loads the model"
     )
 
 
