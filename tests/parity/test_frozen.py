@@ -73,7 +73,11 @@ def test_the_chosen_weights_are_trained_as_in_plain_pytorch(
         ),
         (["train=."], "train=.: matches all .* weights of the model"),
         (["freeze=weight"], "freeze=weight: matches all .* weights of the model"),
-        (["train=norm", "freeze=layers|norm"], "nothing is left to train"),
+        (["freeze=norm|no_such"], "'no_such' in it matches no weight of the model"),
+        ([r"train=layers\.(2|33)\."], "'33' in it matches no weight"),
+        ([r"train=layers\.2\.|lm_head"], "'lm_head' in it matches no weight, since .* is tied to model.embed_tokens"),
+        (["train=lm_head"], "=lm_head: matches no weight, since this model's lm_head is tied to model.embed_tokens"),
+        ([r"train=(?:layers\.(2|3)\.|[|]*norm)(?!x|y)", "freeze=layers|norm"], "nothing is left to train"),
     ],
 )
 def test_what_matches_nothing_or_everything_is_refused_before_ranks_start(settings, message):

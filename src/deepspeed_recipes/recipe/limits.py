@@ -1,9 +1,11 @@
 """Checks a recipe with its DeepSpeed file and number of ranks by the table of `compatibility`, and finds what runs."""
 
+import contextlib
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 from . import compatibility
 from .compatibility import Case
@@ -81,21 +83,60 @@ def trained_share(recipe: Recipe, counts: Mapping[str, int]) -> float:
     """Return the share of a model's parameters that `train` and `freeze`, without adapters, leave to be trained.
 
     `counts` is the number of parameters of each weight, by its name. Every expression has to match some and not all of
-    them.
+    them, and so has each of its alternatives.
     """
     some = ", ".join(list(counts)[:1] + list(counts)[-1:])
+    text = recipe.model.config.get("text_config") or recipe.model.config
     for key in ("train", "freeze"):
-        pattern = getattr(recipe, key)
-        if pattern is not None and (found := sum(re.search(pattern, name) is not None for name in counts)) in (
-            0,
-            len(counts),
-        ):
-            what = f"all {found} weights of the model" if found else "no weight of the model"
-            raise UserError(f"{key}={pattern}: matches {what}, whose names are {some} and so on.")
+        if (pattern := getattr(recipe, key)) is None:
+            continue
+        for part, alone in [(pattern, re.compile(pattern)), *_alternatives("", pattern, "")]:
+            found = sum(alone.search(name) is not None for name in counts)
+            which = "matches" if part == pattern else f"{part!r} in it matches"
+            if not found and text.get("tie_word_embeddings") and alone.search("lm_head.weight"):
+                tied = next(iter(counts))  # the embeddings come first
+                raise UserError(
+                    f"{key}={pattern}: {which} no weight, since this model's lm_head is tied to {tied}; write that "
+                    "name for both, or leave them out."
+                )
+            if not found or (part == pattern and found == len(counts)):
+                what = f"all {found} weights of the model" if found else "no weight of the model"
+                raise UserError(f"{key}={pattern}: {which} {what}, whose names are {some} and so on.")
     trained = sum(count for name, count in counts.items() if recipe.trains(name))
     if not trained:
         raise UserError(f"train={recipe.train} freeze={recipe.freeze}: nothing is left to train.")
     return trained / sum(counts.values())
+
+
+_MEANT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:P<\w+>|<[=!]|[aiLmsux-]*:|[=!>]))?|\)|\|", re.DOTALL)
+"""Marks of groups and alternatives in a regular expression; escaped characters and classes, which may look like them."""
+
+
+def _alternatives(before: str, pattern: str, after: str) -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Yield each alternative of a regular expression, also in groups, with the expression that has no other there.
+
+    `before` and `after` are around `pattern`. Groups that must not match are left out.
+    """
+    parts, depth, groups = [0], 0, list[tuple[int, int]]()
+    for found in _MEANT.finditer(pattern):
+        if found[0].startswith("("):
+            depth += 1
+            if depth == 1:
+                groups.append((found.end(), -1 if "!" in found[0] else 0))
+        elif found[0] == ")":
+            depth -= 1
+            if depth == 0 and groups[-1][1] == 0:
+                groups[-1] = (groups[-1][0], found.start())
+        elif found[0] == "|" and depth == 0:
+            parts.append(found.end())
+    for start, end in pairwise([*parts, len(pattern) + 1]):
+        if len(parts) > 1:
+            with contextlib.suppress(re.error):  # it may refer to a group that is left out
+                yield pattern[start : end - 1], re.compile(before + pattern[start : end - 1] + after)
+        for first, last in groups:
+            if start <= first <= last < end:
+                around = before + pattern[start:first], pattern[last : end - 1] + after
+                yield from _alternatives(around[0], pattern[first:last], around[1])
 
 
 def sizes(layout: Layout, file: DeepSpeedFile) -> Iterator[tuple[str, int, int]]:
