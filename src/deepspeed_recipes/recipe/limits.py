@@ -109,7 +109,7 @@ def trained_share(recipe: Recipe, counts: Mapping[str, int]) -> float:
 
 
 _MEANT = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\((?:\?(?:P<\w+>|<[=!]|[aiLmsux-]*:|[=!>]))?|\)|\|", re.DOTALL)
-"""Marks of groups and alternatives in a regular expression; and escaped characters and classes, which look like them."""
+"""Marks of groups and alternatives in a regular expression, and what only looks like them: escapes and classes."""
 
 
 def _alternatives(before: str, pattern: str, after: str) -> Iterator[tuple[str, re.Pattern[str]]]:
