@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from ....recipe.errors import UserError
+from ....recipe.errors import UserError, errors_only
 from ....recipe.files import Json, JsonView
 from ....recipe.methods.grpo import Grpo
 from ....recipe.methods.preferences import DpoLoss
@@ -233,10 +233,11 @@ def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
     """Return the arguments that differ from the defaults of their class, and its method: none for TrainingArguments."""
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:  # takes seconds, and only saved arguments need it
-        import trl
-        from transformers import TrainingArguments
-        from trl.experimental.cpo import CPOConfig
-        from trl.experimental.orpo import ORPOConfig
+        with errors_only("bitsandbytes"):
+            import trl
+            from transformers import TrainingArguments
+            from trl.experimental.cpo import CPOConfig
+            from trl.experimental.orpo import ORPOConfig
     except ImportError:
         raise UserError("a file of all TrainingArguments needs transformers and TRL to tell which you set.") from None
     classes = {
