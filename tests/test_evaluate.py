@@ -1,6 +1,7 @@
 """evaluate.py: scores of models side by side, their intervals, the paired test, and a server as one of the models."""
 
 import json
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -184,6 +185,22 @@ def test_preferences_are_ranked_by_the_answers_likelihood(capsys, tmp_path):
         assert run_command("evaluate", [str(name), *chats, "--metric", "loss"]) == 0
         scores.append(json.loads(capsys.readouterr().out)["models"][0]["score"])
     assert scores[0] == scores[1], "its export is that model"
+
+
+def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsys):
+    turns = [json.loads(line)["messages"] for line in data.read_text().splitlines()]
+    table = tmp_path / "table.jsonl"
+    rows = [{"pregunta": asked["content"], "esperado": said["content"]} for *_, asked, said in turns]
+    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [str(run.path), "--data", str(table), "--limit", "2"]
+    assert run_command("evaluate", command) == 2
+    (advised,) = re.findall(r"as in (data\.columns=\S+)\.$", capsys.readouterr().err.strip())
+    assert advised == "data.columns=pregunta:prompt,esperado:completion"
+    assert run_command("evaluate", [*command, advised]) == 0
+    assert run_command("evaluate", [*command, "data.columns=pregunta:promt"]) == 2
+    assert "data.columns=pregunta:promt: write COLUMN:FIELD" in capsys.readouterr().err
+    assert run_command("evaluate", [str(run.path), advised]) == 2
+    assert "only with --data FILE" in capsys.readouterr().err
 
 
 def test_a_server_is_one_of_the_models(run, server, data, capsys):

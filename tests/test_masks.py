@@ -206,6 +206,22 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
         chat_templates.marker(small(TINY_MODEL, "unread"), tokenizer)
 
 
+def test_raw_completions_are_trained_with_the_template_that_is_offered(tmp_path, capsys):
+    words = ["tiny", "full", "--dry-run", "model.chat_template=none"]
+    assert main.run("launch", words) == 2
+    (template,) = re.findall(r"^\{.*\}$", capsys.readouterr().err, re.MULTILINE)
+    (tmp_path / "raw.jinja").write_text(template)
+    recipe = small(TINY_MODEL, "unread")
+    recipe = replace(recipe, model=replace(recipe.model, chat_template=str(tmp_path / "raw.jinja")))
+    tokenizer = load_tokenizer(recipe)
+    turns = [{"role": "user", "content": "def f(): "}, {"role": "assistant", "content": "return 1"}]
+    tokens, learned = chat_templates.marker(recipe, tokenizer)[1](turns, None)
+    taught = [token for token, said in zip(tokens, learned, strict=True) if said]
+    assert (
+        tokenizer.decode(tokens) == "<|bos|>def f(): return 1<|end|>" and tokenizer.decode(taught) == "return 1<|end|>"
+    )
+
+
 @pytest.mark.parametrize(
     ("answer", "loss_on", "end"),
     [

@@ -4,6 +4,7 @@
     ds-recipes evaluate runs/tiny-3m-full/20261121-101500 --base             # compared with the model before training
     ds-recipes evaluate runs/tiny-3m-full/20261121-101500 runs/tiny-3m-lora/20261121-103000
     ds-recipes evaluate my-model http://localhost:8000 --data HELD_OUT.jsonl
+    ds-recipes evaluate my-model --data FILE.csv data.columns=question:prompt,answer:completion
 
 The metric and the examples are those of the first run on the command line, unless --metric and --data name others.
 Every score has its 95 % interval (Wilson's; bootstrap for a loss), and neighbours in the table are compared on the same
@@ -28,6 +29,9 @@ from ..recipe.run_folder import read_json, write_json
 from ..report import write
 from ..training import server
 from .main import Parser
+
+SETTINGS = ("data.columns=", "data.roles=")
+"""Settings of a recipe that say how the file of --data is read."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,6 +62,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--tasks", metavar="T,...", help="tasks of lm-evaluation-harness, by name")
     parser.add_argument("--include", type=Path, metavar="DIR", help="with --tasks: a folder with your own tasks")
     options = parser.parse_trusting(arguments)
+    options.settings = [word for word in options.models if word.startswith(SETTINGS)]
+    options.models = [word for word in options.models if word not in options.settings]
+    if not options.models:
+        parser.error("name a run, a folder or a server to measure")
+    if options.settings and not options.data:
+        raise UserError(f"{options.settings[0]}: only with --data FILE, whose examples it is about; leave it out.")
     if options.tasks:
         parser.refuse(options, ("data", "metric"), "--tasks have their own examples and metrics")
     else:
@@ -76,7 +86,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
     recipe = next((one.recipe for one in found if one.recipe), None)
     utils.logging.disable_progress_bar()
     with held_out.alone():
-        examples = held_out.read(recipe, options.data, options.metric, options.limit)
+        examples = held_out.read(recipe, options.data, options.metric, options.limit, options.settings)
         compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
     print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
     return compared

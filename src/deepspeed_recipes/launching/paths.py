@@ -35,6 +35,13 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
         )
     if model.new_tokens is not None:  # the ranks and a later resume need no file
         model = replace(model, new_tokens=new_tokens.as_text(new_tokens.read(model.new_tokens)))
+    if model.chat_template == "none":
+        raise UserError(
+            "model.chat_template=none: prompts and answers need a template. For raw completions name a file of this:\n"
+            "{{ bos_token }}{% for turn in messages %}{% if turn.role == 'assistant' %}{% generation %}"
+            "{{ turn.content + eos_token }}{% endgeneration %}{% else %}{{ turn.content }}{% endif %}{% endfor %}\n"
+            "For whole documents take the variant pretrain, whose examples are a 'text' each."
+        )
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)

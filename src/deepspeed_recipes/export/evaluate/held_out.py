@@ -3,7 +3,7 @@
 import contextlib
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from datasets import Dataset
 
 from ...machine import system
-from ...recipe import pages
+from ...recipe import overrides, pages
 from ...recipe.errors import UserError
 from ...recipe.files import JsonView
 from ...recipe.methods.texts import Sft
@@ -55,10 +55,12 @@ def alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: int | None) -> HeldOut:
+def read(
+    recipe: Recipe | None, file: Path | None, metric: str | None, limit: int | None, settings: Sequence[str] = ()
+) -> HeldOut:
     """Return the held-out examples, the first `limit` of them or all.
 
-    A `recipe` is a run's, and `file` and `metric` are used instead of what it names.
+    A `recipe` is a run's, and `file` and `metric` are used instead of what it names; `settings` say how `file` is read.
     """
     if recipe is None:
         if file is None:
@@ -67,7 +69,7 @@ def read(recipe: Recipe | None, file: Path | None, metric: str | None, limit: in
     if file is not None:
         validation = str(_existing(str(file)))
         data = replace(recipe.data, path=validation, validation=validation, streaming=False, transform=None)
-        recipe = replace(recipe, data=data)
+        recipe = overrides.apply(replace(recipe, data=data), settings)
     elif recipe.data.transform:
         raise UserError(
             f"data.transform={recipe.data.transform}: code that only a run folder names is not run; save the held-out "
