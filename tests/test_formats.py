@@ -473,6 +473,12 @@ MISTAKES = {
         "should be JSON",
     ),
     "tools": (line(messages=SHORT, tools=[1]), "sft", "'tools' must be a list of function descriptions"),
+    "tool of null": (
+        line(messages=SHORT, tools=[TOOL, {"type": "function", "function": None}]),
+        "sft",
+        "'tools': the function 2 has no name; add it",
+    ),
+    "tool that is no function": (line(messages=SHORT, tools=[{"type": "search"}]), "sft", "the function 1 has no name"),
     "no answer": (line(conversations=[{"from": "human", "value": "a"}]), "sft", "no assistant turn in 'conversations'"),
     "alpaca": (line(instruction="a", output=5), "sft", "'output' must be a string; it is of type int; data.transform="),
     "empty output": (line(instruction="a", output=""), "sft", "the field 'output' is empty"),
@@ -549,6 +555,7 @@ FILES = {
     "two columns of a name": ("a.csv", b"prompt,prompt,completion\na,b,c\n", ":1: has the column 'prompt' twice"),
     "gzip": ("a.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text; unpack it"),
     "Parquet": ("a.jsonl", b"PAR1abc", "is Parquet without the suffix"),
+    "Arrow stream": ("a", b"\xff\xff\xff\xff\x10\x01\0\0", "is Arrow, as a stream, without the suffix .arrow"),
     "UTF-16": ("a.csv", "a,b".encode("utf-16"), "is UTF-16, not text"),
     "UTF-16 without a mark": (
         "a.txt",

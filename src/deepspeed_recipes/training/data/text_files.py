@@ -43,6 +43,7 @@ BINARY = {
     b"PK\x03\x04": "a zip archive",
     b"PAR1": "Parquet without the suffix .parquet",
     b"ARROW1": "Arrow without the suffix .arrow",
+    b"\xff\xff\xff\xff": "Arrow, as a stream, without the suffix .arrow",
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
 }

@@ -320,7 +320,11 @@ def read_tools(where: str, example: Example) -> list[Json] | None:
         tools = [parsed(f"{where}: 'tools'", tool) if isinstance(tool, str) else without_nulls(tool) for tool in tools]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise wrong(where, example, "tools", "a list of function descriptions")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()] or None
+    tools = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools or ()]
+    for number, tool in enumerate(tools, start=1):
+        if not (isinstance(tool["function"], dict) and tool["function"].get("name")):
+            raise UserError(f"{where}: 'tools': the function {number} has no name; add it, or remove the function.")
+    return tools or None
 
 
 def read_string(where: str, example: Example, field: str, empty: bool = False) -> str:
