@@ -144,7 +144,6 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     assert read_json(run.checkpoints / "checkpoint-4" / COMPLETE)["world_size"] == 2
     summary = read_json(run.summary)
     assert summary["metric"] == "exact_match" and summary["logit_difference"] <= 1e-4
-    assert run.report_page.stat().st_size > 10_000
     held = [read_json(run.ranks / f"rank-{rank}.json")["layers"] for rank in range(2)]
     weights = pages.find("tiny", "full").model.parameters
     assert [layer["name"] for layer in held[0]][:3] == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
