@@ -96,16 +96,13 @@ def attention_seconds(job: Job, kind: LayerProfile) -> tuple[float, float]:
     return each / ahead, 2.5 * each / back
 
 
-def experts_on_rank(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of a layer's experts on one rank, or 0 if it has none."""
+def experts_alone(kind: LayerProfile, setup: TrainingSetup) -> float:
+    """Return the number of a layer's experts on one rank that are modules, computed one by one as in transformers 4."""
+    if setup.software.grouped_experts:
+        return 0.0
     # Weights outside routed experts are those that every token is multiplied with.
     used = kind.active_weights - min(kind.active_weights, kind.parameters - kind.expert_parameters)
     return kind.experts_per_token * kind.expert_parameters / used / setup.layout.expert if used > 0 else 0.0
-
-
-def experts_alone(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of these that are modules and computed one by one, as in transformers 4."""
-    return 0.0 if setup.software.grouped_experts else experts_on_rank(kind, setup)
 
 
 def kernels(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -114,8 +111,6 @@ def kernels(kind: LayerProfile, setup: TrainingSetup) -> float:
     if setup.lora:
         per_matrix = COUNTS.fused_adapter_kernels if setup.lora.fused else COUNTS.adapter_kernels
         found += (per_matrix + COUNTS.dora_kernels * setup.lora.dora) * adapted_matrices(kind, setup)
-    if setup.quantized:
-        found += COUNTS.dequantize_kernels * len(kind.linears)
     return found + COUNTS.expert_kernels * experts_alone(kind, setup)
 
 
@@ -172,11 +167,7 @@ def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     dense = sum(map(prod, kind.linears))
     routed = max(0.0, kind.active_weights - dense)  # torch and PEFT do not count fused experts among the linear layers
     read = 2 * kind.expert_parameters / setup.layout.expert / job.bandwidth
-    tiles = 1.0
-    if experts := experts_on_rank(kind, setup):  # partly filled tiles are computed as a whole
-        rows = COUNTS.expert_rows
-        tiles = min(1 + rows / 2 * experts / (tokens * kind.experts_per_token), rows)
-    of_experts = max(job.divided(2 * tokens * routed) * tiles, read) if routed else 0.0
+    of_experts = max(job.divided(2 * tokens * routed), read) if routed else 0.0
     products = [0.0, 0.0, 0.0]  # forward, for the gradients of inputs, and for those of weights
     for inputs, outputs in kind.linears:
         # Tensor parallelism splits a matrix that widens by its outputs, and a matrix that narrows by its inputs.
@@ -262,7 +253,6 @@ def _moved_bytes(job: Job, kind: LayerProfile) -> float:
     passes = min(known.passes, COUNTS.fused_passes) if setup.fuses else known.passes
     passes *= COUNTS.fp32_passes if setup.software.fp32_activations else 1.0
     vectors = passes * (kind.active_weights / hidden / tensor + COUNTS.residual * hidden)
-    vectors += COUNTS.routed * kind.experts_per_token * hidden
     # If each head of queries and keys is normalised, as in Qwen3, two vectors of a head's width remain.
     head = kind.attention_width / profile.attention_heads
     norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * hidden
