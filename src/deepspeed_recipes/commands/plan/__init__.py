@@ -55,11 +55,7 @@ WIDTH = 160
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the plans, and return the exit status: 1 if no plan fits.
-
-    Raises:
-        UserError: a mistake on the command line, or a file that cannot be read or written.
-    """
+    """Print the plans, and return the exit status: 1 if no plan fits."""
     arguments = with_method(parser(__doc__).parse_intermixed_args(words))
     if arguments.model is None:
         return which_gpu.what_fits(arguments, console())
@@ -116,11 +112,7 @@ def _remarks(
 def answer(
     arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
 ) -> tuple[PlanRequest, SearchResult]:
-    """Return the plans and their request, which may have more GPUs (--deadline) or longer sequences (--longest).
-
-    Raises:
-        UserError: a deadline without tokens, or a deadline that no plan meets.
-    """
+    """Return the plans and their request, which may have more GPUs (--deadline) or longer sequences (--longest)."""
     if arguments.deadline:
         hours = workload.deadline(arguments.deadline)
         if work is None or arguments.longest:

@@ -26,11 +26,7 @@ PLANS_DRAWN = 8
 
 @contextlib.contextmanager
 def system_errors_of(flag: str, path: Path) -> Iterator[None]:
-    """Turn a system error, such as a folder that cannot be written, into a message that names the option.
-
-    Raises:
-        UserError: names the flag, the path and the reason.
-    """
+    """Turn a system error, such as a folder that cannot be written, into a message that names the option."""
     try:
         yield
     except OSError as error:
@@ -117,11 +113,7 @@ def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
 
 
 def draw(result: SearchResult, file: Path) -> None:
-    """Write the figure.
-
-    Raises:
-        UserError: a format other than PNG, or matplotlib is not installed.
-    """
+    """Write the figure as a PNG."""
     if file.suffix.lower() != ".png":
         raise UserError(f"--figure {file}: the format is PNG; name it {file.with_suffix('.png')}.")
     try:

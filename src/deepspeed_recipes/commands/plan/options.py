@@ -112,9 +112,6 @@ def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
     """Return the command line with the variant as its `method`, given as the second word or with --method.
 
     `software=NAME`, which is not a setting of the recipe, becomes `software`.
-
-    Raises:
-        UserError: two variants or two kinds of software are named, or unknown software.
     """
     words = [word for word in arguments.overrides if "=" not in word]
     names = [*words, *([arguments.method] if arguments.method else [])]
@@ -132,11 +129,7 @@ def with_method(arguments: argparse.Namespace) -> argparse.Namespace:
 
 
 def request_of(arguments: argparse.Namespace) -> PlanRequest:
-    """Return the request from the command line.
-
-    Raises:
-        UserError: names a flag, its value and what to write instead.
-    """
+    """Return the request from the command line."""
     if arguments.gpus is not None and arguments.gpus > NODE:
         raise UserError(
             f"--gpus {arguments.gpus}: counts the GPUs of one node, at most {NODE}; for {arguments.gpus} GPUs in total "
@@ -162,11 +155,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
 
 
 def hardware_of(arguments: argparse.Namespace) -> Cluster:
-    """Return the machines that the command line names.
-
-    Raises:
-        UserError: the options contradict each other, or name unknown hardware.
-    """
+    """Return the machines that the command line names."""
     if machine := _cpu_machine(arguments):
         return plans.corrected(of_cpus(machine, arguments.gpus))
     gpu, gpus, measured = arguments.gpu, arguments.gpus, None
@@ -188,11 +177,7 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
 
 
 def _cpu_machine(arguments: argparse.Namespace) -> Machine | None:
-    """Return the measurements of the machine whose CPU ranks are planned for, or None if the plan is for GPUs.
-
-    Raises:
-        UserError: it was not measured, or an option does not apply to CPU ranks.
-    """
+    """Return the measurements of the machine whose CPU ranks are planned for, or None if the plan is for GPUs."""
     asked = (arguments.gpu or "").upper() == CPU
     if arguments.gpu_memory is not None or (arguments.gpu and not asked):
         return None
@@ -209,11 +194,7 @@ def _cpu_machine(arguments: argparse.Namespace) -> Machine | None:
 
 
 def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
-    """Return the recipe with the user's settings, and the keys that the planner keeps: the user's and the variant's.
-
-    Raises:
-        UserError: names the setting and what to write instead.
-    """
+    """Return the recipe with the user's settings, and the keys that the planner keeps: the user's and the variant's."""
     page = model_recipe.find(arguments.model, arguments.method)
     changes = [change for change in arguments.overrides if change != "deepspeed=auto"]  # planning does that anyway
     keys = [change.partition("=")[0] for change in changes]

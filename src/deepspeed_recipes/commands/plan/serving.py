@@ -49,11 +49,7 @@ class Split:
 
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
-    """Print weights, cache and GPUs by format of the weights, and return the exit status: 1 if no format fits.
-
-    Raises:
-        UserError: an option contradicts --serve, or a number is none.
-    """
+    """Print weights, cache and GPUs by format of the weights, and return the exit status: 1 if no format fits."""
     if given := next((name for name in OPTIONS if getattr(arguments, name)), None):
         raise UserError(f"--serve and --{given.replace('_', '-')}: give one of them; --serve is not about training.")
     requests, length = _asked(arguments.serve)
@@ -103,11 +99,7 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
 
 
 def _asked(text: str) -> tuple[int, int]:
-    """Return the number of requests and their length in tokens from `16x8k`.
-
-    Raises:
-        UserError: it has another form.
-    """
+    """Return the number of requests and their length in tokens from `16x8k`."""
     found = re.fullmatch(r"([0-9]{1,7})\s*x\s*([0-9]{1,9})(k?)", text.strip().lower())
     requests, length = (int(found[1]), int(found[2]) * (1024 if found[3] else 1)) if found else (0, 0)
     if not requests or not length:

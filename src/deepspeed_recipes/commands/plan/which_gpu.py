@@ -33,11 +33,7 @@ SHOWN = 8
 
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the smallest and the cheapest hardware, and return the exit status.
-
-    Raises:
-        UserError: an option contradicts --which-gpu, or no hardware fits or meets the deadline.
-    """
+    """Print the smallest and the cheapest hardware, and return the exit status."""
     given = next((name for name in OPTIONS if getattr(arguments, name) is not None), "")
     if given or arguments.nodes != 1 or arguments.longest:
         option = given.replace("_", "-") or ("longest" if arguments.longest else "nodes")
@@ -139,11 +135,7 @@ FAMILIES = ("qwen3", "llama3")
 
 
 def what_fits(arguments: argparse.Namespace, console: Console) -> int:
-    """Print the largest model that fits by method, and return the exit status: 1 if none fits.
-
-    Raises:
-        UserError: an option needs a model, or the hardware is unknown.
-    """
+    """Print the largest model that fits by method, and return the exit status: 1 if none fits."""
     about_a_model = ("overrides", "tokens", "examples", "deadline", "spot", "write", "figure", "longest", "which_gpu")
     if any(getattr(arguments, name) for name in about_a_model):
         raise UserError("name a model first, for example llama3-8b; without one, --gpu NAME lists what fits.")

@@ -33,16 +33,7 @@ HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 
 def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
-    """Return the amount of training, or None if the user has not given it.
-
-    Args:
-        arguments: the command line, with `tokens`, `price` and `spot` as typed.
-        recipe: the recipe with the user's settings.
-        keys: the keys that the user has set; `data.path`, `epochs` and `max_steps` also determine the amount.
-
-    Raises:
-        UserError: the tokens or a price are not a number, or the data cannot be counted.
-    """
+    """Return the amount of training, or None if neither the command line nor a key that the user has set gives it."""
     found = _workload(arguments, recipe, keys)
     if arguments.spot is None:
         return found
@@ -94,11 +85,7 @@ def few_steps(plan: Plan, work: Workload) -> str | None:
 
 
 def tokens(text: str, flag: str = "--tokens") -> float:
-    """Return the number of tokens from text such as `2e9`, `500M`, `1.5B` or `10_000_000`.
-
-    Raises:
-        UserError: the text is not a number, or not above 0.
-    """
+    """Return the number of tokens from text such as `2e9`, `500M`, `1.5B` or `10_000_000`."""
     match = re.fullmatch(r"([0-9][0-9.,_]*(?:e[0-9]+)?)\s*([kmbgt]?)", text.strip().lower())
     try:
         number = float(match[1].replace(",", "").replace("_", "")) * SCALES[match[2]] if match else math.nan
@@ -110,11 +97,7 @@ def tokens(text: str, flag: str = "--tokens") -> float:
 
 
 def deadline(text: str, flag: str = "--deadline") -> float:
-    """Return the hours of `8h`, `90m`, `2d` or `1d12h`.
-
-    Raises:
-        UserError: the text is not such a time.
-    """
+    """Return the hours of `8h`, `90m`, `2d` or `1d12h`."""
     parts = re.findall(r"([0-9.]+)\s*([dhm])", text.strip().lower())
     try:
         hours = sum(float(number) * HOURS[unit] for number, unit in parts)

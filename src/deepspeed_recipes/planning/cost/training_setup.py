@@ -219,11 +219,7 @@ OF_FILE = ("offload_optimizer", "offload_parameters", "partition_size", "kept_we
 
 
 def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> TrainingSetup:
-    """Return the training setup of a recipe and its DeepSpeed file, which may have `auto`, for all nodes' ranks.
-
-    Raises:
-        UserError: the global batch cannot be divided among the ranks.
-    """
+    """Return the training setup of a recipe and its DeepSpeed file, which may have `auto`, for all nodes' ranks."""
     zero, bf16, data_types = file.zero, file.content.get("bf16", {}), file.content.get("data_types", {})
     method, micro_batches = recipe.method, gradient_accumulation_steps(recipe, world_size)
     by_server = isinstance(method, Grpo) and method.vllm is not None

@@ -81,9 +81,6 @@ def cluster(
 
     Without a name or a memory of the GPU it is this machine's. All GPUs of an instance or of this machine count,
     otherwise one; host memory is the instance's or a desktop computer's, otherwise unknown.
-
-    Raises:
-        UserError: the flags contradict each other, name an unknown GPU, or exceed the instance's resources.
     """
     for flag, value in (("--gpus", gpus), ("--nodes", nodes), ("--gpu-memory", gpu_memory)):
         if value is not None and not 0 < value < math.inf:

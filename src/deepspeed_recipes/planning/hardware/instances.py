@@ -83,11 +83,7 @@ class Prices:
 
 
 def prices(words: Iterable[str]) -> Prices:
-    """Return the prices given with `--price`: `DOLLARS` for any node, or `INSTANCE=DOLLARS`.
-
-    Raises:
-        UserError: a word is not a price in dollars, names an unknown instance, or repeats an instance.
-    """
+    """Return the prices given with `--price`: `DOLLARS` for any node, or `INSTANCE=DOLLARS`."""
     found: dict[str, float] = {}
     for word in words:
         name, equals, text = word.rpartition("=")

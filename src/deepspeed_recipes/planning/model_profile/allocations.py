@@ -275,11 +275,7 @@ def measure_batch(
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """Return the list of a decoder's layers.
-
-    Raises:
-        UserError: the model has no such list, or several.
-    """
+    """Return the list of a decoder's layers."""
     count = model.config.get_text_config().num_hidden_layers
     found = [child for child in model.base_model.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     if len(found) != 1 or model.get_output_embeddings() is None:

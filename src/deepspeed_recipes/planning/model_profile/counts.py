@@ -33,9 +33,6 @@ def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:
     """Refuse names that the model does not have, if its dimensions are known.
 
     `lora.target_modules` is checked if the user has `given` it: building the model takes seconds.
-
-    Raises:
-        UserError: names the key and what the model lacks.
     """
     trained_share(recipe)
     saved_parameters(recipe)
@@ -52,22 +49,14 @@ def check_trained(recipe: Recipe, given: Collection[str] = ()) -> None:
 
 
 def trained_share(recipe: Recipe) -> float:
-    """Return the share of the parameters that is trained in a recipe without adapters.
-
-    Raises:
-        UserError: an expression matches no weight or all of them.
-    """
+    """Return the share of the parameters that is trained in a recipe without adapters."""
     if not recipe.trains_some or not recipe.model.config:
         return 1.0
     return limits.trained_share(recipe, _counts(recipe))
 
 
 def saved_parameters(recipe: Recipe) -> int:
-    """Return the number of parameters beside adapters: new tokens' rows, and whole modules of `lora.modules_to_save`.
-
-    Raises:
-        UserError: the model has no such module.
-    """
+    """Return the number of parameters beside adapters: rows of new tokens, and `lora.modules_to_save`."""
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
     text = recipe.model.config.get("text_config") or recipe.model.config
     tokens = len(new_tokens.read(recipe.model.new_tokens)) if recipe.lora else 0

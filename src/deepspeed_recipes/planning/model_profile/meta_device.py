@@ -51,9 +51,6 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
         config: as in a `config.json`; `model_type` and the dimensions are enough.
         loras: the kinds of adapters; None stands for training all weights. Ranks do not matter.
         device: the device whose kernels to imitate, "cuda" or "cpu"; `allocations.Kernels` lists the differences.
-
-    Raises:
-        UserError: transformers has no such decoder, or its sizes contradict each other.
     """
     whole = build(config)
     inner = whole.config.get_text_config()
@@ -103,11 +100,7 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
 
 @errors_only("transformers")
 def build(config: JsonView, attention: str | None = None) -> PreTrainedModel:
-    """Return the model on the meta device, in bf16 and in training mode.
-
-    Raises:
-        UserError: transformers has no such decoder.
-    """
+    """Return the model on the meta device, in bf16 and in training mode."""
     stated = decoders.decoder_of(config) if decoders.is_stand_in(config) else config
     values = {name: value for name, value in stated.items() if name != "quantization_config"}
     for name in ("rope_scaling", "rope_parameters"):

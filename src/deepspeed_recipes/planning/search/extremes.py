@@ -70,9 +70,6 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
 
     The request's cluster is the smallest one to try; `larger_nodes` says whether nodes may have more GPUs, unless they
     are rented instances of a fixed size.
-
-    Raises:
-        UserError: no cluster meets the deadline; the message names the fastest.
     """
 
     def on(cluster: Cluster, nodes: int) -> Found:

@@ -52,9 +52,6 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
     """Return the recipe with the settings of the best plan, or of a tight plan if none fits (`line` warns about that).
 
     The values of the keys that the user has `given` are kept.
-
-    Raises:
-        UserError: nothing fits; the message names changes that would.
     """
     fixed = frozenset(given) - {"deepspeed"}
     sizes = {name: size for name, size in asdict(recipe.layout).items() if f"layout.{name}" in fixed}
@@ -66,11 +63,7 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
 
 
 def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
-    """Return the predicted cost of a run, or None for a draft or a model whose dimensions are unknown.
-
-    Raises:
-        UserError: the run does not fit; the message names the nearest settings that do.
-    """
+    """Return the predicted cost of a run, or None for a draft or a model whose dimensions are unknown."""
     if recipe.draft.enabled or not recipe.model.config:
         return None
     path = Path(recipe.deepspeed)

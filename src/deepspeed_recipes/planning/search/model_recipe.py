@@ -29,9 +29,6 @@ def nearest(config: JsonView, variant: str) -> Recipe:
     experts. Pages of vision-language models are never borrowed from. The criteria, in order of priority: a size within
     a factor of ten, the same `model_type`, the same mixers besides attention (state-space layers, linear attention,
     convolutions, or none), the nearest size.
-
-    Raises:
-        UserError: no page of this kind of model has the variant.
     """
     own = profile_of(config)
     modules = [pages.page(family) for family in pages.families() if family != "tiny"]  # its rates suit it alone
@@ -92,9 +89,6 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         name: `RECIPE[-SIZE]`, `PATH/TO/page.py[-SIZE]`, a Hub id, or a path to a config.json or to its folder.
         method: a variant of the model's page, or of the nearest page if the model has none.
         to_launch: transformers must load the model itself as a decoder, not only one with the same layers.
-
-    Raises:
-        UserError: the model does not exist, cannot be read, is not a decoder, or does not support the method.
     """
     config = config_of(name)
     if config is None:
@@ -114,9 +108,6 @@ def config_of(name: str) -> Json | None:
     """Return the config.json of a model given by path or Hub id, or None if a page describes the model.
 
     A recipe's name is the recipe's, whatever the current folder holds; `./NAME` is the folder.
-
-    Raises:
-        UserError: the model does not exist or cannot be read.
     """
     path, family = Path(name).expanduser(), pages.split(name)[0]
     if family.endswith(".py") or ("/" not in name and family in pages.families()):
@@ -199,11 +190,7 @@ def _download(hub_id: str) -> Json:
 
 
 def check(config: Json, name: str) -> None:
-    """Refuse models that are not decoders, and impossible sizes.
-
-    Raises:
-        UserError: names the file, the key and its value.
-    """
+    """Refuse models that are not decoders, and impossible sizes."""
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{name}: has no model_type, so it is not a Hugging Face model's config.json.")
     if config.get("is_encoder_decoder"):
@@ -230,11 +217,7 @@ def check(config: Json, name: str) -> None:
 
 
 def check_sizes(config: Json, name: str) -> None:
-    """Refuse impossible sizes.
-
-    Raises:
-        UserError: names the file, the key and its value.
-    """
+    """Refuse impossible sizes."""
     if not any(name in config for key in NEEDED for name in (key, SIZES[key][0])):
         raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")
     for key, (other, most) in SIZES.items():
@@ -252,9 +235,6 @@ def borrowed_recipe(name: str, config: Json, method: str) -> Recipe:
 
     Data, rates and batch are a starting point; `model.path` and the dimensions are the model's own. If the architecture
     differs, attention and chat template are not borrowed either.
-
-    Raises:
-        UserError: no page has the method, or the path names a file that is not called config.json.
     """
     inner, path = decoders.decoder_of(config), Path(name).expanduser()
     recipe = nearest(inner, method)

@@ -62,9 +62,6 @@ def search(request: PlanRequest) -> SearchResult:
 
     After the first tier in which anything fits, only the best plan of a tier is kept, and only if no other plan is as
     fast with as little memory.
-
-    Raises:
-        UserError: `precision=bf16` is set, and the GPU does not support it.
     """
     recipe, gpu, gpus = request.recipe, request.cluster.gpu, request.cluster.gpus
     if "global_batch_size" not in request.fixed and gpus <= recipe.global_batch_size:
