@@ -60,6 +60,9 @@ def test_the_modelfile_says_what_the_chat_template_says():
     tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
     written = gguf.modelfile(tokenizer, "model-f16.gguf")
     assert written.startswith("FROM ./model-f16.gguf\n") and 'PARAMETER stop "<|end|>"' in written
+    other, own = tokenizer.convert_tokens_to_ids(["<|user|>", "<|end|>"])
+    both = [line for line in gguf.modelfile(tokenizer, "m.gguf", [own, other]).splitlines() if "stop" in line]
+    assert both == ['PARAMETER stop "<|end|>"', 'PARAMETER stop "<|user|>"']
     template = written.partition('TEMPLATE """')[2].partition('"""')[0]
     body, answer = template.removeprefix("{{ range .Messages }}").rsplit("{{ end }}", 1)
     turns = [("system", "Be brief."), ("user", "Who?"), ("assistant", "Ada."), ("user", "When?")]

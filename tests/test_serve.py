@@ -259,6 +259,13 @@ def test_vllm_is_told_what_the_model_was_trained_with(models, tmp_path, monkeypa
     assert value("--max-lora-rank") == "8" and value("--max-loras") == "2"
     at = words.index("--lora-modules")
     assert words[at + 1 : at + 3] == [f"invoices={models / 'one'}", f"other={models / 'other'}"]
+    assert "--generation-config" not in words
+    ends = models / "ends"  # an adapter whose answers end with another token than the base's
+    shutil.copytree(models / "one", ends)
+    (ends / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    words = list(engines.vllm(served.find(ends, None, []), "127.0.0.1", 8000).command)
+    shutil.rmtree(ends)
+    assert value("--generation-config") == str(ends)
 
 
 def test_a_split_is_passed_to_vllm(models, monkeypatch):

@@ -5,6 +5,7 @@ The converter recognises published tokenizers by their tokens for one text, and 
 
 import json
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,19 @@ def _kind(character: str) -> str:
     return "space" if character.isspace() else kind if kind in "LN" else "other"
 
 
-def modelfile(tokenizer: Any, file: str) -> str:
-    """Return the Modelfile of the GGUF `file` in the same folder; its `tokenizer` has a chat template."""
+def modelfile(tokenizer: Any, file: str, ends: Sequence[int] = ()) -> str:
+    """Return the Modelfile of the GGUF `file` in the same folder.
+
+    Args:
+        tokenizer: the model's; it has a chat template.
+        file: the file's name.
+        ends: tokens at which the model's generation settings stop.
+    """
     lines = [f"FROM ./{file}"]
     if found := template(tokenizer):
         lines.append(f'TEMPLATE """{found}"""')
-    if stop := tokenizer.eos_token:
+    stops = [tokenizer.eos_token, *(tokenizer.convert_ids_to_tokens(end) for end in ends)]
+    for stop in filter(None, dict.fromkeys(stops)):
         # A value has no escapes: it ends at the first line that ends with its quotes.
         lines.append(f'PARAMETER stop """{stop}"""' if set(stop) & set('"\n') else f'PARAMETER stop "{stop}"')
     return "\n".join([*lines, "PARAMETER temperature 0", ""])

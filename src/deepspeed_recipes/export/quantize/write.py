@@ -153,13 +153,16 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
 def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     """Write the model as GGUF with a Modelfile for Ollama into `part`, and return the GGUF file."""
     from ...training import export
+    from ...training.model import generate
     from . import gguf
 
     python, converter = environment.require_llama_cpp(kind.typed)
     file = part / f"model-{kind.name}.gguf"
     known = gguf.pre_tokenizer(whole)
     _run(kind, place, python, CONVERT, converter, whole, file, kind.scheme, *([known] if known else []))
-    text = gguf.modelfile(export.load_tokenizer(whole), file.name)
+    settings = whole / generate.FILE
+    ends = read_json(settings).get("eos_token_id") if settings.exists() else None
+    text = gguf.modelfile(export.load_tokenizer(whole), file.name, [ends] if isinstance(ends, int) else ends or ())
     (part / MODELFILE).write_text(text, encoding="utf-8")
     return file
 

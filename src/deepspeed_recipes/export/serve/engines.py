@@ -173,6 +173,8 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
                 modules[at] = json.dumps({"name": adapter.name, "path": str(adapter.folder), "is_3d_lora_weight": True})
                 words += [] if MIXED in words else [MIXED]
         words += ["--lora-modules", *modules]
+        if (served.tokenizer / "generation_config.json").exists():  # the adapter's answers end otherwise
+            words += ["--generation-config", str(served.tokenizer)]
     words += ["--tensor-parallel-size", str(split.tensor)] if split.tensor > 1 else []
     words += ["--pipeline-parallel-size", str(split.pipeline)] if split.pipeline > 1 else []
     variables = _variables(environment.variables())
