@@ -70,6 +70,26 @@ def test_the_last_checkpoint_survives_a_full_disk(ranks, small_disk, tmp_path, m
     assert run.summary.exists()
 
 
+@pytest.mark.every
+def test_an_export_without_disk_space_is_made_once_there_is_some(
+    ranks, small_disk, tmp_path, model_folder, conversations
+):
+    """Resuming after the last step needs space for the export, and for no further checkpoint."""
+    run, last = RunFolder(small_disk / "run"), small_disk / "run" / "checkpoints" / "checkpoint-3"
+    write_recipe(run, small(model_folder, conversations, save_steps=3, max_steps=3))
+    ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
+    shutil.rmtree(run.export)
+    run.summary.unlink()
+    written = [(file, file.stat().st_mtime_ns) for file in last.rglob("*")]
+    for free, status in ((MIB // 4, 2), (2 * MIB, 0)):
+        fill(small_disk, free)
+        assert ranks.run(training_run.main, str(run.path), log=tmp_path / f"log{status}") == [status] * 2
+        (small_disk / "filler").unlink()
+        assert [(file, file.stat().st_mtime_ns) for file in last.rglob("*")] == written
+    assert "the export needs about" in read_logs(tmp_path / "log2")[0]
+    assert (run.export / "model.safetensors").exists() and run.summary.exists()
+
+
 def test_the_message_names_what_is_free_and_what_is_needed(tmp_path, monkeypatch):
     check_disk(tmp_path / "not" / "there" / "yet", 1, "a checkpoint")
     with pytest.raises(UserError, match=r"needs about 1048576\.00 GiB, but only .* GiB is free"):

@@ -42,11 +42,14 @@ WEIGHTS_SHARE = 0.8
 answers."""
 
 
-def save(trainer: Trainer, folder: Path) -> None:
-    """Write the trained model, or its adapter, to `folder`, which is replaced; a collective."""
+def save(trainer: Trainer, folder: Path, outline: PreTrainedModel) -> None:
+    """Write the trained model, or its adapter, to `folder`, which is replaced; a collective.
+
+    `outline` is the model as for `rehearse`.
+    """
     if distributed.is_first():
         shutil.rmtree(folder, ignore_errors=True)
-    torch.distributed.barrier()
+    distributed.check_on_first(lambda: check_space(trainer, outline))
     trainer.context.parallel.save(trainer, folder)
     torch.distributed.barrier()
     recipe = trainer.context.recipe
@@ -62,6 +65,14 @@ def save(trainer: Trainer, folder: Path) -> None:
     torch.distributed.barrier()
 
 
+def check_space(trainer: Trainer, model: PreTrainedModel) -> None:
+    """Refuse a disk that is too small for the weights of the export; `model` as for `rehearse`."""
+    total, trainable = load_model.parameter_counts(model)
+    written = trainable if isinstance(model, PeftModel) else total
+    copied = 0 if isinstance(model, PeftModel) else untrained.size(trainer.context.recipe.model.path)
+    check_disk(trainer.context.run.path, written * model.dtype.itemsize + copied, "the export")
+
+
 def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
     """Save everything of an export except its weights, and load it again, to find failures before training.
 
@@ -69,10 +80,7 @@ def rehearse(trainer: Trainer, model: PreTrainedModel) -> None:
     cannot be saved or loaded again, and a disk that is too small for the weights, are refused.
     """
     run, recipe = trainer.context.run, trainer.context.recipe
-    total, trainable = load_model.parameter_counts(model)
-    written = trainable if isinstance(model, PeftModel) else total
-    copied = 0 if isinstance(model, PeftModel) else untrained.size(recipe.model.path)
-    check_disk(run.path, written * model.dtype.itemsize + copied, "the export")
+    check_space(trainer, model)
     own = model.get_base_model() if isinstance(model, PeftModel) else model
     reader = trainer.data_collator.seen if recipe.model.vision else trainer.processing_class
     saved = {

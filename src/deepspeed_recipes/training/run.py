@@ -143,7 +143,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     gc.freeze()  # no import is ever freed: collections then take 0.2% of the time of `tiny full` on a CPU, else 0.7%
     with save.refusing_code(checkpoint):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    conclude(trainer, datasets, too_few)
+    conclude(trainer, datasets, too_few, outline)
 
 
 def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) -> None:
@@ -270,7 +270,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
     }
 
 
-def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
+def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline: PreTrainedModel) -> None:
     """Evaluate and export the trained model and print the last screen; after a stop, print how to resume."""
     context = trainer.context
     recipe, run, evaluation = context.recipe, context.run, context.evaluation
@@ -288,7 +288,7 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None) -> None:
             after = evaluation.measure(trainer, with_metric=True, exported=exported)[evaluation.metric]
     except own_code.Failed as error:
         failed = error  # the export loses nothing by it
-    export.save(trainer, run.unverified)
+    export.save(trainer, run.unverified, outline)
     dtype = load.DTYPES[recipe.precision]
     images = trainer.data_collator.alone(datasets.shown) if datasets.shown else {}  # a vision-language model's inputs
     beside = {

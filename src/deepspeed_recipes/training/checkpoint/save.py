@@ -82,8 +82,8 @@ class Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Refuse to start if a checkpoint could not be saved."""
-        if control.should_save or args.save_strategy != "no":
+        """Refuse to start if a checkpoint could not be saved; a run that is only exported again saves none."""
+        if state.global_step < state.max_steps and (control.should_save or args.save_strategy != "no"):
             distributed.check_on_first(self._check_space)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
