@@ -87,7 +87,7 @@ def measured(model, setup, backward=False):
         model.enable_input_require_grads()
         model = adapters.add(model, setup.lora)
     live = LiveBytes()
-    live.ignore((*model.parameters(), *model.buffers()))
+    live.watch((*model.parameters(), *model.buffers()), counted=False)
 
     def save(tensor):
         live.save(tensor, 0)

@@ -106,17 +106,15 @@ class LiveBytes(TorchDispatchMode):
     ) -> object:
         with torch._C.DisableTorchFunction():  # shapes are computed in Python, which would call function modes
             result = func(*args, **(kwargs or {}))
-        for one in tree_leaves(result):
-            if isinstance(one, torch.Tensor):
-                self._add(one.untyped_storage())
+        self.watch(one for one in tree_leaves(result) if isinstance(one, torch.Tensor))
         return result
 
-    def ignore(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Exclude tensors, the weights, from the count."""
+    def watch(self, tensors: Iterable[torch.Tensor], counted: bool = True) -> None:
+        """Count tensors that existed before, or exclude them, as weights."""
         for one in tensors:
-            self._add(one.untyped_storage(), counted=False)
+            self._add(one.untyped_storage(), counted)
 
-    def _add(self, storage: torch.UntypedStorage, counted: bool = True) -> None:
+    def _add(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key, size = storage._cdata, storage.nbytes() if counted else 0
         if key in self._known:
             return
@@ -130,15 +128,10 @@ class LiveBytes(TorchDispatchMode):
         self.bytes += size
         self.peak = max(self.peak, self.bytes)
 
-    def watch(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors although they existed before."""
-        for one in tensors:
-            self._add(one.untyped_storage())
-
     def save(self, tensor: torch.Tensor, layer: int) -> None:
         """Record a tensor as saved for the backward pass; its storage counts in the layer that first saves it."""
         storage = tensor.untyped_storage()
-        self._add(storage)
+        self._add(storage, counted=True)
         self.saved.setdefault(storage._cdata, (layer, self._known[storage._cdata][1]))
 
     def restart(self) -> int:
@@ -198,7 +191,7 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
             lambda _, __, output: leave_last(output[0] if isinstance(output, tuple) else output)
         )
     )
-    live.ignore((*model.parameters(), *model.buffers()))
+    live.watch((*model.parameters(), *model.buffers()), counted=False)
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         live.save(tensor, position["layer"])
@@ -242,10 +235,8 @@ def difference(measured: Mapping[Key, float], fitted: Fit) -> Fit:
 def fit(model: nn.Module, device: str, mask: bool = False) -> Fit:
     """Measure a model that has two layers of each kind with three batches, and fit their memory.
 
-    Args:
-        model: a model on the meta device.
-        device: the device whose kernels to imitate, "cuda" or "cpu".
-        mask: whether attention gets a mask, as for packed sequences.
+    `device` is the one whose kernels to imitate, "cuda" or "cpu"; with `mask`, attention gets one, as for packed
+    sequences.
     """
     measured = measure_batch(model, device, mask)
     twice = measure_batch(model, device, mask, sequences=2 * SEQUENCES)

@@ -65,12 +65,14 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
     except (RuntimeError, ZeroDivisionError) as error:  # the model's own code cannot compute with these sizes
         raise UserError(f"{inner.model_type}: its sizes contradict each other: {first_line(error)[:200]}") from error
     adapted = {f"{training_mode(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
-    widths = [_attention_width(layers[index], inner) for index in first]
     embedding, output = whole.get_input_embeddings().weight, whole.get_output_embeddings().weight
     tied = bool(inner.tie_word_embeddings)
     children = list(whole.base_model.children())
     at = children.index(layers)
-    before, after = (sum(map(parameter_count, modules)) for modules in (children[:at], children[at + 1 :]))
+    before, after = (
+        sum(one.numel() for module in modules for one in module.parameters())
+        for modules in (children[:at], children[at + 1 :])
+    )
     return ModelProfile(
         model_type=inner.model_type,
         hidden_size=inner.hidden_size,
@@ -79,7 +81,7 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
         key_value_heads=int(getattr(inner, "num_key_value_heads", None) or inner.num_attention_heads),
         layer_kinds=tuple(
             replace(
-                _layer_profile(layers[index], inner, index, widths[number]),
+                _layer_profile(layers[index], inner, index),
                 saved={mode: one["saved", number] for mode, one in fits.items()},
                 backward_peak={mode: one["backward_peak", number] for mode, one in fits.items()},
                 adapter_parameters={
@@ -140,11 +142,6 @@ def tower_parameters(config: JsonView) -> int:
     return sum(one.numel() for one in model.parameters() if id(one) not in language)
 
 
-def parameter_count(module: nn.Module) -> int:
-    """Return the number of parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[object, ...]:
     """Return a value that is equal for layers with the same computation and the same allocations."""
     listed = tuple(str(getattr(config, name)[index]) for name in per_layer(vars(config), config.num_hidden_layers))
@@ -172,7 +169,7 @@ def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
     return int(config.num_attention_heads * (keys + values) // 2)
 
 
-def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, attention_width: int) -> LayerProfile:
+def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int) -> LayerProfile:
     """Return the sizes of a layer; the saved bytes are added later."""
     linears = {
         name: tuple(one.weight.shape) if isinstance(one, Conv1D) else (one.in_features, one.out_features)
@@ -192,7 +189,7 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
     if not windows and (types is None or "sliding" in types[index]):
         windows = [getattr(config, "sliding_window", None)]
     return LayerProfile(
-        parameters=parameter_count(layer),
+        parameters=sum(one.numel() for one in layer.parameters()),
         tensor_split=sum(
             layer.get_submodule(name).weight.numel()
             for name, _ in planned_submodules(layer, styles, (*SPLIT, *SPLIT_WEIGHT))
@@ -201,7 +198,7 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int, atten
         expert_parameters=in_all_experts,
         linears=tuple(linears.values()),
         active_weights=matrices - expert_matrices * (1 - used),
-        attention_width=attention_width,
+        attention_width=_attention_width(layer, config),
         window=windows[0] if windows else None,
         experts_per_token=getattr(config, "num_experts_per_tok", 1) if experts else 0,
         largest_module=max(own),
