@@ -373,6 +373,24 @@ def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):
     assert recipe.method.teacher == TINY_TEACHER
 
 
+@pytest.mark.parametrize("change", ["same", "other", "none"])
+def test_a_teacher_of_another_chat_template_is_named(tmp_path, monkeypatch, change):
+    from transformers import AutoTokenizer
+
+    from deepspeed_recipes.training.methods.distillation import teacher
+
+    shutil.copytree(TINY_TEACHER, tmp_path / "teacher")
+    template, said = tmp_path / "teacher" / "chat_template.jinja", []
+    if change == "other":
+        template.write_text(template.read_text().replace("<|assistant|>", "<|user|>"))
+    elif change == "none":
+        template.unlink()
+    monkeypatch.setattr(teacher, "say", said.append)
+    recipe = replace(pages.find("tiny", "distill"), method=Distill(teacher=str(tmp_path / "teacher")))
+    teacher.check_model(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
+    assert any("another chat template" in line for line in said) == (change != "same")
+
+
 def test_both_distributions_are_softened_by_the_temperature_and_the_answers_are_not(distributions):
     """The loss of a tile is Hinton's: T^2 times the divergence at temperature T, and the cross-entropy at 1."""
     logits, other = (3 * one for one in distributions)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 from deepspeed import DeepSpeedEngine
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -46,13 +47,8 @@ def entries(recipe: Recipe) -> int:
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many entries of the vocabulary both models have; call it before either is loaded."""
-    path = recipe_of(recipe).model.path
-    try:
-        theirs = AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
-    except (OSError, ValueError) as error:
-        raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
-    ours = tokenizer.get_vocab()
-    vocabulary.check(path, ours, theirs)
+    path, ours = recipe_of(recipe).model.path, tokenizer.get_vocab()
+    vocabulary.check(path, ours, _tokenizer(recipe).get_vocab())
     if not recipe.draft.enabled:  # the samples' teacher may stand for one with more positions
         vocabulary.check_positions(path, load.load_config(recipe_of(recipe)).to_dict(), recipe)
     if (least := entries(recipe)) < len(ours):
@@ -69,7 +65,29 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     teacher = recipe_of(recipe)
     if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
+    if tokenizer.chat_template and _written(tokenizer) != _written(_tokenizer(recipe)):
+        say(f"distill.teacher={teacher.model.path}: has another chat template than the model, whose template it reads")
     _attention[teacher.model.path] = probe.check_packing(teacher, tokenizer, distributed.on_gpu(), say)
+
+
+def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    path = recipe_of(recipe).model.path
+    try:
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=recipe.model.trust_remote_code
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
+    return found
+
+
+def _written(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a conversation as the chat template writes it, or None if there is no template or it refuses this one."""
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    try:
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except (TemplateError, TypeError, ValueError):
+        return None
 
 
 def load_frozen(recipe: Recipe) -> PreTrainedModel:
