@@ -72,7 +72,7 @@ def _teacher(distill: Distill, mount: str | None) -> Distill:
 
 
 def _holds_model(folder: Path) -> bool:
-    """Return whether a folder holds a model or an adapter, about which `weights.check` says what to do."""
+    """Return whether a folder holds a model, or an adapter, which `weights.check` refuses with the command to merge."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 

@@ -82,7 +82,7 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
 
 
 def _written(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a conversation as the chat template writes it, or None if there is no template or it refuses this one."""
+    """Return a short conversation in the chat template, or None if the template is missing or refuses it."""
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     try:
         return str(tokenizer.apply_chat_template(turns, tokenize=False))
