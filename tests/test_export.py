@@ -28,8 +28,8 @@ def write_other_weights(folder):
     """Run with the mistake that the export's weights are not the trained ones; executed on every rank."""
     save = export.save
 
-    def save_others(trainer, target):
-        save(trainer, target)
+    def save_others(trainer, target, outline):
+        save(trainer, target, outline)
         if distributed.is_first():
             double(target / WEIGHTS)
 

@@ -14,8 +14,8 @@ def main(folder: str) -> None:
     """Train, and write down what became of frozen weights and adapters."""
     save = export.save
 
-    def save_and_look(trainer, exported):
-        save(trainer, exported)
+    def save_and_look(trainer, exported, outline):
+        save(trainer, exported, outline)
         trained = trainer.model
         held = {"held": share_held(trained), "adapters_held": share_held(trained, frozen=False)}
         held |= {"layers": sorted({type(one).__name__ for one in trained.modules() if isinstance(one, LoraLayer)})}

@@ -20,7 +20,7 @@ def main(folder: str) -> None:
         gradients.append(sum(one.grad.nbytes for one in engine.module.parameters() if one.grad is not None))
         reduce(engine, *arguments, **options)
 
-    def measure_and_save(trainer: Any, target: Any) -> None:
+    def measure_and_save(trainer: Any, target: Any, outline: Any) -> None:
         engine = trainer.deepspeed
         inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
         states = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -28,7 +28,7 @@ def main(folder: str) -> None:
         parameters = list(engine.module.parameters())
         found = {"parameters": storage_bytes(parameters), "all": storage_bytes([*parameters, *states, *masters])}
         print(json.dumps({**found, "gradients": max(gradients)}), flush=True)
-        save(trainer, target)
+        save(trainer, target, outline)
 
     export.save, DeepSpeedEngine.allreduce_gradients = measure_and_save, measure_and_reduce
     run.main(folder)
