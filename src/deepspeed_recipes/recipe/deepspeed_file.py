@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .errors import UserError
+from .errors import NotJson, UserError
 from .files import Json, JsonView
 from .run_folder import read_json
 
@@ -128,9 +128,7 @@ def read(path: Path | str) -> DeepSpeedFile:
     """Return the values of the DeepSpeed JSON file at `path`."""
     try:
         content = read_json(Path(path))
-    except UserError as error:
-        if ": not JSON" not in str(error):
-            raise
+    except NotJson as error:
         fix = f"ds-recipes check {path} lists what is wrong; with --fix it repairs commas, comments and Python's words."
         raise UserError(f"{error}\n{fix}") from None
     return parse(content, Path(path).name)

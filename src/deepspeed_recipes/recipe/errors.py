@@ -67,6 +67,10 @@ class UserError(Exception):
     """
 
 
+class NotJson(UserError):
+    """A file that should be JSON is not."""
+
+
 class FileUnusable(UserError):
     """A file or folder that the system refuses to read or write now; its content may be intact."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import files
 from .conversions import from_dict, to_dict
-from .errors import FileUnusable, UserError, cannot_write, of_system
+from .errors import FileUnusable, NotJson, UserError, cannot_write, of_system
 from .files import Json
 from .methods.method import higher_is_better
 from .project import runs
@@ -115,7 +115,7 @@ def read_recipe(run: RunFolder) -> Recipe:
 
 
 def read_json(path: Path) -> Any:
-    """Return a JSON file's content; FileUnusable if it cannot be read now, UserError if it is missing or not JSON."""
+    """Return a JSON file's content; FileUnusable if it cannot be read now, UserError if it is missing, NotJson."""
     files.check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
@@ -127,12 +127,12 @@ def read_json(path: Path) -> Any:
         line = error.doc.splitlines()[error.lineno - 1 : error.lineno]
         comment = line and line[0].lstrip().startswith(("//", "#", "/*"))
         why = "a comment, which JSON does not have: remove it" if comment else error.msg
-        raise UserError(f"{path}:{error.lineno}: not JSON ({why}).") from None
+        raise NotJson(f"{path}:{error.lineno}: not JSON ({why}).") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: not UTF-8 text.") from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits; very deeply nested lists
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
-        raise UserError(f"{path}: not JSON ({reason}).") from None
+        raise NotJson(f"{path}: not JSON ({reason}).") from None
 
 
 def write_json(path: Path, value: object) -> None:

@@ -371,9 +371,7 @@ def load_whole(
     upstream.keep_4bit_layout(model)
     if of_adapter:
         new_tokens.fit(model, of_adapter)
-        if (of_adapter / generate.FILE).exists():
-            own = read_json(of_adapter / generate.FILE).get("eos_token_id")
-            generate.stop_at(model, *(own if isinstance(own, list) else [own]))
+        generate.stop_at(model, *generate.ends_in(of_adapter))
     return model
 
 

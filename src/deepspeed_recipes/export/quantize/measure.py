@@ -11,9 +11,9 @@ from datasets import Dataset
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.methods import method
-from ...recipe.run_folder import read_json
 from ...training import export
 from ...training.data import load, tokenize
+from ...training.model import generate
 from ...training.parallel import scores
 from ..evaluate import score
 from ..evaluate.held_out import HeldOut
@@ -121,8 +121,7 @@ def answers(
     say(f"comparing both models' answers to {len(held_out.examples)} held-out questions")
     original, tokenizer = score.of(whole, held_out), export.load_tokenizer(whole)
     questions = score.questions(tokenizer, held_out)
-    ends = read_json(whole / "generation_config.json").get("eos_token_id", tokenizer.eos_token_id)
-    stop = {*(ends if isinstance(ends, list) else [ends]), *scores.closing(questions, tokenizer)}
+    stop = {*(generate.ends_in(whole) or [tokenizer.eos_token_id]), *scores.closing(questions, tokenizer)}
     found = answered(
         {
             "texts": [tokenizer.decode(one.prompt, clean_up_tokenization_spaces=False) for one in questions],

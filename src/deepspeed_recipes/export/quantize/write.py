@@ -160,9 +160,7 @@ def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     file = part / f"model-{kind.name}.gguf"
     known = gguf.pre_tokenizer(whole)
     _run(kind, place, python, CONVERT, converter, whole, file, kind.scheme, *([known] if known else []))
-    settings = whole / generate.FILE
-    ends = read_json(settings).get("eos_token_id") if settings.exists() else None
-    text = gguf.modelfile(export.load_tokenizer(whole), file.name, [ends] if isinstance(ends, int) else ends or ())
+    text = gguf.modelfile(export.load_tokenizer(whole), file.name, generate.ends_in(whole))
     (part / MODELFILE).write_text(text, encoding="utf-8")
     return file
 

@@ -28,7 +28,12 @@ REACHED = ("data:", "http://", "https://")
 
 
 FIXED: Json = {
-    **{"n": 1, "best_of": 1, "echo": False, "logprobs": False, "presence_penalty": 0, "tool_choice": "auto"},
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "tool_choice": "auto",
     "response_format": {"type": "text"},
 }
 """The only values of fields that transformers ignores, although others would change the answer."""

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection
 from functools import lru_cache, partial
 from pathlib import Path
+from types import MappingProxyType
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -211,26 +212,29 @@ _PROBES: tuple[tuple[Turns, Json], ...] = (
 """Conversations, with arguments of the template, on which two templates that render alike are taken for equal."""
 
 
+def rendered(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, turns: Turns, options: JsonView = MappingProxyType({})
+) -> str | None:
+    """Return a conversation as a chat template writes it, or None if there is no template or it refuses this one."""
+    try:
+        with bounded("its chat template"):
+            return tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, **options)
+    except (TemplateError, TypeError, ValueError, UserError):
+        return None
+
+
 @lru_cache(maxsize=64)
 def _alike(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
     """Return TRL's training version of a template that renders as `template` does, or None.
 
     TRL compares texts, and a comment or a line break in another place makes another text.
     """
-
-    def rendered(source: str, turns: Turns, options: Json) -> str | None:
-        try:
-            with bounded("its chat template"):
-                return tokenizer.apply_chat_template(turns, chat_template=source, tokenize=False, **options)
-        except (TemplateError, TypeError, ValueError, UserError):
-            return None
-
-    expected = [rendered(template, *probe) for probe in _PROBES]
+    expected = [rendered(tokenizer, template, *probe) for probe in _PROBES]
     folder = Path(inspect.getfile(get_training_chat_template)).parent / "chat_templates"
     for training in sorted(folder.glob("*_training.jinja")) if expected[0] else ():
         original = training.with_name(training.name.replace("_training", ""))
         text = original.read_text(encoding="utf-8") if original.exists() else ""
-        if text and all(rendered(text, *probe) == one for probe, one in zip(_PROBES, expected, strict=True)):
+        if text and all(rendered(tokenizer, text, *probe) == one for probe, one in zip(_PROBES, expected, strict=True)):
             return training.read_text(encoding="utf-8")
     return None
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 
+from ...recipe.errors import counted
 from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
 from ...recipe.recipe import Recipe, changed
@@ -110,8 +111,8 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     epoch, steps = per_epoch(size.sequences, recipe.global_batch_size), in_all(recipe, size.sequences)
     if size.sequences >= recipe.global_batch_size and _enough(recipe, size.sequences):
         return None
-    what = f"{_count(size.examples, 'example')} in {_count(size.sequences, 'sequence')}: "
-    what += f"{_count(epoch, 'update')} per epoch, {steps} in all"
+    what = f"{counted(size.examples, 'example')} in {counted(size.sequences, 'sequence')}: "
+    what += f"{counted(epoch, 'update')} per epoch, {steps} in all"
     if size.sequences < recipe.global_batch_size:
         what += f"; a global batch is {recipe.global_batch_size} sequences"
     ways = [
@@ -215,7 +216,3 @@ def _batch(
                 smaller = {"micro_batch_size": micro} if micro != recipe.micro_batch_size else {}
                 return {"global_batch_size": batch, **smaller}
     return {}
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"

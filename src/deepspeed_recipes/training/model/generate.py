@@ -58,8 +58,17 @@ def continued(
 
 def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, and those in the model's generation settings."""
-    named = model.generation_config.eos_token_id
-    return sorted({tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])} - {None})
+    return sorted({tokenizer.eos_token_id, *_listed(model.generation_config.eos_token_id)} - {None})
+
+
+def ends_in(folder: Path) -> list[int]:
+    """Return the tokens at which the generation settings in a model's or an adapter's folder stop."""
+    file = folder / FILE
+    return _listed(read_json(file).get("eos_token_id")) if file.exists() else []
+
+
+def _listed(named: int | list[int] | None) -> list[int]:
+    return named if isinstance(named, list) else [] if named is None else [named]
 
 
 def stop_at(model: torch.nn.Module, *tokens: int | None) -> None:
@@ -67,8 +76,7 @@ def stop_at(model: torch.nn.Module, *tokens: int | None) -> None:
     for part in model.modules():
         settings = getattr(part, "generation_config", None)
         if settings is not None:
-            named = settings.eos_token_id
-            known = named if isinstance(named, list) else [] if named is None else [named]
+            known = _listed(settings.eos_token_id)
             if new := [token for token in tokens if token is not None and token not in known]:
                 settings.update(eos_token_id=[*known, *new])
 

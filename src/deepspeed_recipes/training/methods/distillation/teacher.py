@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 import torch
 from accelerate import Accelerator
 from deepspeed import DeepSpeedEngine
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl.models.utils import _ForwardRedirection, prepare_deepspeed
 from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -17,6 +16,7 @@ from ....recipe.methods import Distill, Sft
 from ....recipe.recipe import Lora, Recipe
 from ... import distributed
 from ...console import say
+from ...data import chat_templates
 from ...data.collate import Batch
 from ...model import load, output_head, probe
 from ...model.output_head import Head
@@ -65,7 +65,9 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     teacher = recipe_of(recipe)
     if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
-    if tokenizer.chat_template and _written(tokenizer) != _written(_tokenizer(recipe)):
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
+    ours, theirs = (chat_templates.rendered(one, one.chat_template, turns) for one in (tokenizer, _tokenizer(recipe)))
+    if tokenizer.chat_template and ours != theirs:
         say(f"distill.teacher={teacher.model.path}: has another chat template than the model, whose template it reads")
     _attention[teacher.model.path] = probe.check_packing(teacher, tokenizer, distributed.on_gpu(), say)
 
@@ -79,15 +81,6 @@ def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     except (OSError, ValueError) as error:
         raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
     return found
-
-
-def _written(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a short conversation in the chat template, or None if the template is missing or refuses it."""
-    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except (TemplateError, TypeError, ValueError):
-        return None
 
 
 def load_frozen(recipe: Recipe) -> PreTrainedModel:
