@@ -148,9 +148,10 @@ def test_the_check_needs_no_torch(tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"messages": [ASKED, SAID]}) + "\n")
     code = (
-        "import sys; from deepspeed_recipes.launching import preflight, paths; "
+        "import sys; from deepspeed_recipes.launching import chat_template, preflight, paths; "
         "from deepspeed_recipes.recipe import overrides, pages; "
-        f"preflight.check_data(paths.locate(overrides.apply(pages.find('tiny', 'full'), ['data.path={data}']))); "
+        f"recipe = paths.locate(overrides.apply(pages.find('tiny', 'full'), ['data.path={data}'])); "
+        "preflight.check_data(recipe); chat_template.check(recipe); "
         "assert 'jinja2' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -29,15 +29,16 @@ MOST = 200
 def check(recipe: Recipe) -> None:
     """Refuse a chat template in which the assistant's tokens or the end of its turn cannot be found.
 
-    The project's template, and a model's own if TRL knows it, need no tokenizer; others take the seconds of importing
-    one.
+    The project's template, a model's own if TRL knows it, and one with marks that end in a token need no tokenizer;
+    others take the seconds of importing one.
     """
     if recipe.draft.enabled or not recipe.method.packs or recipe.method.examples != "conversations":
         return
     text = _source(recipe)
     if text is None or text == _read(OWN) or not importlib.util.find_spec("trl"):
         return
-    if recipe.model.chat_template == "auto" and _marked(text) not in (None, text):
+    marked = _marked(text)
+    if _ends_in_a_token(text, _folder(recipe)) if marked == text else marked and recipe.model.chat_template == "auto":
         return
     from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
 
@@ -152,6 +153,22 @@ class _Template:
             [turns], tools or None, None, chat_template or self.text, **self.special, **options
         )
         return str(rendered[0][0])
+
+
+def _ends_in_a_token(text: str, folder: Path) -> bool:
+    """Return whether the turn that a template marks ends in a token that the tokenizer's file lists, if it has one."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    from ..training.model.shown import bounded
+
+    probe = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+    how = {"return_assistant_tokens_mask": True, **_Template(text, folder).special}
+    with contextlib.suppress(UserError, TemplateError, KeyError, TypeError, ValueError), bounded("its chat template"):
+        listed = tuple(token["content"] for token in read_json(folder / "tokenizer.json")["added_tokens"])
+        (chat,), (spans,) = render_jinja_template([probe], None, None, text, **how)
+        return any(chat[first:last].rstrip().endswith(listed) for first, last in spans[-1:])
+    return False
 
 
 def _folder(recipe: Recipe) -> Path:
