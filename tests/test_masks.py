@@ -345,8 +345,8 @@ def test_the_command_tells_how_a_model_marks_its_turns(capsys, monkeypatch):
     monkeypatch.setattr(chat_templates, "load_tokenizer", lambda recipe: tokenizer_with("qwen3"))
     assert say("tiny-3m") == 0 and "TRL has a version that does" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr(pages.page("tiny"), "SIZES", {"3m": Model(path="someone/model")})
-    assert say("tiny-3m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
+    monkeypatch.setattr(pages.page("tiny"), "SIZES", {"9m": Model(path="someone/model")})
+    assert say("tiny-9m") == 2 and "someone/model: cannot load the tokenizer" in capsys.readouterr().err
     assert say("tyni") == 2 and "tiny" in capsys.readouterr().err
 
 

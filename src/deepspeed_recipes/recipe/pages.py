@@ -31,6 +31,7 @@ def families() -> list[str]:
     return [path.stem for path in sorted(PAGES.glob("*.py")) if _is_family(path.stem)]
 
 
+@functools.cache
 def _is_family(name: str) -> bool:
     path = PAGES / f"{name}.py"
     return name.isidentifier() and name[0].islower() and path.is_file() and _defines_sizes(path)
@@ -185,6 +186,7 @@ def licence(module: ModuleType, size: str) -> str | None:
     return stated.get(size) if isinstance(stated, dict) else stated
 
 
+@functools.cache
 def build(module: ModuleType, size: str, variant: str) -> Recipe:
     """Return one recipe of a page, with its identity filled in; an error of a user's page is reported with its line."""
     outside = _is_outside(module)
