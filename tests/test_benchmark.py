@@ -273,6 +273,7 @@ def test_the_index_shows_what_was_measured(tmp_path, monkeypatch):
     assert list(gpu_results.results(tmp_path)) == ["packing"], "drafts are none"
     assert str(gpu_results.measured_recipes(tmp_path)["llama3-1b-full"]) == "12.3 GiB, 200 tokens/s (H200, 2027-01-01)"
     assert "| measured per GPU |" in index.families()
+    assert "| 1b full: 12.3 GiB, 200 tokens/s (H200, 2027-01-01) |" in index.families()
     summary = gpu_results.summary(COMPARED, gpu_results.results(tmp_path))
     assert "| packing | packed | 200 | 1.000 |" in summary
     assert "full_1b" not in summary and "padded" not in summary, "what was not measured is left out"

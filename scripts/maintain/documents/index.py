@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from itertools import product
 
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
@@ -51,7 +52,12 @@ def _families() -> Iterator[str]:
         variants = pages.variants(module)
         name = f"{family}-{next(iter(module.SIZES))}"
         first = "lora" if "lora" in variants else variants[0]
-        measured = [str(seen.get(f"{name}-{first}", UNSHOWN))] if seen else []
+        found = (
+            f"{size} {one}: {seen[key]}"
+            for size, one in product(module.SIZES, variants)
+            if (key := f"{family}-{size}-{one}") in seen
+        )
+        measured = ["; ".join(found) or UNSHOWN] if seen else []
         command = f"`python scripts/launch.py {name} {first}`"
         yield _line([f"[{family}]({family}.py)", sizes, ", ".join(variants), *measured, command])
 

@@ -363,8 +363,9 @@ def _nothing_left(recipe: Recipe, examples: int | None, dropped: int, longest: i
     longer = f"longer than sequence_length={recipe.sequence_length}"
     if examples is None:
         return f"every example is {longer} or {NOT_IN_LOSS}"
+    every = "the only example is" if examples == 1 else f"all {examples} examples are"
     if dropped == examples:
-        return f"all {examples} examples are {longer}; {enough(longest)} keeps all."
+        return f"{every} {longer}; {enough(longest)} keeps all."
     if not dropped:
-        return f"all {examples} examples are {NOT_IN_LOSS}"
+        return f"{every} {NOT_IN_LOSS}"
     return f"{dropped} of {examples} examples are {longer}, and the others {NOT_IN_LOSS}"
