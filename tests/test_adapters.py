@@ -156,6 +156,10 @@ def test_missing_targets_are_named(model_folder):
     with pytest.raises(UserError, match=r"lora.target_modules=query_key_value"):
         adapters.add(model, overrides.apply(pages.find("tiny", "lora"), ["lora.target_modules=query_key_value"]).lora)
     assert lora.target_parameters
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    narrow = model.model.layers[0].self_attn.k_proj.weight.shape[0]
+    with pytest.raises(UserError, match=rf"lora.rank={narrow + 1}: PiSSA .*, and k_proj has {narrow}; set lora.rank"):
+        adapters.add(model, replace(LORA, init="pissa", rank=narrow + 1, target_modules="q_proj,k_proj"))
 
 
 HYBRID = {

@@ -273,6 +273,9 @@ def test_nulls_and_empty_lists_of_a_table_are_not_there():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2], "c": None}}}
     tool = {"function": {**TOOL["function"], "strict": None}, "type": "function"}
     turns = [user("Hi?") | {"tool_calls": []}, assistant(None, tool_calls=[call], reasoning_content="")]
+    twice = [user("a"), assistant("b", reasoning="c", thinking="c\n")]
+    (read,) = formats.converted([("here", {"messages": twice})], "sft")
+    assert read["messages"] == [user("a"), assistant("b", reasoning="c")], "reasoning that is there twice is given once"
     (read,) = formats.converted([("here", {"messages": turns, "tools": [tool]})], "sft")
     assert read == chat([user("Hi?"), assistant("", tool_calls=[CALL])], [TOOL])
     (read,) = formats.converted([("here", {"messages": SHORT, "tools": [], "system": SYSTEM["content"]})], "sft")
@@ -436,6 +439,37 @@ MISTAKES = {
     ),
     "passage of turns": (line(prompt=[user("a")], context="b", completion="c"), "sft", "'context' follows a question"),
     "weight": (line(messages=[user("a"), assistant("b", weight=0.5)]), "sft", "'weight' 0.5; every token in the loss"),
+    "two reasonings": (
+        line(messages=[user("a"), assistant("b", reasoning_content="c", thinking="d")]),
+        "sft",
+        "has 'reasoning_content' and 'thinking', which mean the same",
+    ),
+    "infinity in a call": (
+        line(messages=[user("a"), assistant("", tool_calls=[{"name": "f", "arguments": '{"x": Infinity}'}])]),
+        "sft",
+        "the arguments of 'f' hold NaN or Infinity",
+    ),
+    "NaN in a tool": (
+        line(messages=SHORT, tools=[TOOL, {"name": "f", "parameters": {"default": float("nan")}}]),
+        "sft",
+        "'tools' hold NaN or Infinity",
+    ),
+    "refusal without content": (
+        line(messages=[user("a"), {"role": "assistant", "content": None, "refusal": "No."}]),
+        "sft",
+        "It has 'refusal'; data.transform=",
+    ),
+    "part of a refusal": (
+        line(messages=[user("a"), {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}]),
+        "sft",
+        "(refusal), which is all that this recipe reads; data.transform=",
+    ),
+    "part with an image": (
+        line(messages=[user([{"type": "image_url", "image_url": {"url": "a.png"}}]), assistant("b")]),
+        "sft",
+        "(image_url), which is all that this recipe reads; recipes with model.vision=true",
+    ),
+    "endless": (line(prompt="a", completion="b" * 2**24), "sft", "16,777,230 characters, and tokenizing more than"),
     "part of a turn": (
         line(messages=[user("a"), assistant("b", train_detail=[{"begin_offset": 0, "end_offset": 0, "train": True}])]),
         "sft",

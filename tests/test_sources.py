@@ -335,6 +335,10 @@ def test_keys_that_nothing_reads_are_listed_once_with_their_number(tmp_path, str
         line = source.unread_line("{{ message.mood }}")
         assert line.endswith(f"keys that nothing reads, with their numbers of examples: id ({ids}), source (1)")
         assert f"turns.mood ({ids})" in source.unread_line("{{ message.content }}")
+    path.write_text(lines([{"messages": [turn | {"name": "Jo"} for turn in row["messages"]]} for row in CHATS]))
+    [source] = sources.read(str(path), small(tmp_path, path), streaming)
+    assert f"turns.name ({ids})" in source.unread_line("{{ tool_call.name }}"), "a function's, not the turn's"
+    assert source.unread_line("{{ message['name'] }}") is None
     path.write_text(lines([{"prompt": f"{n}?", "answer": "a", "level": n, "unit": n % 2 or None} for n in range(4)]))
     (tmp_path / "own.py").write_text("def judge(answer, example):\n    return 1.0\n")
     recipe = small(tmp_path, path, method=Grpo(max_new_tokens=64), reward=f"{tmp_path}/own.py:judge")

@@ -169,9 +169,9 @@ def damage_named(path: Path, kind: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # pyarrow and datasets raise a dozen types for damaged or unsupported files
-        raise UserError(
-            f"{path}: cannot be read as {kind} ({first_line(error)}); is the copy complete? Write it again."
-        ) from error
+        unknown = "dtype equivalent" in str(error)  # a map or a union, which `datasets` has no type for
+        fix = "leave the column out, or save it as text." if unknown else "is the copy complete? Write it again."
+        raise UserError(f"{path}: cannot be read as {kind} ({first_line(error)}); {fix}") from error
 
 
 def check_columns(where: str, names: list[str]) -> None:

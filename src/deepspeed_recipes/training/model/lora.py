@@ -222,9 +222,15 @@ def add(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(model.dtype)
     if lora.init == "pissa":
-        for layer in _lora_layers(adapted).values():
-            for side in SIDES:
+        for name, layer in _lora_layers(adapted).items():
+            for side, dimension in SIDES.items():
                 weight = getattr(layer, side)[adapted.active_adapter].weight
+                if (found := weight.shape[dimension]) < lora.rank:
+                    raise UserError(
+                        f"lora.rank={lora.rank}: PiSSA takes as many singular values of each matrix, and "
+                        f"{name.rpartition('.')[2]} has {found}; set lora.rank={found}, or leave it out of "
+                        "lora.target_modules."
+                    )
                 layer.register_buffer(f"start_{side}", weight.detach().clone(), persistent=False)  # in no checkpoint
     else:
         _start_by_name(adapted, seed)

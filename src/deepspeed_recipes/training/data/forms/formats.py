@@ -88,6 +88,8 @@ FLAGGED: tuple[Examples, ...] = ("conversations", "pairs", "judged answers")
 
 NAMED = 8
 """Maximum number of keys in a line."""
+LONGEST = 2**24
+"""Characters of an example; the tokenizer takes about 250 bytes for each."""
 TURNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
 """The fields that may hold turns."""
 
@@ -216,9 +218,22 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
     if not _takes_passages(form, method):
         example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
     read = CONVERSIONS[form](where, example)
+    if (size := _characters(read)) > LONGEST:
+        raise UserError(
+            f"{where}: has {size:,} characters, and tokenizing more than {LONGEST:,} at once takes gigabytes; split it "
+            "into several examples."
+        )
     if kind == "prompts":
         return _prompt_of(where, read, given, form)
     return _flagged(where, read, example, kind) if kind in FLAGGED else read
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list) else 0
 
 
 def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
@@ -252,6 +267,8 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
 
 
 FOR_REWARD = "reward: "
+OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
+"""A regular expression for the way in which templates read a key of a turn; functions have a `name` too."""
 
 
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
@@ -278,11 +295,11 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
     `counts` is the number of examples by key, from `unread`. The keys that only a reward function gets are on a line of
     their own: which of them it reads is not known.
     """
-    found = {
-        key: count
-        for key, count in counts.items()
-        if "." not in key or not re.search(rf"\b{re.escape(key.partition('.')[2])}\b", template)
-    }
+    found = {}
+    for key, count in counts.items():
+        read = (OF_TURN if key == "turns.name" else "") + rf"\b{re.escape(key.partition('.')[2])}\b"
+        if "." not in key or not re.search(read, template):
+            found[key] = count
     lines = []
     for what, of_reward in (("keys that nothing reads", False), ("keys that only the reward function gets", True)):
         names = sorted((key for key in found if key.startswith(FOR_REWARD) == of_reward), key=lambda key: -found[key])

@@ -40,6 +40,7 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 TEXTS = (None, "text", "input_text", "output_text")
 """Types of content parts whose `text` is the turn's text; a `reasoning` or an `image` may have a text too."""
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
+REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 WORDS = {
     **dict.fromkeys(("true", "yes", "1", "1.0"), True),
     **dict.fromkeys(("false", "no", "0", "0.0"), False),
@@ -105,9 +106,10 @@ def refuse_parts(where: str, parts: Iterable[object]) -> None:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if isinstance(part, dict) and kind in TEXTS:
                 kind = ", ".join(sorted(part))
+            vision = "recipes with model.vision=true, such as tiny_vision's, read images too"
             raise UserError(
-                f"{where} has 'content' parts that are not text ({kind}), which is all that this recipe reads; recipes "
-                "with model.vision=true, such as tiny_vision's, read images too."
+                f"{where} has 'content' parts that are not text ({kind}), which is all that this recipe reads; "
+                f"{vision if 'image' in str(kind) else REWRITE}."
             )
 
 

@@ -4,6 +4,7 @@ Standard library only, as `formats.py`. Every function raises UserError with the
 and the fix.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from itertools import pairwise
@@ -13,7 +14,7 @@ from ....recipe.errors import UserError
 from ....recipe.files import Json
 from ....recipe.samples import REASONING, ROLES
 from . import keys
-from .keys import parsed, without_nulls
+from .keys import REWRITE, parsed, without_nulls
 
 Example = Json
 Turn = Json
@@ -29,7 +30,6 @@ SPEAKERS = (*COLUMNS, "name", "who", "type")
 """Keys of turns that may say who speaks."""
 TEXTS = ("text", "msg", "message", "utterance", "body")
 """Keys of turns that hold what is said."""
-REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
@@ -193,7 +193,7 @@ def _may_be_text(key: str, value: str) -> bool:
     """Return whether a turn's key may hold what is said: no date, number or identifier."""
     if key in TEXTS:
         return True
-    other = re.search(r"(^|_)(id|uuid|ts|at|on)$|time|date|^(created|lang|language|url)$", key.lower())
+    other = re.search(r"(^|_)(id|uuid|ts|at|on)$|time|date|^(created|lang|language|url|refusal)$", key.lower())
     return not other and bool(re.search(r"[^\W\d_]{2}", value)) and not re.fullmatch(r"[\da-fA-F-]{8,}", value)
 
 
@@ -263,12 +263,17 @@ def _turn(where: str, turn: object) -> Turn:
 
 
 def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
-    """Return whether a turn has reasoning outside its content; empty reasoning is removed."""
+    """Return whether a turn has reasoning outside its content; empty and repeated reasoning is removed."""
+    first = ""
     for name in REASONING:
         if turn.get(name) in ("", False):
             del turn[name]
         elif name in turn and not (role == "assistant" and isinstance(turn[name], str)):
             raise UserError(f"{where} has {name!r}, which must be a string, and only the assistant's turns have it.")
+        elif name in turn and not first:
+            first = name
+        elif name in turn and turn.pop(name).strip() != turn[first].strip():
+            raise UserError(f"{where} has {first!r} and {name!r}, which mean the same; remove one of them.")
     return any(name in turn for name in REASONING)
 
 
@@ -300,6 +305,7 @@ def _calls(where: str, calls: Any) -> list[Json]:
                 f"{where} has a malformed tool call: {str(call)[:60]}\n"
                 'A call needs a name and an object of arguments: {"name": "add", "arguments": {"a": 1}}.'
             )
+        _check_numbers(f"{where}: the arguments of {function['name']!r}", arguments)
         function = {"name": function["name"], "arguments": arguments}
         checked.append({**({"id": call["id"]} if call.get("id") else {}), "type": "function", "function": function})
     return checked
@@ -324,7 +330,16 @@ def read_tools(where: str, example: Example) -> list[Json] | None:
     for number, tool in enumerate(tools, start=1):
         if not (isinstance(tool["function"], dict) and tool["function"].get("name")):
             raise UserError(f"{where}: 'tools': the function {number} has no name; add it, or remove the function.")
+    _check_numbers(f"{where}: 'tools'", tools)
     return tools or None
+
+
+def _check_numbers(where: str, value: object) -> None:
+    """Refuse NaN and infinity, which templates would write into JSON that no client can parse."""
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        raise UserError(f"{where} hold NaN or Infinity, which are not JSON; write a number or null.") from None
 
 
 def read_string(where: str, example: Example, field: str, empty: bool = False) -> str:
