@@ -7,8 +7,8 @@ Rates: full 5e-6 at v3 (DeepSeek-V3 report, arXiv:2412.19437), 1e-5 at v2-lite (
 adapters 1e-4 (LLaMA-Factory, examples/ktransformers/train_lora/deepseek_v2_lora_sft_kt.yaml and deepseek_v3_...);
 DPO 5e-6 (alignment-handbook, recipes/zephyr-7b-beta/dpo/config_qlora.yaml); raw text at v3: the report's last rate.
 Special: V3 is published in FP8 (model.path=deepseek-ai/DeepSeek-V3-0324), which is dequantised on loading; this is a
-bf16 copy. The layer that predicts a second token is not trained, and unchanged in the export. TRL cannot mark the chat
-template: SFT needs one with {% generation %} marks, model.chat_template=FILE.
+bf16 copy. The layer that predicts a second token is unchanged in the export unless model.train_mtp=true trains it. TRL
+cannot mark the chat template: SFT needs one with {% generation %} marks, model.chat_template=FILE.
 """
 
 from dataclasses import replace

@@ -6,8 +6,9 @@
 All weights: 1e-5 from NVIDIA-NeMo/Automodel (llm_finetune/glm/glm_4.7_te_deepep.yaml). Adapters: rank 16, alpha 8 and
 2e-4 from axolotl (glm45/glm-45-air-qlora.yaml), 1e-4 at 355b as QLoRA (arXiv:2305.14314); DPO 5e-6 from
 alignment-handbook (zephyr-7b-beta/dpo/config_qlora.yaml).
-The checkpoints include a layer that predicts a second token: it is neither trained nor counted, and unchanged in
-the export. DeepSpeed has no preset for these experts: the project sets AutoEP's routing, and checks it on a draft.
+The checkpoints include a layer that predicts a second token: it is unchanged in the export unless
+model.train_mtp=true trains it. DeepSpeed has no preset for these experts: the project sets AutoEP's routing, and checks
+it on a draft.
 `pretrain` usually starts from base weights: model.path=zai-org/GLM-4.5-Air-Base.
 """
 

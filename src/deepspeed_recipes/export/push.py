@@ -21,7 +21,7 @@ from ..training.model_folder.card import UNPUBLISHED
 from ..training.model_folder.record import portable
 
 CARD = "README.md"
-_WEIGHTS = re.compile(r"(?:model|adapter_model)(?:-\d+-of-\d+)?\.safetensors|model-\w+\.gguf")
+_WEIGHTS = re.compile(r"(?:model|adapter_model|further_token)(?:-\d+-of-\d+)?\.safetensors|model-\w+\.gguf")
 _CONFIGURATION = {
     "config.json",
     "generation_config.json",

@@ -118,6 +118,8 @@ NO_CLASSIFIER = (
     *("falcon_h1", "glm4_moe", "granite", "lfm2", "minimax_m2", "nemotron_h", "olmoe", "qwen3_5_moe_text"),
 )
 """Model types of the pages for which transformers has no sequence classifier (checked by `tests/test_reward.py`)."""
+FURTHER_TOKEN_TYPES = ("deepseek_v3", "glm4_moe")
+"""Model types whose head for a further token transformers describes (`num_mtp_layers`; see `tests/test_further.py`)."""
 
 
 # ---- Conditions that compare numbers or look into the model's configuration ------------------------------------------
@@ -136,6 +138,13 @@ def _too_long(case: Case, _: str) -> Values | None:
 def _without_classifier(case: Case, _: str) -> Values | None:
     kind = case.dimension("model_type")
     return {"kind": kind} if kind in NO_CLASSIFIER else None
+
+
+def _without_further_token(case: Case, _: str) -> Values | None:
+    kind, count = case.dimension("model_type"), case.dimension("num_nextn_predict_layers", "num_mtp_layers") or 1
+    if kind is None or (kind in FURTHER_TOKEN_TYPES and count == 1):
+        return None
+    return {"kind": kind, "count": count, "known": " and ".join(FURTHER_TOKEN_TYPES)}
 
 
 def _beyond_vocabulary(case: Case, _: str) -> Values | None:
@@ -212,6 +221,7 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "always()": lambda case, technique: {},
     "too_long()": _too_long,
     "without_classifier()": _without_classifier,
+    "without_further_token()": _without_further_token,
     "beyond_vocabulary()": _beyond_vocabulary,
     "family()": _family,
     "method()": _method,

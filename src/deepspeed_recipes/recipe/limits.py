@@ -254,8 +254,8 @@ def asked_for(recipe: Recipe) -> bool | None:
     """Return True or False if a recipe sets tiles on or off, or None if it depends on the size of the logits."""
     if recipe.method.whole_loss or recipe.layout.pipeline > 1 or recipe.router_aux_loss_coef or recipe.model.vision:
         return False  # tiles do not apply to these, or would compute a wrong loss: see `Recipe`
-    if recipe.loss:
-        return False  # the user's function reads whole logits
+    if recipe.loss or recipe.model.train_mtp:
+        return False  # the user's function reads whole logits, and that head the hidden states of all tokens
     return True if isinstance(recipe.method, Distill) else recipe.tiled_loss
 
 

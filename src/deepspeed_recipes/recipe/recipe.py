@@ -59,7 +59,11 @@ class Model:
     train_vision: bool = False
     """Train the vision tower too, or add adapters to it and to its projector. `false` freezes both."""
     train_mtp: bool = False
-    """Train the base model's head for further tokens (MTP). Refused: no class of transformers 5.22 trains one."""
+    """Train the base model's head for a further token too (MTP), with which servers draft. With adapters the head is
+    trained whole, in a file of its own next to them, and a merged export has it under the base model's names."""
+    mtp_loss_weight: Annotated[float, Bounds(above=0)] = 0.1
+    """Weight of that head's cross-entropy in the loss. The DeepSeek-V3 report (arXiv:2412.19437) starts with 0.3 and
+    ends with 0.1."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file
 from transformers import (
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -356,7 +357,8 @@ def load_whole(
     classes = heads.options(base_model.labels_of(of_adapter)) if of_adapter and found == "scores" else {}
     try:
         # transformers would list what the trained part of a whole checkpoint lacks, tensor by tensor.
-        partial = (of_adapter and found != "vocabulary") or (folder / base_model.PROVENANCE).exists()
+        further = of_adapter and (of_adapter / base_model.FURTHER_TOKEN).exists()
+        partial = further or (of_adapter and found != "vocabulary") or (folder / base_model.PROVENANCE).exists()
         quiet = errors_only("transformers") if partial else nullcontext()
         config = load_model.config_of(folder, trusted)
         state = load_model.dequantized_state(str(folder), config, dtype) if of_adapter else None
@@ -515,8 +517,11 @@ def write(source: Path, output: Path, merge: bool) -> str:
         if is_adapter and merge:
             merged = load_merged(source)
             expected = _sample_logits(merged)
-            merged.save_pretrained(part)
-            del merged  # before it is loaded again
+            whole = dict(merged.state_dict())
+            if (further := source / base_model.FURTHER_TOKEN).exists():
+                whole |= load_file(further)
+            merged.save_pretrained(part, state_dict=whole)
+            del merged, whole  # before it is loaded again
             load_processor(source).save_pretrained(part)
             base, trusted = str(base_model.find(source)), base_model.may_run_code(source)
             untrained.add(part, base, base_model.head_of(source), trusted)

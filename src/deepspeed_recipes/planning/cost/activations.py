@@ -163,7 +163,8 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
         return _in_precision(COUNTS.last_norm * tokens * hidden, setup), 0.0
     if setup.tiles(vocabulary):
         return _in_precision(_tiled_loss_bytes(tokens, hidden, head), setup), 0.0
-    both = of_mode(profile.saved_outside_layers, setup.lora) + of_mode(profile.loss_peak, setup.lora)
+    saved = (1 + setup.further_token) * of_mode(profile.saved_outside_layers, setup.lora)
+    both = saved + of_mode(profile.loss_peak, setup.lora)
     per_logit = setup.software.logit_bytes
     other = (0.0 if per_logit is None else per_logit - COUNTS.profiled_logits) - COUNTS.profiled_logits * (
         1 - setup.labelled_share

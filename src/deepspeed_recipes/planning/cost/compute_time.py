@@ -228,7 +228,8 @@ def head_seconds(job: Job) -> float:
         added = 1 / COUNTS.tile_columns + (0 if setup.lora else 1 / COUNTS.tile_tokens)
         tiles, per_logit = 1, COUNTS.tiled_loss + COUNTS.added_up * hidden * added
     passes = (2 if setup.lora else 3) + tiles + setup.reference
-    return passes * product_seconds(job, tokens, width, hidden) + per_logit * tokens * width / job.bandwidth
+    one = passes * product_seconds(job, tokens, width, hidden) + per_logit * tokens * width / job.bandwidth
+    return (1 + setup.further_token) * one
 
 
 def product_seconds(job: Job, rows: float, columns: float, depth: float) -> float:

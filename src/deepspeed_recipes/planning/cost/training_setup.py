@@ -90,6 +90,8 @@ class TrainingSetup:
     """Share of the parameters that is trained, without adapters. The rest has neither gradients nor states."""
     saved_parameters: int = 0
     """Parameters of modules that are trained whole beside adapters."""
+    further_token: bool = False
+    """A head for a further token computes logits and a loss as well."""
     quantized: bool = False
     tiled_loss: bool | None = False
     """The loss is computed in tiles; whole logits never exist. None tiles only if the logits would be large."""
@@ -241,6 +243,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         compile=recipe.compile != "off",
         trained_share=counts.trained_share(recipe),
         saved_parameters=counts.saved_parameters(recipe),
+        further_token=recipe.model.train_mtp,
         quantized=recipe.model.quantization != "none",
         bf16_states=bool(bf16.get("bf16_master_weights_and_grads") and bf16.get("bf16_optimizer_states")),
         fp32_accumulation=data_types.get("grad_accum_dtype") in ("fp32", "float32"),

@@ -10,6 +10,7 @@ from ...recipe import limits, new_tokens, pages
 from ...recipe.errors import UserError
 from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe, names
+from .profile import further_token_ends
 
 
 def teacher_parameters(recipe: Recipe) -> int:
@@ -56,12 +57,16 @@ def trained_share(recipe: Recipe) -> float:
 
 
 def saved_parameters(recipe: Recipe) -> int:
-    """Return the number of parameters beside adapters: rows of new tokens, and `lora.modules_to_save`."""
+    """Return the number of parameters beside adapters: of new rows, `lora.modules_to_save`, a head for a token."""
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
     text = recipe.model.config.get("text_config") or recipe.model.config
     tokens = len(new_tokens.read(recipe.model.new_tokens)) if recipe.lora else 0
     ends = 1 if text.get("tie_word_embeddings") or recipe.method.headless else 2
     rows = ends * tokens * (text.get("hidden_size") or text.get("n_embd") or 0)
+    if recipe.lora and recipe.model.train_mtp and recipe.model.config:
+        last = f".layers.{text['num_hidden_layers'] - 1}."
+        rows += sum(count for name, count in _counts(recipe).items() if last in name)
+        rows += further_token_ends(text["hidden_size"])
     if not chosen or not recipe.model.config or recipe.method.headless:
         return rows
     counts = _counts(recipe)

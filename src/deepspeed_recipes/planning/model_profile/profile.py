@@ -6,7 +6,7 @@ model's Hugging Face class.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ...recipe.recipe import Lora
@@ -25,6 +25,11 @@ def training_mode(lora: Lora | None) -> str:
     if lora.target_modules != "all-linear" or lora.target_parameters:
         words.append(f"({lora.target_modules}; {lora.target_parameters or ''})")
     return " ".join(word for word in words if word)
+
+
+def further_token_ends(hidden: int) -> int:
+    """Return the parameters of a head for a further token outside its layer: its joined inputs' matrix, three norms."""
+    return 2 * hidden**2 + 3 * hidden
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,20 @@ class ModelProfile:
     def cached_per_token(self, layer: LayerProfile) -> float:
         """Return the elements of a token's keys and values that a layer keeps; 0 for linear attention."""
         return 2 * layer.attention_width * self.key_value_heads / self.attention_heads
+
+    def with_further_token(self) -> "ModelProfile":
+        """Return the profile with a head for a further token: one more layer like the last, and what joins its inputs.
+
+        With adapters, `counts.saved_parameters` has the head's weights too, as of a module that PEFT keeps twice.
+        """
+        last = self.layer_kinds[self.layer_order[-1]]
+        own = replace(last, adapter_parameters=dict.fromkeys(last.adapter_parameters, 0.0))
+        return replace(
+            self,
+            layer_kinds=(*self.layer_kinds, own),
+            layer_order=(*self.layer_order, len(self.layer_kinds)),
+            head_parameters=self.head_parameters + further_token_ends(self.hidden_size),
+        )
 
     @cached_property
     def layers(self) -> tuple[LayerProfile, ...]:

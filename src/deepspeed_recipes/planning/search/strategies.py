@@ -54,6 +54,8 @@ def plan_request(
     if "micro_batch_size" in keys:
         limits.check_micro_batch(recipe)
     profile = profile_of(recipe.model.config, recipe.lora)
+    if recipe.model.train_mtp:
+        profile = profile.with_further_token()
     return PlanRequest(recipe, profile, cluster, keys, document_length)
 
 

@@ -33,6 +33,7 @@ from ...recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, draft_key_value_heads, 
 from ...recipe.project import SAMPLES
 from ...recipe.recipe import Draft, Recipe
 from ...recipe.samples import TINY_VISION
+from . import heads
 from .processor import pictures_only
 
 TINY_MODEL = SAMPLES / "tiny_model"
@@ -50,20 +51,21 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     if recipe.model.vision:
         tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
         tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
-        make = _PROCESSORS.get(config.model_type)
-        if make is None:
+        process = _PROCESSORS.get(config.model_type)
+        if process is None:
             raise UserError(
                 f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
                 f"work for {', '.join(_PROCESSORS)}."
             )
-        reader = make(config, tokenizer)  # it may add tokens
+        reader = process(config, tokenizer)  # it may add tokens
         tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, reader.image_token)
         reader.chat_template = tokenizer.chat_template
     small = shrink(config, recipe.draft, tokenizer)
     if recipe.model.vision:
         small, kind = shrink_vision(config, small, recipe.draft, tokenizer), AutoModelForImageTextToText
     torch.manual_seed(recipe.seed)
-    kind.from_config(small, dtype=dtype).save_pretrained(folder)
+    make = heads.with_further_token(small)._from_config if recipe.model.train_mtp else kind.from_config
+    make(small, dtype=dtype).save_pretrained(folder)
     reader.save_pretrained(folder)
 
 

@@ -1,25 +1,40 @@
 """Output heads of models: logits over the vocabulary, scores of a sequence (a reward or classes), or none.
 
 `start` initialises the head of a reward model or a classifier, which the files of a language model lack.
+
+The head for a further token (MTP, `model.train_mtp`) is a decoder layer after the last one. At each position i it reads
+the main model's last hidden state of i and the embedding of token i + 1, and predicts token i + 2 with the main model's
+output matrix (DeepSeek-V3 report, arXiv:2412.19437, section 2.2). transformers 5.22 has such heads only for drafting
+(`MtpModel`, whose loss raises TypeError). As a layer of the model, the head has the names of the published files, so
+that it is loaded, sharded, checkpointed and saved like every other layer.
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero import GatheredParameters
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from torch.nn.functional import pad
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_outputs import ModelOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...recipe.files import Json
 from ...recipe.recipe import Recipe
-from ..model_folder.base_model import Head
+from ..model_folder.base_model import FURTHER_TOKEN, Head
 
 CLASSES: dict[Head, Any] = {
     "vocabulary": AutoModelForCausalLM,
@@ -71,3 +86,107 @@ def start(model: PreTrainedModel, seed: int) -> None:
         with torch.no_grad(), GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
             if parameter.numel():  # under ZeRO-3 the other ranks only take part
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
+
+
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")
+"""Tensors that published files hold once more for the head for a further token: copies of the main model's ends."""
+
+
+def with_further_token(config: PreTrainedConfig, weight: float = 0.0) -> type[PreTrainedModel]:
+    """Return the class of a language model with this configuration that also has its head for a further token.
+
+    In training, the head's cross-entropy times `weight` is added to the loss. Both sums are divided by the number of
+    tokens in the main loss, as in the report. Evaluation and generation leave the head out.
+    """
+    return _with_further_token(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.num_hidden_layers, weight)
+
+
+def _with_further_token(plain: type[PreTrainedModel], index: int, weight: float) -> type[PreTrainedModel]:
+    class WithFurtherToken(plain):
+        # The head uses the main model's own ends.
+        _keys_to_ignore_on_load_unexpected = tuple(rf"\.layers\.{index}\.{name}" for name in SHARED)
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            layers = self.base_model.layers
+            layers.append(_further_token_layer(type(layers[-1]))(config, index))
+            self.post_init()
+
+        def forward(
+            self,
+            input_ids: torch.Tensor,
+            position_ids: torch.Tensor | None = None,
+            labels: torch.Tensor | None = None,
+            **given: object,
+        ) -> ModelOutput:
+            inputs = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels, **given}
+            if labels is None or not self.training:
+                return super().forward(**inputs)
+            seen: dict[str, object] = {}
+            layers = self.base_model.layers
+            hooks = (
+                # Its mask, rotary embedding and documents' boundaries are those of the head.
+                layers[index - 1].register_forward_pre_hook(lambda _, __, named: seen.update(named), with_kwargs=True),
+                self.base_model.register_forward_hook(lambda _, __, output: seen.update(last=output.last_hidden_state)),
+            )
+            try:
+                output = super().forward(**inputs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            following = self.get_input_embeddings()(pad(input_ids[:, 1:], (0, 1)))
+            seen["past_key_values"] = None
+            logits = self.get_output_embeddings()(layers[index](seen.pop("last"), following, **seen))
+            further = self.loss_function(
+                logits=logits,
+                labels=None,
+                vocab_size=self.config.vocab_size,
+                shift_labels=labels_two_ahead(labels, position_ids),
+                num_items_in_batch=given.get("num_items_in_batch"),
+            )
+            return type(output)(**{**output, "loss": output.loss + weight * further})
+
+    return type(plain.__name__, (WithFurtherToken,), {})  # config.json's `architectures`
+
+
+def _further_token_layer(kind: type[nn.Module]) -> type[nn.Module]:
+    class FurtherToken(kind):
+        def __init__(self, config: PreTrainedConfig, index: int) -> None:
+            super().__init__(config, index)
+            norm, width = type(self.input_layernorm), config.hidden_size
+            self.enorm, self.hnorm = norm(width, eps=config.rms_norm_eps), norm(width, eps=config.rms_norm_eps)
+            self.eh_proj = nn.Linear(2 * width, width, bias=False)
+            self.shared_head = nn.ModuleDict({"norm": norm(width, eps=config.rms_norm_eps)})
+
+        def forward(self, hidden: torch.Tensor, following: torch.Tensor, **given: object) -> torch.Tensor:
+            joined = self.eh_proj(torch.cat([self.enorm(following), self.hnorm(hidden)], dim=-1))
+            return self.shared_head["norm"](super().forward(joined, **given))
+
+    return type(kind.__name__, (FurtherToken,), {})  # listed in `_no_split_modules`
+
+
+def labels_two_ahead(labels: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """Return the label of the token two after each position, -100 where it is in another document.
+
+    All are [sequences, length]; `position_ids` restart at every document.
+    """
+    found = pad(labels[:, 2:], (0, 2), value=-100)
+    if position_ids is None:
+        return found
+    return found.masked_fill(pad(position_ids[:, 2:], (0, 2)) != position_ids + 2, -100)
+
+
+def further_token_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
+    """Return the head for a further token of `with_further_token`, or None if the model has none."""
+    inner = model.get_base_model() if isinstance(model, PeftModel) else model
+    last = list(getattr(inner.base_model, "layers", ()))[-1:]
+    return last[0] if last and hasattr(last[0], "eh_proj") else None
+
+
+def save_further_token(model: PeftModel, state: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Write the head for a further token next to an adapter, named as in the base model's files; `state` is whole."""
+    inner = model.get_base_model()
+    start = f"{inner.base_model_prefix}.layers.{inner.config.num_hidden_layers}."
+    named = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    own = revert_weight_conversion(inner, {name: one for name, one in named.items() if name.startswith(start)})
+    save_file({name: one.contiguous() for name, one in own.items()}, folder / FURTHER_TOKEN, metadata={"format": "pt"})

@@ -144,10 +144,16 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
         return model
     if activation_checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
-    found = new_tokens.rows_of(recipe)
-    rows = new_tokens.trained_rows(model, recipe.lora, found.numbers) if found else []
+    added = new_tokens.rows_of(recipe)
+    rows = new_tokens.trained_rows(model, recipe.lora, added.numbers) if added else []
     beside = processor.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
-    return lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)
+    further = heads.further_token_of(model)
+    if further:  # trained whole: PEFT would freeze it, and give it adapters
+        del model.base_model.layers[-1]
+    found = lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)
+    if further:
+        model.base_model.layers.append(further)
+    return found
 
 
 def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel:
@@ -163,6 +169,8 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     state = dequantized_state(recipe.model.path, config, dtype)
     part = {"config": config} | ({} if recipe.model.vision else text_part(config))
     part["config"].update(heads.options(labels) if recipe.method.scores else {})
+    if recipe.model.train_mtp:
+        loaded = heads.with_further_token(config, recipe.model.mtp_loss_weight)
     quiet = errors_only("transformers") if recipe.method.headless else nullcontext()
     try:
         with quiet, upstream.reading_any_index(), upstream.reading_state(state):
@@ -194,12 +202,17 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
             heads.start(model, recipe.seed)
     if missing:
         names = sorted(missing)
+        if recipe.model.train_mtp and (lacks := [name for name in names if f".{config.num_hidden_layers}." in name]):
+            raise UserError(
+                f"model.train_mtp=true: the files of model.path={recipe.model.path} have no such head (they lack "
+                f"{lacks[0]}{weights.more(lacks)}); leave it out."
+            )
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise UserError(
             f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, "
             "or correct its config.json."
         )
-    if loaded in heads.CLASSES.values():  # a pipeline stage has only its own layers; `stages.check` reads all
+    if kind is None:  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
     if line := generate.correct_settings(model, recipe.model.path):
         say(line)

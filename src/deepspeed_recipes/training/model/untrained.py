@@ -56,7 +56,8 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     if base is None or head not in ("vocabulary", "vision"):
         return []
     held, written = weights.unquantized(weights.tensors(base)), weights.tensors(folder, "export")
-    if all(name in written or name.endswith(stored.RECOMPUTED) for name in held):
+    further = [name.removesuffix("eh_proj.weight") for name in written if name.endswith(".eh_proj.weight")]
+    if not further and all(name in written or name.endswith(stored.RECOMPUTED) for name in held):
         trained_as = (base_model.config_of(folder).get("architectures") or [""])[0]
         with_tower = trained_as.endswith("ForConditionalGeneration")  # text was trained in the whole model's class
         if head == "vocabulary" and with_tower and _add_processor(folder, path):
@@ -67,20 +68,31 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
     known = model.state_dict()
     places = stored.loaded_as(held, model, mapping)
     names = _names(stored.loaded_as(written, model, mapping), places)
-    left = [name for name, place in places.items() if place not in known and not place.endswith(stored.RECOMPUTED)]
-    if left or any(name != new for name, new in names.items()):
-        digests = _rewrite(folder, base, names, left)
-    if not left:  # all of the model is trained
+    left = [
+        name
+        for name, place in places.items()
+        if place not in known and name not in names.values() and not place.endswith(stored.RECOMPUTED)
+    ]
+    copies = {name: of for start in further for name, of in _copies(start, model).items() if name in left}
+    left = [name for name in left if name not in copies]
+    if untrained := [name for name in left if name.startswith(tuple(further))]:
+        raise RuntimeError(f"{folder}: {untrained[0]}{weights.more(untrained)} of a trained head is not in the export")
+    digests: dict[str, str] = {}
+    if left or copies or any(name != new for name, new in names.items()):
+        digests = _rewrite(folder, base, names, left, copies)
+    if not left and not further:  # all of the model is trained
         return []
     config = read_json(folder / "config.json")
     _write_config(folder, base, head, trusted)
     _add_processor(folder, path)
+    # Without the outline of its head, the base has more than is left.
+    parts = [part for part in stored.check(str(base), model, mapping) if f"{part}." not in further]
     provenance = {
         "base": portable_path(str(base)),
         "trained_as": (config.get("architectures") or [type(model).__name__])[0],
         "head": head,
-        "parts": stored.check(str(base), model, mapping),
-        "mtp": stored.MTP[str(base)],
+        "parts": parts,
+        "mtp": [part for part in stored.MTP[str(base)] if part in parts],
         "dequantized": quantization.title(base_model.config_of(base)),
         "untouched": digests,
     }
@@ -207,8 +219,19 @@ def _names(written: Mapping[str, str], held: Mapping[str, str]) -> dict[str, str
     return found
 
 
-def _rewrite(folder: Path, base: Path, names: Mapping[str, str], left: list[str]) -> dict[str, str]:
-    """Rename an export's tensors, add those of the base to it, and return the digests of these.
+def _copies(start: str, model: PreTrainedModel) -> dict[str, str]:
+    """Return the names of the model's ends that published files repeat for a head for a further token, by the copies'.
+
+    `start` is the beginning of the head's names.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {start + copy: f"{_name(model, end)}.weight" for copy, end in zip(heads.SHARED, ends, strict=True)}
+
+
+def _rewrite(
+    folder: Path, base: Path, names: Mapping[str, str], left: list[str], copies: Mapping[str, str]
+) -> dict[str, str]:
+    """Rename an export's tensors, add `copies` of them and those of the base, and return the digests of these.
 
     File by file: beside the export, the disk holds one file more.
     """
@@ -216,11 +239,14 @@ def _rewrite(folder: Path, base: Path, names: Mapping[str, str], left: list[str]
     parts: list[Path] = []
     for file in weights.files(folder, "export"):
         parts.append(folder / f"part-{len(parts):05d}")
-        if all(names[name] == name for name in weights.header(file)):
+        held = weights.header(file)
+        twice = {copy: of for copy, of in copies.items() if of in held}
+        if not twice and all(names[name] == name for name in held):
             file.rename(parts[-1])
             continue
         with safe_open(file, "pt") as opened:
-            _write(parts[-1], {names[name]: opened.get_tensor(name) for name in weights.header(file)})
+            chosen = {names[name]: name for name in held} | twice
+            _write(parts[-1], {name: opened.get_tensor(of) for name, of in chosen.items()})
         file.unlink()
     block = quantization.block_of(base_model.config_of(base)) or {}
     tensors = dequantized.state(base, block, torch.bfloat16)

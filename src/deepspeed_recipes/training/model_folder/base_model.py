@@ -16,6 +16,8 @@ from .record import own_path, portable_path
 ADAPTER = "adapter_config.json"
 QUANTIZATION = "base_quantization.json"
 """File next to an adapter that was trained on a quantised base model: how to quantise it again."""
+FURTHER_TOKEN = "further_token.safetensors"
+"""File next to an adapter with the head for a further token that was trained with it, named as in the base model."""
 KEY = "base_model_name_or_path"
 EXPECTED = "expected.json"
 """File of a folder that holds what the trained model answered (see `expected.py`)."""

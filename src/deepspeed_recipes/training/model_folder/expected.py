@@ -237,9 +237,9 @@ def digests(folder: Path) -> dict[str, str]:
             with file.open("rb", buffering=0) as opened:  # read in blocks: it may be larger than the memory
                 found[file.name] = hashlib.file_digest(opened, xxhash.xxh3_64).hexdigest()
         return found
-    adapter = folder / "adapter_model.safetensors"
+    adapter, further = folder / "adapter_model.safetensors", folder / base_model.FURTHER_TOKEN
     found = {}
-    for file in [adapter] if adapter.exists() else weights.files(folder):
+    for file in [adapter, *[further] * further.exists()] if adapter.exists() else weights.files(folder):
         with safe_open(file, "pt") as opened:
             names: list[str] = list(opened.keys())
             for name in names:

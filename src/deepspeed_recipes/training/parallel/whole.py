@@ -93,6 +93,8 @@ def save(trainer: Trainer, folder: Path) -> None:
         else:
             trainer.processing_class.save_pretrained(folder)
         (folder / "README.md").unlink(missing_ok=True)  # PEFT's model card, an empty form
+        if isinstance(model, PeftModel) and recipe.model.train_mtp:
+            heads.save_further_token(model, state or model.state_dict(), folder)
         adapter = recipe.lora
         if adapter is not None and adapter.init == "pissa":
             lora.export_pissa(model, folder)
