@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoTokenizer
 
 from deepspeed_recipes.launching import paths, preflight
 from deepspeed_recipes.planning.cost import weights
@@ -247,6 +248,21 @@ def test_what_is_kept_of_something_else_is_refused(tmp_path):
     for name, meaning in likeliest.MEANT.items():
         with pytest.raises(UserError, match=f"distill.cache={tmp_path}: was computed from {meaning}; name another"):
             likeliest.known(tmp_path, mark | {name: "changed"})
+
+
+@pytest.mark.parametrize(
+    "changed", ["model.safetensors", "config.json", "modeling.py", "generation_config.json", "a.md"]
+)
+def test_what_is_kept_is_of_the_teachers_weights_configuration_and_code(tmp_path, monkeypatch, model_folder, changed):
+    monkeypatch.setattr(likeliest.dist, "broadcast_object_list", lambda found: None)
+    folder = shutil.copytree(model_folder, tmp_path / "teacher")
+    recipe = small(model_folder, tmp_path, method=Distill(teacher=str(folder), top_k=4))
+    given = recipe, Dataset.from_dict({"input_ids": [[1]]}), AutoTokenizer.from_pretrained(model_folder)
+    before = likeliest.of_run(*given)
+    with (folder / changed).open("a") as file:
+        file.write(" ")
+    matters = changed in ("model.safetensors", "config.json", "modeling.py")
+    assert (likeliest.of_run(*given) != before) is matters and likeliest.of_run(*given)["data"] == before["data"]
 
 
 REFUSED = {

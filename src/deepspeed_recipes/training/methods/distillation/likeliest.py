@@ -177,6 +177,8 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
         if not distill.served:
             loaded = recipe_of(recipe)
             files = sorted(Path(loaded.model.path).glob("*.safetensors"))
+            if files:  # the same weights are another teacher with another configuration, or with other code
+                files += [*Path(loaded.model.path).glob("config.json"), *sorted(Path(loaded.model.path).glob("*.py"))]
             commit = None if files else getattr(load.load_config(loaded), "_commit_hash", None)  # of a model on the Hub
             teacher = " ".join(map(digests.of_file, files)) or f"{loaded.model.path}@{commit}"
         found = [
