@@ -253,9 +253,27 @@ def test_an_export_stops_at_what_ends_the_turn_in_the_loss(tmp_path, model_folde
     chat_template.check(recipe)
     model = load_model(recipe)
     before = generate.ends(model, tokenizer)
-    generate.stop_at(model, chat_templates.end_of_turn(recipe, tokenizer))
+    generate.stop_at(model, *chat_templates.ends_of_turn(recipe, tokenizer))
     wanted = {*before, tokenizer.convert_tokens_to_ids(end)}
     assert {*generate.ends(model, tokenizer)} == wanted and (len(wanted) > len(before)) == (end == "</a>")
+
+
+AFTER_CALLS = {
+    **{"gptoss": "<|call|>", "glm4moe": "<|observation|>"},
+    **dict.fromkeys(("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5"), "<|tool_response>"),
+}
+"""What ends a turn of tool calls where it is not what ends an answer."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_export_stops_after_a_tool_call_too(name):
+    tokenizer = tokenizer_with(name)
+    ends = tokenizer.convert_ids_to_tokens(chat_templates.ends_of_turn(small(TINY_MODEL, "unread"), tokenizer))
+    assert learned(name, TURNS)[-1].rstrip().endswith(ends[0])
+    assert ends[1:] == ([AFTER_CALLS[name]] if name in AFTER_CALLS else [])
+    if name in AFTER_CALLS:
+        called = [TURNS[0], {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+        assert learned(name, called, TOOLS)[-1].rstrip().endswith(ends[1])
 
 
 def test_a_base_models_tokenizer_gets_chatml_and_the_export_carries_it(tmp_path, capsys):

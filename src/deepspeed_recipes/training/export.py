@@ -59,8 +59,8 @@ def save(trainer: Trainer, folder: Path, outline: PreTrainedModel) -> None:
         complete_export = untrained.name_adapter if recipe.lora else untrained.add
         complete_export(folder, recipe.model.path, heads.trained_by(recipe), recipe.model.trust_remote_code)
         tokenizer = trainer.processing_class
-        if recipe.lora and chat_templates.end_of_turn(recipe, tokenizer) not in (None, tokenizer.eos_token_id):
-            # Neither the adapter's tokenizer nor its base model has this end.
+        if recipe.lora and {*chat_templates.ends_of_turn(recipe, tokenizer)} - {tokenizer.eos_token_id}:
+            # Neither the adapter's tokenizer nor its base model has these ends.
             settings = (getattr(part, "generation_config", None) for part in trainer.model.modules())
             next(filter(None, settings)).save_pretrained(folder)
     torch.distributed.barrier()

@@ -133,7 +133,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
         write_requested(run.data, {**datasets.described(tokenizer), **skipped})
     model = parallel.load(recipe, datasets.labels)
-    generate.stop_at(model, chat_templates.end_of_turn(recipe, tokenizer))
+    generate.stop_at(model, *chat_templates.ends_of_turn(recipe, tokenizer))
     gather_layers(arguments, model, file)
     upstream.tell_whether_packed(model, recipe.packs)
     outline = parallel.outline(recipe, model)

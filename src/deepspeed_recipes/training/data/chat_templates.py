@@ -127,7 +127,7 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
         )
     template = training_template(tokenizer)
     if template is not None:
-        end_of_turn(recipe, tokenizer)
+        ends_of_turn(recipe, tokenizer)
         return template, partial(_by_template, tokenizer, template)
     question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}
     try:
@@ -143,40 +143,54 @@ def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mar
     return tokenizer.chat_template, partial(_by_rendering, tokenizer)
 
 
-def end_of_turn(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the control token that a run teaches as the end of the assistant's turn, or None if that is not known.
+def ends_of_turn(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the control tokens that a run teaches as ends of the assistant's turns: of answers, and of tool calls.
 
-    White space may follow it. It is often not the tokenizer's end, for example where a base model becomes a chat model.
-    A template whose marks leave the loss without such a token is refused.
+    White space may follow them. They are often not the tokenizer's end, for example where a base model becomes a chat
+    model. A template whose marks leave the loss without such a token is refused.
     """
     if tokenizer.chat_template is None or recipe.method.name == "pretrain":
-        return None
+        return []
     marks = training_template(tokenizer)
     template = marks or tokenizer.chat_template
     said = [{"type": "text", "text": "Hello"}] if recipe.model.vision else "Hello"
-    probe = [{"role": role, "content": said} for role in ("user", "assistant")]
-    try:
-        turns = shown(tokenizer, template, probe).turns
-        if marks and recipe.method.packs and recipe.loss_on != "all":
-            taught = [
-                token for token, learned in zip(*_by_template(tokenizer, marks, turns, None), strict=True) if learned
-            ]
-        else:
-            taught = conversation_tokens(tokenizer, turns, chat_template=template)
-    except (UserError, TemplateError, NotImplementedError, TypeError, ValueError):
-        return None  # it refuses this conversation
-    last = next((token for token in reversed(taught) if tokenizer.decode([token]).strip()), None)
-    if last in tokenizer.get_added_vocab().values():
-        return last
-    if marks and recipe.method.packs and taught:
-        own = recipe.model.chat_template not in ("auto", "chatml")
-        where = f"model.chat_template={recipe.model.chat_template}" if own else f"model.path={recipe.model.path}"
-        raise UserError(
-            f"{where}: the assistant's turn has no control token at its end in the loss, so the model would not learn "
-            "to stop.\nWrite the token that ends the turn inside {% generation %} ... {% endgeneration %}; if the "
-            "tokenizer does not have it as one token, add model.new_tokens=TOKEN."
-        )
-    return None
+    user = {"role": "user", "content": said}
+
+    def taught(tools: list[Json] | None = None, **turn: object) -> list[int]:
+        try:
+            turns = shown(tokenizer, template, [user, {"role": "assistant", "content": said, **turn}], tools).turns
+            if marks and recipe.method.packs and recipe.loss_on != "all":
+                tokens, learned = _by_template(tokenizer, marks, turns, tools)
+                return [token for token, one in zip(tokens, learned, strict=True) if one]
+            asked = conversation_tokens(tokenizer, turns[:1], tools, chat_template=template)
+            return conversation_tokens(tokenizer, turns, tools, chat_template=template)[len(asked) :]
+        except (UserError, TemplateError, NotImplementedError, TypeError, ValueError):
+            return []  # it refuses this conversation
+
+    def last(tokens: list[int]) -> int | None:
+        return next((token for token in reversed(tokens) if tokenizer.decode([token]).strip()), None)
+
+    answer = taught()
+    end = last(answer)
+    if end is None or end not in tokenizer.get_added_vocab().values():
+        if marks and recipe.method.packs and answer:
+            own = recipe.model.chat_template not in ("auto", "chatml")
+            where = f"model.chat_template={recipe.model.chat_template}" if own else f"model.path={recipe.model.path}"
+            raise UserError(
+                f"{where}: the assistant's turn has no control token at its end in the loss, so the model would not "
+                "learn to stop.\nWrite the token that ends the turn inside {% generation %} ... {% endgeneration %}; "
+                "if the tokenizer does not have it as one token, add model.new_tokens=TOKEN."
+            )
+        return []
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+    takes = {"type": "object", "properties": {"at": {"type": "string", "description": "A place."}}}
+    tools = [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": takes}}]
+    # Some templates write one call in a turn. A token that ends each of several calls does not end the turn.
+    calls = taught(tools, content="", tool_calls=[call, call]) or taught(tools, content="", tool_calls=[call])
+    after = last(calls)
+    if after is None or after not in tokenizer.all_special_ids or calls.count(after) > 1:
+        return [end]
+    return [*dict.fromkeys((end, after))]
 
 
 def training_template(tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -71,13 +71,13 @@ def _listed(named: int | list[int] | None) -> list[int]:
     return named if isinstance(named, list) else [] if named is None else [named]
 
 
-def stop_at(model: torch.nn.Module, *tokens: int | None) -> None:
+def stop_at(model: torch.nn.Module, *tokens: int) -> None:
     """Add tokens to those at which the model, and its export, stops; `model` may have a pipeline's stages."""
     for part in model.modules():
         settings = getattr(part, "generation_config", None)
         if settings is not None:
             known = _listed(settings.eos_token_id)
-            if new := [token for token in tokens if token is not None and token not in known]:
+            if new := [token for token in tokens if token not in known]:
                 settings.update(eos_token_id=[*known, *new])
 
 
