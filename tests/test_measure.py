@@ -271,10 +271,11 @@ def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, cap
 def test_doctor_measures_this_machine(tmp_path, capsys, ranks):
     """With real ranks; the figures are only asked to be there."""
     file = tmp_path / "machine.json"
-    assert doctor.main(["--measure", str(file), "--gpus", "2", "--nvme", str(tmp_path)]) == 0
+    assert doctor.main(["--measure", str(file), "--quick", "--gpus", "2", "--nvme", str(tmp_path)]) == 0
     machine = machine_file.read(file)
     assert (
         machine.device == "CPU" and machine.ranks == 2 and machine.nvme_gbs > 0 and machine.seconds["all_reduce large"]
     )
     printed = capsys.readouterr().out
+    assert machine.sizes["repeats"] == 2 and "--quick: few repetitions" in printed
     assert "TFLOP/s" in printed and "all-reduce over 2 ranks" in printed and "ZeRO-3" in printed

@@ -1,6 +1,6 @@
 """Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
 
-    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [collectives]
+    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [collectives] [quick]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
 the medians over the ranks, in seconds, to `FILE`; `planning.cost.constants` turns them into constants.
@@ -41,13 +41,15 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "heads": (16, 8),
     "repeats": (10, 7),
     "steps": (20, 7),
+    "warm_up": (3, 3),
     "calls": (10, 1),
     "message": (2**26, 2**22),
     "adam": (2**25, 2**23),
     "wide": (None, {"hidden": 256, "inner": 640, "heads": 8, "key_value_heads": 4, "sequences": 2, "length": 256}),
 }
 """On a GPU and on a CPU: sides of square products, bytes of a copy, tokens and heads of attention; how often each is
-timed, optimizer steps of the small models, calls queued at a time, so that a GPU does not wait for launches; bytes of a
+timed, optimizer steps of the small models, and those before that are not counted, since ZeRO-3 records the order of its
+modules in the first; calls queued at a time, so that a GPU does not wait for launches; bytes of a
 collective that is bound by the link, parameters that the host's Adam updates, and the layer whose element-wise
 operations are measured on a CPU; on a GPU they follow from the memory's bandwidth."""
 LAYERS = (2, 10)
@@ -58,14 +60,15 @@ NARROW, HUGE = (64, 128, 4, 2, 1, 8), (768, 2304, 12, 12, 1, 8)
 STAGES = {"plain": None, "zero1": 1, "zero3": 3}
 WEIGHTS = 9
 """Trained weights of a Llama layer."""
-WARM_UP = 3
-"""Steps of these models that are not counted: ZeRO-3 records the order of its modules in the first."""
+QUICK = {"repeats": (2, 2), "steps": (2, 2), "warm_up": (1, 1)}
+"""Sizes for `doctor --measure --quick`, with which everything is measured, but less precisely."""
 SMALL = 2**10
 """Bytes of a collective that is bound by latency."""
 
 
-def main(file: str, only: str = "") -> None:
-    """Measure, and write what was found to `file`: the probe `only`, or all those of `doctor --measure`."""
+def main(file: str, *words: str) -> None:
+    """Measure, and write what was found to `file`: `collectives` alone, or all probes; `quick` with fewer rounds."""
+    SIZES.update(QUICK if "quick" in words else {})
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()
@@ -73,7 +76,7 @@ def main(file: str, only: str = "") -> None:
     took: dict[str, float] = {}
     # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
     probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-    for probe in (collectives,) if only == "collectives" else probes:
+    for probe in (collectives,) if "collectives" in words else probes:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
@@ -105,10 +108,10 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32)
 
 
-def median_seconds(work: Callable[[], object], repeats: int | None = None) -> float:
+def median_seconds(work: Callable[[], object]) -> float:
     """Return the median time of a call, including the work it queues on a GPU, after two warm-up rounds."""
     taken, calls = [], sizes()["calls"]
-    for _ in range(2 + (repeats or sizes()["repeats"])):
+    for _ in range(2 + sizes()["repeats"]):
         wait()
         start = time.perf_counter()
         for _ in range(calls):
@@ -209,7 +212,7 @@ def launches() -> Json:
     # On a CPU, bf16 takes more operations.
     found = {} if distributed.on_gpu() else {"plain fp32": passes(None, torch.float32)}
     found |= {name: passes(stage) for name, stage in STAGES.items()}
-    return {"operation": median_seconds(tiny, 5) / 1000, **{f"layer {name}": one for name, one in found.items()}}
+    return {"operation": median_seconds(tiny) / 1000, **{f"layer {name}": one for name, one in found.items()}}
 
 
 def passes(stage: int | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, float]:
@@ -272,7 +275,7 @@ def _passes(layers: int, stage: int | None, dtype: torch.dtype, shape: Sequence[
         with quiet():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     taken: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
-    for _ in range(WARM_UP + sizes()["steps"]):
+    for _ in range(sizes()["warm_up"] + sizes()["steps"]):
         marks = [time.perf_counter()]
 
         def mark(marks: list[float] = marks) -> None:
@@ -294,7 +297,9 @@ def _passes(layers: int, stage: int | None, dtype: torch.dtype, shape: Sequence[
             taken[name].append(end - start)
     if stage is not None:
         engine.destroy()
-    return {"parameters": parameters} | {name: statistics.median(times[WARM_UP:]) for name, times in taken.items()}
+    return {"parameters": parameters} | {
+        name: statistics.median(times[sizes()["warm_up"] :]) for name, times in taken.items()
+    }
 
 
 @contextlib.contextmanager
@@ -330,7 +335,7 @@ def host_adam() -> dict[str, float]:
     weight.grad = torch.ones(sizes()["adam"])
     with quiet():
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam([weight])
-    return {"host_adam": median_seconds(optimizer.step, 5)}
+    return {"host_adam": median_seconds(optimizer.step)}
 
 
 def short(dtype: torch.dtype) -> str:

@@ -3,7 +3,7 @@
     ds-recipes doctor            # about 5 s; with --build it also compiles DeepSpeed's ops, which takes minutes
     ds-recipes doctor --nvme /local_nvme --hostfile hosts --checkpoint-gib 120
     ds-recipes doctor --prove    # compare training on this stack with plain PyTorch; about 2 minutes
-    ds-recipes doctor --measure  # time this machine, about a minute; plans then use the figures
+    ds-recipes doctor --measure  # time this machine, about a minute; plans then use the figures (--quick: to try it)
 
 --prove trains a small model with every technique, compares it with a plain PyTorch loop, and tests for the known
 defects of DeepSpeed and transformers, with the installed versions and on this machine's devices.
@@ -60,6 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
         "--measure", nargs="?", const="", metavar="FILE",
         help=f"write its rates to FILE (default: {machine_file.default_file()}); with --nvme also those of a drive",
     )  # fmt: skip
+    measuring.add_argument("--quick", action="store_true", help="with few repetitions, to try it: less precise")
     parser.add_argument(
         "--gpus", type=int, metavar="N",
         help="ranks of --prove and --measure (default: all GPUs; without GPUs 2 CPU ranks)",
@@ -69,7 +70,9 @@ def main(words: Sequence[str] | None = None) -> int:
         files.check_writable("--json", Path(arguments.json))
     if arguments.prove:
         parser.refuse(
-            arguments, ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile", "measure"), "not with --prove"
+            arguments,
+            ("build", "output_dir", "checkpoint_gib", "nvme", "hostfile", "measure", "quick"),
+            "not with --prove",
         )
         from ...prove import prove  # needs packages that a machine may not have before it is ready
 
@@ -81,6 +84,7 @@ def main(words: Sequence[str] | None = None) -> int:
         from . import measure  # likewise
 
         return measure.run(arguments)
+    parser.refuse(arguments, ("quick",), "only with --measure")
     parser.refuse(arguments, ("gpus",), "only with --prove or --measure")
     if arguments.checkpoint_gib is not None and arguments.checkpoint_gib <= 0:
         raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -18,6 +19,7 @@ from ...recipe.errors import UserError, cannot_write
 from ...recipe.files import Json
 from ...recipe.project import require
 from ...recipe.run_folder import RunFolder, write_json
+from ...training.rendezvous import SINGLE
 
 PROBE = "deepspeed_recipes.benchmarks.probe"
 LIMIT = 300
@@ -36,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     pool = hostfile.read(arguments.hostfile) if arguments.hostfile else None
     refuse_busy(gpus)
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
-    found = probe(ranks, gpus)
+    words = ("quick",) if arguments.quick else ()
+    found = probe(ranks, gpus, words)
     environment = found["environment"]
     measured = {
         "version": machine_file.VERSION,
@@ -45,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "ranks": ranks,
         **found,
-        **({"alone": probe(1, 0)["seconds"]} if ranks > 1 and not gpus else {}),  # with fewer others in the caches
+        **(
+            {"alone": probe(1, 0, words)["seconds"]} if ranks > 1 and not gpus else {}
+        ),  # with fewer others in the caches
         **({"nvme_gbs": min(drive)} if drive else {}),
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
@@ -56,6 +61,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError(cannot_write(error, file) or f"{file}: {error.strerror}.") from error
     for name, value in lines(measured):
         print(f"{name:42} {value}")
+    if arguments.quick:
+        print("\n--quick: few repetitions, so the figures vary; measure without it before you plan with them")
     if not gpus:
         how = f"--gpu cpu --machine {file}" if arguments.measure else "--gpu cpu"
         print(f"\n{file}: written; ds-recipes plan ... {how} predicts how fast these CPU ranks train")
@@ -81,11 +88,14 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, gpus: int) -> Json:
+def probe(ranks: int, gpus: int, words: tuple[str, ...]) -> Json:
     """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`."""
     with children.scratch() as folder:
         result = folder / "measured.json"
-        return started(launcher_command((PROBE, str(result)), ranks), rank_environment(ranks, gpus), result)
+        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus)
+        if ranks == 1 and not gpus:  # without the launcher, which takes seconds to start
+            return started([sys.executable, "-m", *module], environment | SINGLE | {"MASTER_PORT": "0"}, result)
+        return started(launcher_command(module, ranks), environment, result)
 
 
 def between(pool: hostfile.HostPool, shared: Path) -> Json:
