@@ -48,7 +48,7 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         norms = 2 * COUNTS.fused_norm_saves / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
         inner = (COUNTS.inner - COUNTS.inner_fused) * _inner_results(kind) / tensor if _is_gated(kind) else 0
         total -= tokens * (norms / (tensor if setup.software.tensor_splits_all else 1) + inner)
-    return _in_precision(total, setup) + _scores(kind.saved, setup)
+    return _in_layers(total, setup) + _scores(kind.saved, setup)
 
 
 def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -92,7 +92,7 @@ def _inner_results(kind: LayerProfile) -> int:
 def feed_forward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that autograd saves inside a layer's feed-forward part for one micro-batch, beyond its input."""
     each = COUNTS.inner_fused if setup.fuses and _is_gated(kind) else COUNTS.inner
-    return _in_precision(each * setup.tokens_per_pass * _inner_results(kind) / setup.layout.tensor, setup)
+    return _in_layers(each * setup.tokens_per_pass * _inner_results(kind) / setup.layout.tensor, setup)
 
 
 def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
@@ -100,10 +100,9 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     if setup.selective:  # the results of matrix products and of attention, too
         adapters = sum(setup.lora.rank + outputs for _, outputs in kind.linears) if setup.lora else 0
         results = sum(outputs for _, outputs in kind.linears) + adapters + _kept_results(kind, setup)
-        return _in_precision((kind.checkpoint_bytes + 2 * results) * _tokens(setup), setup)
+        return _in_layers((kind.checkpoint_bytes + 2 * results) * _tokens(setup), setup)
     if setup.recomputes_layers:
-        width = FP32 if setup.software.frozen_fp32 else 1
-        return width * _in_precision(kind.checkpoint_bytes * _tokens(setup), setup)
+        return _in_layers(kind.checkpoint_bytes * _tokens(setup), setup)
     again = feed_forward_bytes(kind, setup) if setup.recomputes_feed_forward else 0.0
     return layer_bytes(kind, setup) - again
 
@@ -136,7 +135,7 @@ def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes of a layer's recomputed activations; a tiled feed-forward part is recomputed tile by tile."""
     if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _kept_results(kind, setup)
-        return layer_bytes(kind, setup) - _in_precision(2 * used * _tokens(setup), setup)
+        return layer_bytes(kind, setup) - _in_layers(2 * used * _tokens(setup), setup)
     tiles, feed_forward = 1, feed_forward_bytes(kind, setup)
     if setup.tiled_mlp:  # `training.model.transforms.tile_count`
         tiles = max(2, math.ceil(setup.own_length / (kind.checkpoint_bytes // 2)))
@@ -190,6 +189,14 @@ def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
 def _tokens(setup: TrainingSetup) -> float:
     """Return the number of tokens per pass whose hidden states and logits are on one rank."""
     return setup.tokens_per_pass / (setup.layout.tensor if setup.software.tensor_splits_all else 1)
+
+
+def _in_layers(total: float, setup: TrainingSetup) -> float:
+    """Return the bytes of activations in layers: norms in fp32 return fp32, and 4-bit matrices their input's type.
+
+    bitsandbytes, nn/modules.py, `Linear4bit.forward`.
+    """
+    return FP32 * total if setup.software.frozen_fp32 else _in_precision(total, setup)
 
 
 def _in_precision(total: float, setup: TrainingSetup) -> float:
