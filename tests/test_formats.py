@@ -720,6 +720,19 @@ def recipe_on(path, **data):
     return replace(recipe, data=replace(recipe.data, path=str(path), validation=None, **data))
 
 
+def test_an_example_may_lack_a_renamed_column(tmp_path):
+    path = tmp_path / "asked.jsonl"
+    rows = [{"q": "Hi?"}, {"q": "Hi?", "a": "Yes."}, {"q": "Hi?", "a": "No.", "s": "Be brief."}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    columns = {"columns": "q:prompt,a:completion,s:system"}
+    (source,) = sources.read(str(path), recipe_on(path, **columns, bad="skip"))
+    assert len(source.skipped) == 1 and len(source.examples) == 2
+    with pytest.raises(UserError, match=r":1: the field 'completion' must be"):
+        sources.read(str(path), recipe_on(path, **columns))
+    with pytest.raises(UserError, match=r":1: data.columns names 'b'; this example has 'q'"):
+        sources.read(str(path), recipe_on(path, columns="q:prompt,b:completion", bad="skip"))
+
+
 def test_bad_examples_are_named_together_or_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     bad = [chats(("user", ""), ("assistant", "Yes.")), '{"messages": [', chats(("user", "a"), ("user", "b"))] * 4

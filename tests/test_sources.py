@@ -364,15 +364,24 @@ def test_a_table_with_a_column_twice_is_refused_by_the_launcher_and_by_the_ranks
 
 def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     folder = write_folder(tmp_path)
+    data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    assert sources.files_left(source, "train") is None, "a readme is not data"
+    assert sources.files_left(source, data) is None, "a readme is not data"
     for name in ("notes.md", "scan.pdf", "more.txt", ".hidden"):
         (folder / name).write_text("Some text.")
-    warning = sources.files_left(source, "train")
+    warning = sources.files_left(source, data)
     assert "3 of 6 files are not read: more.txt, notes.md, scan.pdf. Examples are read from .jsonl" in warning
     for number in range(9):
         (folder / f"{number}.docx").write_text("Text.")
-    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.files_left(source, "train")
+    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.files_left(source, data)
+    splits = dict.fromkeys(("train", "dev", "test"), Dataset.from_list([{"prompt": "Hi?", "completion": "Yes."}]))
+    DatasetDict(splits).save_to_disk(saved := tmp_path / "saved")
+    (source,) = sources.read(str(saved), small(tmp_path, saved))
+    said = f"not read: dev, test among its splits; data.validation={saved}/dev measures"
+    assert said in sources.files_left(source, replace(data, path=str(saved)))
+    measured = replace(data, path=str(saved), validation=f"{saved}/dev,{saved}/test")
+    assert sources.files_left(source, measured) is None
+    assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
 
 
 @pytest.mark.parametrize(
@@ -414,7 +423,7 @@ def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
         (tmp_path / name).write_text(f"Text of {name}.")
     (source,) = sources.read(str(tmp_path), small(tmp_path, tmp_path, method="pretrain"))
     assert sorted(source.examples["text"]) == ["Text of a.md.", "Text of b.rst.", "Text of c.txt."]
-    assert sources.files_left(source, "train") is None
+    assert sources.files_left(source, small(tmp_path, tmp_path).data) is None
     (source,) = sources.read(str(tmp_path / "a.md"), small(tmp_path, tmp_path, method="pretrain"))
     assert source.examples["text"] == ["Text of a.md."]
 

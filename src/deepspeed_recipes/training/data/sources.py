@@ -36,7 +36,8 @@ from datasets.exceptions import DatasetGenerationError
 from ...recipe import own_code
 from ...recipe.errors import UserError, counted, first_line
 from ...recipe.methods import METHODS
-from ...recipe.recipe import Recipe, names
+from ...recipe.recipe import Data, Recipe, names
+from ...recipe.run_folder import read_json
 from .. import upstream
 from . import images, text_files
 from .forms import formats, keys, turns
@@ -341,9 +342,14 @@ def _files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def files_left(source: Source, split: str) -> str | None:
-    """Return a warning with the files of a folder that are not read, or None if all are."""
-    folder = Path(source.name)
+def files_left(source: Source, data: Data) -> str | None:
+    """Return a warning with the files, or the saved splits, of a folder that are not read, or None if all are."""
+    folder, split = Path(source.name), data.split
+    if (saved := folder / "dataset_dict.json").is_file():
+        read = {Path(name) for name in names(data.validation)}
+        others = [one for one in read_json(saved)["splits"] if one != split and folder / one not in read]
+        measured = f"; data.validation={folder / others[0]} measures the model on it" if others else ""
+        return f"warning: {folder}: not read: {', '.join(others)} among its splits{measured}" if others else None
     if not _is_of_files(folder):
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]

@@ -20,7 +20,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 from ....recipe import own_code, variants
 from ....recipe.errors import UserError
@@ -75,6 +75,8 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
 NO_EXAMPLES = "contains no examples."
 TRIED = 1000
 """Examples that are tried to find the form of a source, whose first examples may be bad."""
+AHEAD = 100
+"""Examples that are searched for a column of `data.columns` that the first one lacks."""
 PASSAGES = ("input", "context")
 """Fields with a passage that a question refers to, which follows the question: Alpaca's and Dolly's names."""
 ASKING = ("prompt", "instruction")
@@ -523,14 +525,19 @@ def column_fields(text: str | None) -> dict[str, str]:
 def renamed_columns(
     located: Iterable[tuple[str, Example]], columns: Mapping[str, str]
 ) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of one source with the columns renamed that `fields` lists."""
-    for number, (where, example) in enumerate(located):
-        missing = [column for column in columns if column not in example]
-        if missing and not number:
-            # A pair with another field is read as the beginning of the next column's name.
-            if unknown := re.match(r"[^:]+:\s*([^:,]+?)\s*,", missing[0]):
-                raise UserError(f"{where}: data.columns: {unknown[1]!r} is not a field; {HOW_TO_RENAME}")
-            raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
+    """Yield the examples of one source with the columns renamed that `fields` lists; some examples may lack some."""
+    located = iter(located)
+    first = list(islice(located, 1))
+    if any(column not in example for _, example in first for column in columns):
+        first += islice(located, AHEAD)
+    missing = [column for column in columns if first and not any(column in example for _, example in first)]
+    if missing:
+        where, example = first[0]
+        # A pair with another field is read as the beginning of the next column's name.
+        if unknown := re.match(r"[^:]+:\s*([^:,]+?)\s*,", missing[0]):
+            raise UserError(f"{where}: data.columns: {unknown[1]!r} is not a field; {HOW_TO_RENAME}")
+        raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
+    for where, example in chain(first, located):
         kept = {name: value for name, value in example.items() if name in columns or name not in columns.values()}
         yield where, {columns.get(name, name): value for name, value in kept.items()}
 
