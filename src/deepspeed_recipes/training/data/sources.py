@@ -347,9 +347,9 @@ def files_left(source: Source, data: Data) -> str | None:
     folder, split = Path(source.name), data.split
     if (saved := folder / "dataset_dict.json").is_file():
         read = {Path(name) for name in names(data.validation)}
-        others = [one for one in read_json(saved)["splits"] if one != split and folder / one not in read]
-        measured = f"; data.validation={folder / others[0]} measures the model on it" if others else ""
-        return f"warning: {folder}: not read: {', '.join(others)} among its splits{measured}" if others else None
+        unread = [one for one in read_json(saved)["splits"] if one != split and folder / one not in read]
+        measured = f"; data.validation={folder / unread[0]} measures the model on it" if unread else ""
+        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{measured}" if unread else None
     if not _is_of_files(folder):
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
