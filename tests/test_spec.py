@@ -66,6 +66,26 @@ def test_foreign_names_lead_to_keys_that_exist(full):
             overrides.apply(full, [f"{foreign}=1"])
 
 
+def test_foreign_names_with_the_same_values_are_read_as_ours(full, capsys):
+    assert set(FOREIGN_NAMES) >= overrides.SAME
+    words = [
+        "num_train_epochs=3",
+        "lora_r=8",
+        "lora_target=all",
+        "lr_scheduler_type=linear",
+        "warmup_ratio=0.1",
+        "tiny",
+    ]
+    found = [overrides.word(one) for one in words]
+    assert found[:2] == ["epochs=3", "lora.rank=8"] and found[-1] == "tiny"
+    changed = overrides.apply(full, found[:-1])
+    assert (changed.epochs, changed.lora.rank, changed.lora.target_modules) == (3, 8, "all-linear")
+    assert (changed.schedule.kind, changed.schedule.warmup) == ("linear", 0.1)
+    assert "num_train_epochs is read as epochs\n" in capsys.readouterr().err
+    with pytest.raises(UserError, match="unknown, too: f, g"):
+        overrides.apply(full, [f"{name}=1" for name in "abcdefg"])
+
+
 def test_foreign_names_without_a_key_are_answered(full):
     for foreign, said in overrides.OTHER_TOOLS["words"].items():
         with pytest.raises(UserError, match=said[:20]):

@@ -7,7 +7,7 @@ from itertools import product
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from deepspeed_recipes.recipe import pages
-from deepspeed_recipes.recipe.overrides import OTHER_TOOLS
+from deepspeed_recipes.recipe.overrides import OTHER_TOOLS, SAME
 from deepspeed_recipes.recipe.recipe import Recipe
 
 from .. import gpu_results
@@ -35,7 +35,12 @@ def names() -> str:
         names.setdefault(option, []).append(theirs)
     meanings = {ours: f": {meaning}" for ours, meaning in OTHER_TOOLS["meanings"].items()}
     rows = (
-        _line([f"`{ours}`{meanings.get(ours, '')}", ", ".join(f"`{name}`" for name in theirs)])
+        _line(
+            [
+                f"`{ours}`{meanings.get(ours, '')}",
+                ", ".join(f"**`{name}`**" if name in SAME else f"`{name}`" for name in theirs),
+            ]
+        )
         for ours, theirs in names.items()
     )
     return _line(["here", "elsewhere"]) + _line(["---", "---"]) + "".join(rows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import sys
 import tomllib
 import types
 import typing
@@ -23,12 +24,14 @@ OTHER_TOOLS = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_te
 FOREIGN_NAMES: dict[str, str] = {
     theirs: ours for ours, names in OTHER_TOOLS["names"].items() for theirs in names.split()
 }
+SAME = frozenset(OTHER_TOOLS["same"].split())
+"""Those that take the same values as our keys."""
 
 TOOLS = ("trainer", "trl", "llama_factory", "axolotl")
 """The tables of keys without an equivalent."""
 
 MOST_UNKNOWN = 5
-"""Unknown keys that a message names."""
+"""Unknown keys that a message explains; it lists the others."""
 
 SCHEDULES_REFUSED = {
     "reduce_lr_on_plateau": "DeepSpeed's engine advances the schedule by itself after each update, without a metric",
@@ -92,7 +95,10 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     given = set()
     assignments = list(assignments)
     if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
-        raise UserError("\n".join(unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]))
+        lines = [unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]]
+        if more := wrong[MOST_UNKNOWN:]:
+            lines.append(f"unknown, too: {', '.join(more)}.")
+        raise UserError("\n".join(lines))
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
         if not equals:
@@ -162,6 +168,15 @@ def _settle_data(data: Json, given: set[str]) -> None:
         data["metric"] = "loss"
 
 
+def word(text: str) -> str:
+    """Return a word of the command line, with our key for another tool's that takes the same values; says so."""
+    key, equals, value = text.partition("=")
+    if not equals or key not in SAME:
+        return text
+    print(f"{key} is read as {FOREIGN_NAMES[key]}", file=sys.stderr)
+    return f"{FOREIGN_NAMES[key]}={value}"
+
+
 def keys_of(assignments: Iterable[str]) -> list[str]:
     """Return the keys of `key=value` assignments."""
     return [assignment.partition("=")[0] for assignment in assignments]
@@ -212,6 +227,8 @@ def parse(key: str, text: str, hint: object) -> Any:
         if why := SCHEDULES_REFUSED.get(text):
             raise UserError(f"{key}={text}: {why}; use cosine, or a fixed warmup_stable_decay.")
         text = {"wsd": "warmup_stable_decay"}.get(text, text)
+    if key == "lora.target_modules" and text == "all":
+        text = "all-linear"
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if key == "optimizer" and (why := why_impossible(text)):

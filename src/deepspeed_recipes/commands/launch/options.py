@@ -153,7 +153,11 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     parser.add_argument("recipe", nargs="?", metavar="RECIPE[-SIZE]", help="e.g. tiny, or PATH/TO/page.py; see --list")
     parser.add_argument("variant", nargs="?", metavar="VARIANT", help="for example full or lora; see --list")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="change the recipe; the keys are listed below"
+        "overrides",
+        nargs="*",
+        type=overrides.word,
+        metavar="key=value",
+        help="change the recipe; the keys are listed below",
     )
     parser.add_argument(
         "--from",

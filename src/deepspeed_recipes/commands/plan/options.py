@@ -35,6 +35,7 @@ def parser(about: str | None) -> argparse.ArgumentParser:
     result.add_argument(
         "overrides",
         nargs="*",
+        type=overrides.word,
         default=[],
         metavar="[VARIANT] key=value",
         help="full (default), lora, qlora or another variant, and changes of the recipe, as in ds-recipes launch",

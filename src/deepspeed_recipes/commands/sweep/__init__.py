@@ -94,7 +94,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser("sweep", __doc__)
     parser.add_argument("recipe", metavar="RECIPE[-SIZE]", help="as in ds-recipes launch; `auto MODEL` too")
     parser.add_argument("variant", metavar="VARIANT", help="as in ds-recipes launch")
-    parser.add_argument("overrides", nargs="*", metavar="key=value[,value]", help="keys to set and to vary")
+    parser.add_argument(
+        "overrides", nargs="*", type=overrides.word, metavar="key=value[,value]", help="keys to set and to vary"
+    )
     parser.add_argument("--random", type=int, metavar="N", help="N random trials instead of every combination")
     parser.add_argument("--seed", type=int, metavar="S", help="seed of --random (default: 0)")
     parser.add_argument(
