@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
@@ -39,6 +40,7 @@ from deepspeed_recipes.training.methods.distillation import divergence, likelies
 from deepspeed_recipes.training.methods.distillation.likeliest import LOG_PROBS, PLACES, TARGETS, TOKENS, PlacesCollator
 from deepspeed_recipes.training.model import output_head
 from tests.parity import gate
+from tests.ranks import read_logs
 from tests.small import small
 
 VOCABULARY = 50
@@ -196,6 +198,18 @@ def test_it_resumes_exactly_from_what_is_kept_of_the_teacher(
             assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
     drawn = {block.title for block in curves.section(read(run.path)).blocks if isinstance(block, Chart)}
     assert drawn >= {"divergence", "cross_entropy"}
+
+
+def test_a_damaged_teacher_is_named(ranks, tmp_path, model_folder, teacher_folder, conversations):
+    damaged = shutil.copytree(teacher_folder, tmp_path / "teacher")
+    tensors = load_file(damaged / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3] = float("nan")
+    save_file(tensors, damaged / "model.safetensors", {"format": "pt"})
+    run = RunFolder(tmp_path / "run")
+    write_recipe(run, small(model_folder, conversations, "zero3.json", method=Distill(teacher=str(damaged), top_k=4)))
+    assert ranks.run(training_run.main, str(run.path), log=tmp_path / "log") == [2, 2]
+    said = f"distill.teacher={damaged}: model.layers.1.mlp.up_proj.weight has values that are not finite"
+    assert said in read_logs(tmp_path / "log")[0]
 
 
 @pytest.mark.every

@@ -149,9 +149,7 @@ class LossGuard(TrainerCallback):
             return []
         if gather([seen.step for seen in self.seen if math.isfinite(seen.loss.item())]):
             return []
-        held = self.engine.module.named_parameters()
-        damaged = [name for name, part in held if not getattr(part, "ds_tensor", part).isfinite().all()]
-        return sorted(set(gather(damaged)))
+        return damaged(self.engine.module)
 
     def _spike(self, step: int, loss: float) -> None:
         """Act on a loss that has jumped; a collective."""
@@ -192,6 +190,14 @@ def no_gradient(step: int, recipe: Recipe) -> str:
             "other prompts"
         )
     return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
+
+
+def damaged(model: torch.nn.Module) -> list[str]:
+    """Return the names of the weights that are not finite on some rank; a collective."""
+    # The bytes of 4-bit weights are stored as numbers that mean nothing.
+    held = {name: part for name, part in model.named_parameters() if "4bit" not in type(part).__name__}
+    found = [name for name, part in held.items() if not getattr(part, "ds_tensor", part).isfinite().all()]
+    return sorted(set(gather(found)))
 
 
 def gather(mine: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ from ....recipe.files import Json
 from ....recipe.methods import Distill, Sft
 from ....recipe.recipe import Lora, Recipe
 from ... import distributed
+from ...callbacks import loss_guard
 from ...console import say
 from ...data import chat_templates
 from ...data.collate import Batch
@@ -88,6 +89,11 @@ def load_frozen(recipe: Recipe) -> PreTrainedModel:
     teacher = recipe_of(recipe)
     attention = _attention[teacher.model.path]
     model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
+    if broken := loss_guard.damaged(model):
+        raise UserError(
+            f"distill.teacher={teacher.model.path}: {broken[0]} has values that are not finite; copy or download the "
+            "teacher again."
+        )
     say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
     return model.requires_grad_(False).eval()
 
