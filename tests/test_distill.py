@@ -403,10 +403,8 @@ def test_the_ranks_compare_tokenizers_before_they_load_weights(renumbered):
     assert recipe.method.teacher == TINY_TEACHER
 
 
-@pytest.mark.parametrize("change", ["same", "other", "none"])
-def test_a_teacher_of_another_chat_template_is_named(tmp_path, monkeypatch, change):
-    from transformers import AutoTokenizer
-
+@pytest.mark.parametrize("change", ["same", "other", "none", "classifier"])
+def test_a_teacher_of_another_chat_template_is_named_and_a_classifier_refused(tmp_path, monkeypatch, change):
     from deepspeed_recipes.training.methods.distillation import teacher
 
     shutil.copytree(TINY_TEACHER, tmp_path / "teacher")
@@ -415,9 +413,17 @@ def test_a_teacher_of_another_chat_template_is_named(tmp_path, monkeypatch, chan
         template.write_text(template.read_text().replace("<|assistant|>", "<|user|>"))
     elif change == "none":
         template.unlink()
+    elif change == "classifier":
+        config = read_json(tmp_path / "teacher" / "config.json")
+        write_json(tmp_path / "teacher" / "config.json", config | {"architectures": ["Qwen3ForSequenceClassification"]})
     monkeypatch.setattr(teacher, "say", said.append)
     recipe = replace(pages.find("tiny", "distill"), method=Distill(teacher=str(tmp_path / "teacher")))
-    teacher.check_model(recipe, AutoTokenizer.from_pretrained(TINY_MODEL))
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    if change == "classifier":
+        with pytest.raises(UserError, match=r"to classify \(Qwen3ForSequenceClassification\), not to write"):
+            teacher.check_model(recipe, tokenizer)
+        return
+    teacher.check_model(recipe, tokenizer)
     assert any("another chat template" in line for line in said) == (change != "same")
 
 

@@ -64,7 +64,14 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """
     check(recipe, tokenizer)
     teacher = recipe_of(recipe)
-    if why := output_head.difference(load.load_config(teacher).get_text_config(), tokenizer):
+    config = load.load_config(teacher)
+    for name in config.architectures or ():
+        if name.endswith("Classification"):
+            raise UserError(
+                f"distill.teacher={teacher.model.path}: was trained to classify ({name}), not to write; name a "
+                "language model."
+            )
+    if why := output_head.difference(config.get_text_config(), tokenizer):
         raise UserError(f"distill.teacher={teacher.model.path}: distillation computes logits in tiles: {why}.")
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
     ours, theirs = (chat_templates.rendered(one, one.chat_template, turns) for one in (tokenizer, _tokenizer(recipe)))
