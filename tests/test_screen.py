@@ -2,6 +2,7 @@
 
 import importlib.util
 import logging
+import math
 import re
 import warnings
 from dataclasses import replace
@@ -14,7 +15,15 @@ from deepspeed_recipes.commands import launch, main
 from deepspeed_recipes.commands.launch import options
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.methods import method
-from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, append_jsonl, newest_checkpoint, write_json
+from deepspeed_recipes.recipe.run_folder import (
+    COMPLETE,
+    RunFolder,
+    append_jsonl,
+    best_step,
+    judgements,
+    newest_checkpoint,
+    write_json,
+)
 from deepspeed_recipes.training import console
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.callbacks.evaluation import Evaluation
@@ -158,6 +167,40 @@ def test_a_best_step_that_is_worse_than_no_training_is_named(tmp_path, variant, 
     assert kept.warning(worse).startswith(f"{start}{method.title(metric)} {method.shown(metric, better)}, then ")
     assert kept.warning(better) is None and last.warning(worse) is None
     assert kept.last_line(worse).startswith(f"{method.title(metric)} on 1 held-out {what}: ")
+
+
+@pytest.mark.parametrize(
+    ("variant", "metric", "ties", "steps"),
+    [
+        ("full", "exact_match", "loss", {2: (0.0, 13.29), 4: (0.0, 7.77), 6: (0.0, 6.87)}),
+        ("full", "exact_match", "loss", {2: (0.0, 1.0), 4: (0.5, 7.77), 6: (0.5, 6.87), 8: (0.5, math.nan)}),
+        ("full", "mine.py:F", "loss", {2: (7.0, 1.0), 4: (7.0, 2.0), 6: (7.0, 0.9)}),
+        ("classify", "accuracy", "loss", {4: (0.5, 2.0), 6: (0.5, 1.5)}),
+        ("dpo_lora", "preference_accuracy", "preference_margin", {4: (0.5, 1.5), 6: (0.5, 2.0)}),
+        ("dpo_lora", "preference_accuracy", "preference_margin", {6: (0.5, 1.5), 8: (0.5, 1.5), 9: (0.25, 9.0)}),
+        ("grpo", "exact_match", "reward", {4: (0.5, 0.1), 6: (0.5, 0.9)}),
+    ],
+)
+def test_the_loss_or_the_margin_decides_between_equal_metrics(tmp_path, variant, metric, ties, steps):
+    (tmp_path / "mine.py").write_text("def F(answers, references):\n    return 0.0\n")
+    run, recipe = RunFolder(tmp_path), pages.find("tiny", variant)
+    if metric in ("exact_match", "mine.py:F"):
+        recipe = replace(recipe, data=replace(recipe.data, metric=metric.replace("mine", f"{tmp_path}/mine")))
+    recipe, metric = replace(recipe, keep_best=True, early_stopping=1), metric.rpartition(":")[2]
+    first = steps[min(steps)]
+    better = math.nextafter(first[1], 0.0 if ties == "loss" else 99.0)  # the untrained model, at the same metric
+    append_jsonl(run.evaluations, {"step": 0, metric: first[0], ties: better})
+    evaluation = Evaluation(recipe, run, Datasets([], [{}], None, []), None, None, print)
+    append_jsonl(run.evaluations, {"step": min(steps), metric: first[0], ties: first[1]})
+    title = method.title(ties)
+    assert f"{title} {method.shown(ties, better)}, then " in evaluation.warning(first[0])
+    for step in list(steps)[1:]:
+        append_jsonl(run.evaluations, dict(zip(("step", metric, ties), (step, *steps[step]), strict=True)))
+    found = judgements(run, recipe)
+    assert best_step(recipe, found) == 6
+    assert found == judgements(RunFolder(tmp_path), recipe), "read again by a resumed run"
+    ended = evaluation._ending(found | {9: found[max(steps)]})
+    assert ended.startswith(f"no better {method.title(metric)} (ties: by {title}) than that of step 6, ")
 
 
 def test_a_classifier_is_judged_by_accuracy_and_macro_f1(tmp_path):

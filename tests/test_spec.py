@@ -48,13 +48,17 @@ def test_own_data_is_not_judged_by_the_pages_held_out_set(full):
     assert judged() == (None, "auto", "loss")
     assert judged("data.metric=exact_match") == (None, "auto", "exact_match")
     assert judged("data.validation=none") == (None, 0.0, "loss")
-    assert judged("data.validation=other") == ("other", 0.0, "exact_match")
+    assert judged("data.validation=other") == ("other", 0.0, "loss")
+    assert judged("data.validation=other", "data.metric=exact_match") == ("other", 0.0, "exact_match")
     assert judged("data.validation_share=0.2") == (None, 0.2, "loss")
     assert judged("data.streaming=true", "max_steps=5") == (None, 0.0, "loss")
     assert judged(recipe=pages.find("tiny", "dpo_lora")) == (None, "auto", "preference_accuracy")
     own = overrides.apply(full, ["data.path=mine"])
     assert overrides.apply(own, ["data.validation=none"]).data.validation_share == 0.0
     assert overrides.apply(full, ["epochs=2"]).data == full.data
+    assert overrides.apply(full, ["data.validation=other"]).data.metric == "loss"
+    resumed = overrides.apply(full, ["data.path=mine", "data.validation=other"], resumed=True)
+    assert resumed.data.metric == "exact_match", "a run keeps its metric"
     with pytest.raises(UserError, match=r"a number, e\.g\. 5e-5 or auto"):
         judged("data.validation_share=some")
 

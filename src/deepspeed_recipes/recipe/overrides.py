@@ -109,7 +109,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
             values["lora"] = dataclasses.asdict(Lora())
         (values.setdefault(section, {}) if section else values)[name] = parse(key, text, keys[key])
         given.add(key)
-    _settle_data(values["data"], given - {"data.path"} if resumed else given)
+    _settle_data(values["data"], given, resumed)
     if "distill.teacher" in given and values["method"] == "sft":
         # Supervised fine-tuning with a teacher is distillation.
         values["method"] = "distill"
@@ -152,19 +152,19 @@ def _check_methods(recipe: Recipe, given: set[str]) -> None:
         raise UserError(f"data.metric={foreign[0]}: {recipe.method.title} measures {known}, not {foreign[0]}.")
 
 
-def _settle_data(data: Json, given: set[str]) -> None:
-    """Reset the settings that depend on `data.path`: the page's held-out examples, number of examples and metric.
+def _settle_data(data: Json, given: set[str], resumed: bool) -> None:
+    """Reset the settings that fit the page's own data: its held-out examples, number of examples and metric.
 
     Unless the user has set them, a share of the new data is held out instead; a stream cannot be split.
     """
-    own, chosen = "data.path" in given, "data.validation" in given
+    own, chosen = "data.path" in given and not resumed, "data.validation" in given
     if own and not chosen:
         data["validation"] = None
     if own and "data.max_examples" not in given:
         data["max_examples"] = None
     if (own or chosen) and "data.validation_share" not in given:
         data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
-    if own and "data.metric" not in given and data["metric"] == "exact_match" and not data["validation"]:
+    if (own or (chosen and not resumed)) and "data.metric" not in given and data["metric"] == "exact_match":
         data["metric"] = "loss"
 
 

@@ -15,6 +15,7 @@ from .bounds import Bounds, Several
 from .errors import UserError
 from .files import JsonView
 from .methods import METHODS, Method, Sft
+from .methods.method import title
 from .sections import Lora, Optimizer, Wandb
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -127,7 +128,8 @@ class Data:
     metric: Annotated[str, Several()] = "loss"
     """Metric on the held-out examples that the last line reports before and after training: `loss`, `exact_match`
     (answers reproduced exactly), `preference_accuracy` or `judgement_accuracy` (pairs ranked correctly), or your own
-    function, `FILE.py:FUNCTION`. Several are separated by commas; the first one judges the run.
+    function, `FILE.py:FUNCTION`. Several are separated by commas; the first one judges the run. A page's `exact_match`
+    is chosen for the page's own examples, so setting `data.path` or `data.validation` replaces it with `loss`.
 
     `exact_match` compares the last answer of each held-out conversation with everything that training would have the
     model write there, including think blocks and tool calls, and ignores white space at both ends.
@@ -371,11 +373,13 @@ class Recipe:
     with `early_stopping` or `keep_best` the metric on all of them."""
     early_stopping: Annotated[int | None, Bounds(least=1)] = None
     """Stop after this many evaluations in a row that are no better than the best one, by the metric that judges the run
-    (`data.metric`, or the method's own; of your own functions, higher is better). Needs held-out data. None trains all
+    (`data.metric`, or the method's own; of your own functions, higher is better). The held-out loss decides between
+    equal values; for preferences the margin does, and for GRPO the reward. Needs held-out data. None trains all
     steps."""
     keep_best: bool = False
-    """Export the weights of the best evaluation, by the same metric, instead of the last step's. An evaluation that is
-    the best so far writes a checkpoint, which stays on disk beside `keep_checkpoints` others."""
+    """Export the weights of the best evaluation instead of the last step's, by the same metric and, between equal
+    values, by the same loss, margin or reward as `early_stopping`. An evaluation that is the best so far writes a
+    checkpoint, which stays on disk beside `keep_checkpoints` others."""
     save_steps: Annotated[int, Bounds(least=0)] = 500
     """Number of steps between checkpoints. 0 writes only the final export."""
     keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
@@ -433,6 +437,20 @@ class Recipe:
     def metric(self) -> str:
         """The metric that judges the run: the method's own, or `data.metric` if the method has none."""
         return self.method.judged_by(self.data.metrics[0])
+
+    @property
+    def tie_breaker(self) -> str:
+        """The number that decides between evaluations with equal metrics: the loss, a margin or a mean reward."""
+        own = self.method.judged_by("loss")
+        if own.endswith("_accuracy"):
+            return own.replace("_accuracy", "_margin")
+        return "loss" if self.method.metric else own
+
+    @property
+    def judged_by(self) -> str:
+        """The metric that judges the run and what decides between equal values, for display."""
+        ties = "" if self.tie_breaker == self.metric else f" (ties: by {title(self.tie_breaker)})"
+        return f"{title(self.metric)}{ties}"
 
     @property
     def trains_some(self) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from . import files
 from .conversions import from_dict, to_dict
 from .errors import FileUnusable, NotJson, UserError, cannot_write, of_system
-from .files import Json
+from .files import Json, JsonView
 from .methods.method import higher_is_better
 from .project import runs
 from .recipe import Recipe
@@ -295,22 +295,28 @@ def complete_checkpoints(run: RunFolder) -> Iterator[Path]:
     return (one for one in checkpoints(run) if is_marked(one) and truncated(one) is None)
 
 
-def judgements(run: RunFolder, recipe: Recipe) -> dict[int, float]:
-    """Return by step the values of the metric that decide about `early_stopping` and `keep_best`.
+def judgements(run: RunFolder, recipe: Recipe) -> dict[int, tuple[float, float]]:
+    """Return by step what decides about `early_stopping` and `keep_best`: the metric's value, and `for_ties`.
 
     Before the first step nothing is trained, and the evaluation of an export repeats an earlier one.
     """
     rows = [row for row in read_jsonl(run.evaluations) if row["step"] and "exported" not in row]
     key = next((key for key in (f"sampled_{recipe.metric}", recipe.metric) if any(key in row for row in rows)), "loss")
-    return {row["step"]: row[key] for row in reversed(rows) if key in row}
+    return {row["step"]: (row[key], for_ties(recipe, row)) for row in reversed(rows) if key in row}
 
 
-def best_step(recipe: Recipe, values: Mapping[int, float]) -> int | None:
+def for_ties(recipe: Recipe, evaluation: JsonView) -> float:
+    """Return the number, lower is better, by which evaluations with equal metrics compare."""
+    value = evaluation.get(recipe.tie_breaker, math.nan)
+    return math.inf if math.isnan(value) else -value if higher_is_better(recipe.tie_breaker) else value
+
+
+def best_step(recipe: Recipe, values: Mapping[int, tuple[float, float]]) -> int | None:
     """Return the first step with the best of `judgements`, or None if there is none."""
     sign = -1 if higher_is_better(recipe.metric) else 1
     return min(
-        sorted(step for step in values if not math.isnan(values[step])),
-        key=lambda step: sign * values[step],
+        sorted(step for step in values if not math.isnan(values[step][0])),
+        key=lambda step: (sign * values[step][0], values[step][1]),
         default=None,
     )
 

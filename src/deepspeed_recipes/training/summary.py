@@ -3,7 +3,6 @@
 import shlex
 
 from ..recipe.files import Json
-from ..recipe.methods.method import title
 from ..recipe.project import command, display
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, accept_recipe, has_ended, read_jsonl, write_json
@@ -80,9 +79,7 @@ def finished(
         if SKIPPED
         else None,
         f"ended        {summary['stopped_early']}" if "stopped_early" in summary else None,
-        f"exported     step {best}, the best by {title(summary['metric'])}"
-        if (best := summary.get("exported_step"))
-        else None,
+        f"exported     step {best}, the best by {recipe.judged_by}" if (best := summary.get("exported_step")) else None,
         None
         if recipe.method.headless
         else f'talk to it   {command("generate")} {shlex.quote(display(run.export))} {shown}"your question"',

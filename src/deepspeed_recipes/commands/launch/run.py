@@ -56,7 +56,7 @@ def show(plan: LaunchPlan, page: Recipe) -> int:
     if plan.options.whole_recipe:
         print(json.dumps(to_dict(plan.recipe), indent=2))
     else:
-        changed = list(settings.differences(page, plan.recipe))
+        changed = list(settings.explained(page, plan.recipe))
         print("\n".join(f"{key}: {before} -> {after}" for key, before, after in changed) or "as on its page")
     if plan.machines.allocation:
         texts = scheduler.texts(plan.options, plan.machines.allocation, plan.recipe, plan.folder)

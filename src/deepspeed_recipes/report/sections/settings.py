@@ -21,7 +21,7 @@ from .curves import finite, points
 def recipe(run: RunData) -> Section:
     """Return the keys whose values differ from those on the recipe's page, and the whole recipe."""
     page = of_page(run.recipe)
-    changed = tuple(differences(page, run.recipe)) if page else ()
+    changed = tuple(explained(page, run.recipe)) if page else ()
     if page is None:
         compared = ": not compared with its page, which is outside the project or no longer has this recipe."
     else:
@@ -58,6 +58,18 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
         old, new = left.get(key, before.draft.enabled), right.get(key, after.draft.enabled)
         if old != new and not _same_path(old, new):
             yield key, redact(typed(old)), redact(typed(new))
+
+
+def explained(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
+    """Yield `differences`, with the meaning of the values that follow from data of the user's own."""
+    remarks = {
+        ("data.validation", "none"): "data.validation_share holds out examples" if after.data.validation_share else "",
+        ("data.validation_share", "auto"): "5 %, and at most 500 examples",
+        ("data.metric", "loss"): f"the page's {before.data.metric} is for its own examples",
+    }
+    for key, old, new in differences(before, after):
+        remark = remarks.get((key, new))
+        yield key, old, f"{new} ({remark})" if remark else new
 
 
 def values(recipe: Recipe) -> Json:

@@ -1,5 +1,6 @@
 """Measures the held-out data before, during and after training."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...recipe.run_folder import (
     append_jsonl,
     best_step,
     checkpoints,
+    for_ties,
     is_marked,
     judgements,
     read_jsonl,
@@ -93,17 +95,24 @@ class Evaluation(TrainerCallback):
 
     def warning(self, after: float) -> str | None:
         """Return a warning with the fix if no answer is right, or the kept step is worse than none, or None."""
-        sign = 1 if higher_is_better(self.metric) else -1
-        if self.recipe.keep_best and sign * after < sign * (before := self.before()):
-            start, end = shown(self.metric, before), shown(self.metric, after)
+        rows = read_jsonl(self.run.evaluations)
+        first, last = rows[0], rows[-1] | {self.metric: after}
+        sign = -1 if higher_is_better(self.metric) else 1
+        before, reached = (
+            (sign * row[self.metric], for_ties(self.recipe, row)) if self.recipe.keep_best else ()
+            for row in (first, last)
+        )
+        if reached > before:
+            key = self.metric if reached[0] != before[0] else self.recipe.tie_breaker
+            start, end = shown(key, first[key]), shown(key, last.get(key, math.nan))
             return (
                 "warning: the model before training is better than the best step, which is exported: "
-                f"{title(self.metric)} {start}, then {end}; lower learning_rate "
+                f"{title(key)} {start}, then {end}; lower learning_rate "
                 f"(now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
             )
         if self.metric != "exact_match" or after > 0:
             return None
-        cut_off = round(read_jsonl(self.run.evaluations)[-1].get("cut_off", 0.0) * len(self.judged))
+        cut_off = round(last.get("cut_off", 0.0) * len(self.judged))
         long = (
             f"; {cut_off} of them were cut off at data.max_new_tokens={self.recipe.data.max_new_tokens}, raise it if "
         )
@@ -163,12 +172,12 @@ class Evaluation(TrainerCallback):
         best, self.ended = found
         return best
 
-    def _ending(self, values: Mapping[int, float]) -> str | None:
+    def _ending(self, values: Mapping[int, tuple[float, float]]) -> str | None:
         patience, best = self.recipe.early_stopping, best_step(self.recipe, values)
         if patience is None or best is None or sum(step > best for step in values) < patience:
             return None
         return (
-            f"no better {title(self.metric)} than that of step {best}, {shown(self.metric, values[best])}, in "
+            f"no better {self.recipe.judged_by} than that of step {best}, {shown(self.metric, values[best][0])}, in "
             f"{patience} evaluation{'s'[: patience != 1]} (early_stopping={patience})"
         )
 
