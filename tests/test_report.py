@@ -364,6 +364,16 @@ def test_a_recipe_is_compared_with_its_page():
     found = {key: (before, after) for key, before, after in settings.differences(page, changed)}
     assert found["learning_rate"] == ("0.002", "1e-05") and found["lora.rank"] == ("none", "4")
     assert found["deepspeed"][1].endswith("configs/zero2.json") and "data.path" not in found
+    found = {key: after for key, _, after in settings.explained(page, apply(page, ["data.path=own.jsonl"]))}
+    assert found["data.validation"] == "none (data.validation_share holds out examples)"
+    assert found["data.validation_share"].startswith("auto (5 %,") and found["data.metric"].startswith(
+        "loss (the page's"
+    )
+    found = {key: after for key, _, after in settings.explained(page, apply(page, ["data.validation=none"]))}
+    assert (found["data.validation"], found["data.metric"]) == (
+        "none",
+        "loss (the page's exact_match is for its own examples)",
+    )
 
 
 def test_answers_are_marked_where_they_differ():

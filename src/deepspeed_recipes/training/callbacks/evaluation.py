@@ -98,18 +98,15 @@ class Evaluation(TrainerCallback):
         rows = read_jsonl(self.run.evaluations)
         first, last = rows[0], rows[-1] | {self.metric: after}
         sign = -1 if higher_is_better(self.metric) else 1
-        before, reached = (
-            (sign * row[self.metric], for_ties(self.recipe, row)) if self.recipe.keep_best else ()
-            for row in (first, last)
-        )
-        if reached > before:
-            key = self.metric if reached[0] != before[0] else self.recipe.tie_breaker
-            start, end = shown(key, first[key]), shown(key, last.get(key, math.nan))
-            return (
-                "warning: the model before training is better than the best step, which is exported: "
-                f"{title(key)} {start}, then {end}; lower learning_rate "
-                f"(now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
-            )
+        if self.recipe.keep_best:
+            before, reached = ((sign * row[self.metric], for_ties(self.recipe, row)) for row in (first, last))
+            if reached > before:
+                key = self.metric if reached[0] != before[0] else self.recipe.tie_breaker
+                return (
+                    "warning: the model before training is better than the best step, which is exported: "
+                    f"{title(key)} {shown(key, first[key])}, then {shown(key, last.get(key, math.nan))}; lower "
+                    f"learning_rate (now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
+                )
         if self.metric != "exact_match" or after > 0:
             return None
         cut_off = round(last.get("cut_off", 0.0) * len(self.judged))
