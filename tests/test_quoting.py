@@ -87,7 +87,7 @@ def arrived(far: Path, environment: dict[str, str]) -> tuple[list[str], dict[str
         mock.patch.dict(os.environ, launcher | {"DS_ACCELERATOR": "cpu"}, clear=True),
         mock.patch.object(runner, "DEEPSPEED_ENVIRONMENT_NAME", launcher["DS_ENV_FILE"]),
     ):
-        runner.main(command[command.index("--quiet") :])
+        runner.main(command[command.index("--log_level") :])
     for number, handler in handlers.items():
         signal.signal(number, handler)
     words = (far / "words").read_text(encoding="utf-8").split("\0")[:-1]

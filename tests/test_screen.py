@@ -45,6 +45,7 @@ def test_help_explains_every_key_with_type_default_and_meaning(capsys):
     known = options.keys()
     assert set(known) == set(overrides.override_keys())
     assert all(key.meaning and key.short() in screen for key in known.values())
+    assert not re.search(r"et al\n|e\.g\n", screen) and "(Dettmers et al. 2023, arXiv:2305.14314)" in screen
     assert "typing." not in screen and "true | false | selective | feed_forward (default: true)" in screen
     assert "learning_rate               number (default: 2e-05)" in screen
 

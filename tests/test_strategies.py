@@ -367,7 +367,7 @@ def test_sequences_are_split_for_the_reason_that_is_given():
 def test_a_plan_behind_the_first_is_compared_in_speed(plan):
     slow, fast = like(plan, 0.9), like(plan, 1.0, "zero3_offload.json")
     assert behind(fast, slow) == "11% faster than the first, but it offloads"
-    assert behind(like(plan, 0.995), plan) == "as fast as the first within 1 %, but less simple"
+    assert behind(like(plan, 0.995), plan) == "as fast as the first within 1 %, but it is less simple"
     assert behind(slow, plan).startswith("11% more time per token, mainly +")
     note = table.faster_offloading([slow, like(slow, 2.0, "zero3_offload.json")])
     assert next(note).startswith("Plan 2 is predicted to be 2.0 times as fast. Plans that offload come last")

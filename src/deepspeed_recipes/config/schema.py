@@ -272,6 +272,7 @@ def describe(kind: Json) -> str:
             return "a list" if inner == "anything" else f"a list of {of} {describe(kind['of'])}"
         case "literal" | "enum":
             return " | ".join(json.dumps(item) for item in kind["values"])
-    signs = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    signs = {"gt": "above", "ge": "of at least", "lt": "below", "le": "of at most"}
     bounds = " and ".join(f"{signs[name]} {kind[name]}" for name in signs if name in kind)
-    return f"{_NAMES[kind['kind']]} {bounds}".strip()
+    name, *form = _NAMES[kind["kind"]].split(", ")
+    return ", ".join([f"{name} {bounds}".strip(), *form])

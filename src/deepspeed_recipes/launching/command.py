@@ -49,6 +49,11 @@ def deepspeed_command(
     return launcher_command((RANK_MODULE, str(folder.path)), ranks, pool, master)
 
 
+QUIETLY = ("--log_level", "critical", "--no_local_rank")
+"""Options of DeepSpeed's launcher. With `--quiet` its last line, the command and status of a failed rank, would follow
+and hide the reason, which the rank has printed or `supervise.explain` prints."""
+
+
 def launcher_command(
     module: Sequence[str], ranks: int, pool: hostfile.HostPool | None = None, master: str | None = None
 ) -> list[str]:
@@ -61,7 +66,7 @@ def launcher_command(
     where = hostfile.launcher_options(pool, master or pool.hosts[0]) if pool else local_devices(ranks, visible_gpus())
     return [
         *([str(launcher)] if launcher.exists() else [sys.executable, "-m", "deepspeed.launcher.runner"]),
-        *("--quiet", "--no_local_rank", *where, "--master_port", str(port)),
+        *(*QUIETLY, *where, "--master_port", str(port)),
         *("--module", *module),
     ]
 

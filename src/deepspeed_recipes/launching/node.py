@@ -22,7 +22,7 @@ from ..report import write
 from ..report.profiler import verdict
 from ..training import without_launcher
 from ..training.tracking import writer
-from .command import threads
+from .command import QUIETLY, threads
 from .supervise import RANK_MODULE, supervise
 
 UNFINISHED = 128 + signal.SIGTERM
@@ -116,7 +116,7 @@ def command(run: RunFolder, node: Node, hostfile: Path) -> list[str]:
     chosen = "@".join(f"node-{number}:{found}" for number, found in devices.items())
     position = ("--node_rank", str(node.node_rank), "--master_addr", node.master_addr)
     return [
-        *(sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", "--no_local_rank", "--no_ssh"),
+        *(sys.executable, "-m", "deepspeed.launcher.runner", *QUIETLY, "--no_ssh"),
         *("--hostfile", str(hostfile), "--include", chosen, *position, "--master_port", str(node.master_port)),
         *("--module", RANK_MODULE, str(run.path)),
     ]

@@ -92,6 +92,11 @@ def counted(number: int, what: str) -> str:
     return f"{number:,} {what}" + ("" if number == 1 else "s")
 
 
+def first_sentence(text: str) -> str:
+    """Return a text's first sentence without its stop, which `et al.`, `e.g.`, `i.e.` and `vs.` do not contain."""
+    return re.split(r"(?<!\bal)(?<!\be\.g)(?<!\bi\.e)(?<!\bvs)\.(?:\s|$)", text, maxsplit=1)[0]
+
+
 def first_line(error: Exception) -> str:
     """Return the first line of a library's error message; the rest is usually advice for programmers."""
     return str(error).strip().partition("\n")[0]

@@ -38,9 +38,9 @@ class Lora:
     """Scale by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732), so that high ranks learn as
     fast as low ones."""
     init: Literal["zero", "pissa"] = "zero"
-    """Initial adapters. `zero` adds nothing to the model; `pissa` moves the largest singular values of each weight into
-    the adapter and trains those (PiSSA, Meng et al. 2024, arXiv:2404.02948). The model starts as the same function, and
-    the export is an ordinary adapter of twice the rank."""
+    """How adapters start: `zero` adds nothing to the model; `pissa` moves the largest singular values of each weight
+    into the adapter and trains those (PiSSA, Meng et al. 2024, arXiv:2404.02948). The model starts as the same
+    function, and the export is an ordinary adapter of twice the rank."""
     plus_ratio: Annotated[float, Bounds(above=0, usual=16)] = 1.0
     """Ratio of the learning rate of an adapter's output side (B) to that of its input side (LoRA+, Hayou et al. 2024,
     arXiv:2402.12354, which recommends 16). 1 gives both sides the same rate."""

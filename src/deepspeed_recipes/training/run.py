@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from ..machine.system import gathered_bytes
 from ..recipe import deepspeed_file, limits, quantization
 from ..recipe.deepspeed_file import DeepSpeedFile
-from ..recipe.errors import UserError, first_line, lasting, passing, printable, redact
+from ..recipe.errors import UserError, counted, first_line, lasting, passing, printable, redact
 from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.methods import Distill
@@ -332,7 +332,7 @@ def check_moved(trainer: Trainer) -> None:
     sampled, moved = distributed.total(len(trainer.start), holdings.moved(trainer.start, trainer.model))
     if sampled and not moved and not trainer.context.checkpoint:
         raise UserError(
-            f"{steps} steps have not changed the trained weights, so there is nothing to export: "
+            f"the trained weights have not changed after {counted(steps, 'step')}, so there is nothing to export: "
             f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
             f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
         )

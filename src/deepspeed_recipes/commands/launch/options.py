@@ -19,7 +19,7 @@ from ...launching.options import IMAGE, VOLUME, LaunchOptions
 from ...recipe import compatibility, overrides, pages
 from ...recipe.bounds import typed
 from ...recipe.conversions import dataclass_in
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, first_sentence
 from ...recipe.methods import METHODS
 from ...recipe.recipe import Recipe
 from ...report.profiler import window
@@ -42,8 +42,7 @@ class Key:
 
     def short(self) -> str:
         """Return name, type, default and the first sentence of the meaning."""
-        first = self.meaning.partition(". ")[0].removesuffix(".")
-        about = textwrap.shorten(first, WIDTH, placeholder=" ...", break_on_hyphens=False)
+        about = textwrap.shorten(first_sentence(self.meaning), WIDTH, placeholder=" ...", break_on_hyphens=False)
         return f"  {self.name:<27} {self.kind}{self._default()}\n      {about}"
 
     def long(self) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
+from ...recipe.errors import first_sentence
 from ...recipe.files import Json
 from .. import schema
 from ..read import Key
@@ -166,7 +167,7 @@ def _removed(config: Config, facts: Facts) -> Iterator[Hit]:
             if config.has(*path, name):
                 off = isinstance(value, dict) and value.get("enabled") is False
                 edits = (Edit("remove", (*path, name)),) if off or value is False else ()
-                what = message.split(". ")[0].rstrip(".")
+                what = first_sentence(message)
                 even = ", even with the feature switched off" if off else ""
                 yield Hit((*path, name), value, f"{what}; DeepSpeed rejects the key{even}", "", edits)
 

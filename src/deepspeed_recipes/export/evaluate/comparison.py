@@ -105,6 +105,8 @@ def lines(found: Json) -> Iterator[str]:
 def sentence(found: Json, one: Json) -> str:
     """Return the difference between two models as a sentence."""
     shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
+    if not one["better"] and not one["worse"]:
+        return f"{one['second']} and {one['first']}: equal on all {found['examples']} examples"
     test = "McNemar's test, exact" if shares else "sign test"
     p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
     return (

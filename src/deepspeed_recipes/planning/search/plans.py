@@ -294,8 +294,10 @@ HOPELESS = 50.0
 
 
 def in_words(hours: float) -> str:
-    """Return a duration in a readable unit: `40 min`, `4.6 h`."""
-    return f"{hours:,.1f} h" if hours >= 1 else f"{max(1, round(60 * hours))} min"
+    """Return a duration in a readable unit: `20 s`, `40 min`, `4.6 h`."""
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    return f"{round(60 * hours)} min" if hours >= 1 / 60 else f"{max(1, round(3600 * hours))} s"
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ def behind(plan: Plan, first: Plan) -> str:
     if longer < SAME:
         faster = plan.speed / first.speed - 1
         speed = f"{faster:.0%} faster than the first" if faster >= SAME else "as fast as the first within 1 %"
-        larger = " and with more memory" if plan.gpu_gib > first.gpu_gib else ""
-        return f"{speed}, but {'it offloads' if plan.tier > first.tier else 'less simple'}{larger}"
+        larger = " and needs more memory" if plan.gpu_gib > first.gpu_gib else ""
+        return f"{speed}, but it {'offloads' if plan.tier > first.tier else 'is less simple'}{larger}"
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]

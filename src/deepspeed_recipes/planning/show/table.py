@@ -1,5 +1,6 @@
 """Shows a search result as data, as a table, as a bar of memory, and as the command that starts the best plan."""
 
+import math
 import shlex
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -246,7 +247,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     )
     if hours < SHORT:
         loading = START + plan.checkpoint_gib / DRIVE / 60
-        yield f"Starting and loading add about {loading:,.0f} min to {in_words(hours)} of training."
+        yield f"Starting and loading add about {loading:,.0f} min to the {in_words(hours)} of training."
     documents = workload.document_length
     if recipe.packs and documents and documents < recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
@@ -258,11 +259,22 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         )
     hourly = workload.per_hour(cluster)
     if hourly is None:
-        equipped = [name for name in workload.prices.known() if INSTANCES[name].gpu == cluster.gpu.name]
-        instances = sorted(equipped, key=lambda name: INSTANCES[name].gpus)[:2]
-        named = f", or name an instance that has it (--gpu {' or '.join(instances)})" if instances else ""
-        what = cluster.instance or cluster.gpu.name
-        yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{named}."
+        equipped = {
+            workload.prices.of_node(name) or math.inf: name
+            for name in reversed(workload.prices.known())  # at equal prices the first one listed
+            if (INSTANCES[name].gpu, cluster.instance) == (cluster.gpu.name, "")
+            and INSTANCES[name].gpus >= cluster.gpus_per_node
+        }
+        if not equipped:
+            what = cluster.instance or cluster.gpu.name
+            yield f"The price of {what} is unknown: give --price, in dollars per hour of a node."
+            return
+        price, name = min(equipped.items())
+        yield (
+            f"The price of {cluster.gpu.name} alone is unknown. The cheapest known node with enough of them, {name}, "
+            f"would cost ${max(price * cluster.nodes * hours, 0.01):,.2f} at ${price:,.2f} per hour, "
+            f"{workload.prices.source(name)}. Plan it with --gpu {name}."
+        )
         return
     where = "the node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     each = "" if cluster.gpus == 1 else f", {hourly / cluster.gpus:,.2f} per GPU"
@@ -333,11 +345,11 @@ def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload |
 
 
 def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
-    """Return the table cells for a plan's hours and dollars."""
+    """Return the table cells for a plan's hours, in smaller units where they are few, and dollars."""
     hours, dollars = workload.hours(plan), workload.dollars(plan)
     return (
-        f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}",
-        "-" if dollars is None else f"{dollars:,.2f}" if dollars < 100 else f"{dollars:,.0f}",
+        f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}" if hours >= 0.1 else in_words(hours),
+        "-" if dollars is None else f"{max(dollars, 0.01):,.2f}" if dollars < 100 else f"{dollars:,.0f}",
     )
 
 

@@ -348,7 +348,7 @@ def slower(found: JsonView) -> str:
     more = found.get("slower")
     if more is None:
         return ""
-    return f" ({abs(more):.0%} {'slower' if more >= 0 else 'faster'} than those that were not recorded)"
+    return f" ({more:.0%} slower than the others)" if more >= 0.005 else " (no slower than the others)"
 
 
 def bar(shares: Mapping[str, float]) -> str:

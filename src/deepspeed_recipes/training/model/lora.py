@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from ...recipe.conversions import lora_options
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, first_sentence
 from ...recipe.recipe import Lora, names
 from ...recipe.run_folder import read_json, write_json
 from .. import upstream
@@ -216,7 +216,7 @@ def add(
         targets = f"lora.target_modules={lora.target_modules}"
         if lora.target_parameters:
             targets += f" lora.target_parameters={lora.target_parameters}"
-        raise UserError(f"{targets}: {str(error).partition('. ')[0]}.") from error
+        raise UserError(f"{targets}: {first_sentence(str(error))}.") from error
     upstream.replace_rows_in_outputs(adapted)
     for parameter in adapted.parameters():
         if parameter.requires_grad:

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from ...recipe.compatibility import EXPERT_COUNTS, EXPERT_PARALLEL_TYPES, refusal
-from ...recipe.errors import first_line
+from ...recipe.errors import first_line, first_sentence
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
 from .. import distributed, upstream
@@ -176,7 +176,7 @@ def find(config: PreTrainedConfig) -> Mixture:
         try:
             off = difference(whole, keys, len(found))
         except Exception as error:  # AutoEP refuses architectures that it does not support, or fails on them
-            reason = first_line(error).partition(". ")[0]
+            reason = first_sentence(first_line(error))
             continue
         if off < probe.LEAK[torch.float32]:
             return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))

@@ -211,7 +211,7 @@ def _data(found: Translation, place: Path) -> None:
             continue
         words = [str(word).strip() for word in (named.split(",") if isinstance(named, str) else named)]
         if known is None:
-            found.lack(name, f"{','.join(words)}: {folder}/dataset_info.json is not here; give {key}=FILE")
+            found.lack(name, f"{folder}/dataset_info.json is not here; give {key}=FILE")
         else:
             _sources(found, name, key, known, words)
     trainer.held_out_share(found, "val_size")
