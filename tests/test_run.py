@@ -18,6 +18,7 @@ from deepspeed_recipes.commands import main
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.planning.cost.states import state_bytes
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.conversions import from_dict, to_dict
 from deepspeed_recipes.recipe.recipe import Draft, Layout, Lora, Schedule, Wandb
@@ -147,7 +148,7 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     held = [read_json(run.ranks / f"rank-{rank}.json")["layers"] for rank in range(2)]
     weights = pages.find("tiny", "full").model.parameters
     assert [layer["name"] for layer in held[0]][:3] == ["model.embed_tokens", "model.layers.0", "model.layers.1"]
-    planned = state_bytes(weights, weights, 3, 2, "fp32", gradient_accumulation_steps=1)
+    planned = state_bytes(weights, TrainingSetup(2, precision="fp32"))
     for layers in held:
         assert sum(layer["optimizer"] for layer in layers) == pytest.approx(planned.optimizer, rel=0.01)
         assert sum(layer["parameters"] for layer in layers) == pytest.approx(planned.parameters, rel=0.01)

@@ -10,8 +10,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from transformers import AutoModelForCausalLM
 
-from deepspeed_recipes.planning.cost.constants import COUNTS
-from deepspeed_recipes.planning.cost.states import WIDTH, mixture_bytes, muon_bytes, state_bytes
+from deepspeed_recipes.planning.cost.states import WIDTH, state_bytes
+from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.recipe.layout import balanced, rank_position
 from deepspeed_recipes.recipe.recipe import Layout
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
@@ -52,10 +52,19 @@ def cases(ranks: int) -> list[dict[str, Any]]:
 
 
 def predicted(case: dict[str, Any], moment: str = "backward") -> float:
-    if case.get("expert_ranks"):
-        dense = case["parameters"] - case["routed"]
-        routed, spread = case["routed"], case["expert_ranks"]
-        return mixture_bytes(dense, routed, case["stage"], case["ranks"], case["precision"], spread).total
+    setup = TrainingSetup(
+        case["ranks"],
+        zero_stage=case["stage"],
+        precision=case["precision"],
+        gradient_accumulation_steps=case["accumulation"],
+        offload_optimizer="cpu" if case.get("offload") else "none",
+        optimizer=case.get("optimizer", "adamw"),
+        sub_group_size=case.get("sub_group", 10**9),
+        **{name: case[name] for name in ("fp32_accumulation", "bf16_states") if name in case},
+    )
+    if spread := case.get("expert_ranks"):  # all are trained, and every share of the experts is sharded like a model
+        parts = (case["parameters"] - case["routed"], None), (case["routed"] / spread, case["ranks"] // spread)
+        return sum(sum(vars(state_bytes(size, setup, ranks=ranks)).values()) for size, ranks in parts)
     matrix = measure_states.WIDTH**2 * WIDTH[case["precision"]]
     beside = 0
     if (case["stage"], moment) == (3, "forward"):
@@ -64,23 +73,9 @@ def predicted(case: dict[str, Any], moment: str = "backward") -> float:
         # Of one matrix, while its update is orthogonalised, in half precision where the CPU has it: nothing beside the
         # states of a real model.
         beside = (4 if get_accelerator().is_fp16_supported() else 7) * matrix
-    options = ("offload", "fp32_accumulation", "bf16_states", "sub_group")
-    of_muon = muon_bytes(case["stage"], case["precision"])
-    moments = {"adamw_8bit": COUNTS.eight_bit_moments, "muon": of_muon}.get(case.get("optimizer"), COUNTS.adam_moments)
-    return (
-        state_bytes(
-            case["parameters"],
-            case["trainable"],
-            case["stage"],
-            case["ranks"],
-            case["precision"],
-            gradient_accumulation_steps=case["accumulation"],
-            moment=moment,
-            moments=moments,
-            **{name: case[name] for name in options if name in case},
-        ).total
-        + beside
-    )
+    frozen = WIDTH[case["precision"]] * (case["parameters"] - case["trainable"])
+    frozen /= case["ranks"] if case["stage"] == 3 else 1
+    return sum(vars(state_bytes(case["trainable"], setup, moment)).values()) + frozen + beside
 
 
 def measure(ranks, folder, count, some=slice(None)):
@@ -154,9 +149,8 @@ def test_zero_3_looks_for_infinities_in_fp16_only(dtype, checks):
     DeepSpeedZeroOptimizer_Stage3._overflow_check_and_loss_scale_update(optimizer, update_scale=False)
     assert len(called) == checks
     precision = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-    small_groups = [
-        state_bytes(8e9, 8e9, 3, 1, precision, moment=moment, sub_group=1).gradients for moment in ("backward", "step")
-    ]
+    setup = TrainingSetup(1, precision=precision, sub_group_size=1)
+    small_groups = [state_bytes(8e9, setup, moment).gradients for moment in ("backward", "step")]
     assert small_groups[1] - small_groups[0] == pytest.approx(3 * 8e9 * checks, abs=100)
 
 
@@ -183,7 +177,7 @@ def test_what_a_rank_holds_of_a_split_model_is_what_is_predicted(ranks, tmp_path
     held = stages_of(model_folder, layout)
     for rank, found in enumerate(measured):
         stage = rank_position(layout, rank, world_size).stage
-        states = state_bytes(held[stage], held[stage], 1, 2 * layout.sequence, "fp32")
+        states = state_bytes(held[stage], TrainingSetup(2 * layout.sequence, zero_stage=1, precision="fp32"))
         assert found["parameters"] == pytest.approx(states.parameters, rel=0.02)
         assert found["all"] == pytest.approx(states.parameters + states.optimizer, rel=0.02)
         assert found["gradients"] == pytest.approx(states.gradients, rel=0.02)

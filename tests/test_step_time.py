@@ -55,7 +55,7 @@ def test_parts_add_up():
 
 def share_of_the_peak(model, time, gpu: str) -> float:
     """Return the share of the peak that two operations per weight and pass are, as if no weight were trained."""
-    weights = sum(count * kind.active_weights for kind, count in model.layer_counts)
+    weights = sum(layer.active_weights for layer in model.layers)
     return 4 * weights * time.tokens_per_second_per_gpu / (find(gpu).bf16_tflops * 1e12)
 
 

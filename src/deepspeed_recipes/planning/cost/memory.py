@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
-from ...recipe.files import Json
 from ...recipe.recipe import Layout
 from ...recipe.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile
 from . import activations, weights
 from .constants import COUNTS
-from .states import WIDTH, Moment, States, mixture_bytes, muon_bytes, state_bytes
+from .states import WIDTH, Moment, States, state_bytes
 from .training_setup import TrainingSetup
 from .weights import StageShard, stage_shards
 
@@ -173,26 +172,13 @@ def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[
 
 def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
     """Return the states of the trained parameters on one rank of a pipeline stage, including those on the host."""
-    sharding = (setup.zero_stage, setup.zero_ranks, setup.precision)
-    moments = COUNTS.eight_bit_moments if setup.optimizer == "adamw_8bit" else COUNTS.adam_moments
-    if setup.optimizer == "muon":  # for matrices only
-        matrices = shard.linear_parameters / shard.parameters
-        moments = matrices * muon_bytes(setup.zero_stage, setup.precision) + (1 - matrices) * COUNTS.adam_moments
-    options: Json = {
-        "offload": setup.offload_optimizer != "none",
-        "gradient_accumulation_steps": setup.gradient_accumulation_steps,
-        "moment": moment,
-        "fp32_accumulation": setup.fp32_accumulation,
-        "bf16_states": setup.bf16_states,
-        "sub_group": setup.sub_group_size,
-        "moments": moments,
-        "foreach": setup.software.foreach_adam,
-    }
-    if setup.layout.expert > 1 and setup.lora is None:
-        dense = shard.parameters - shard.expert_parameters
-        return mixture_bytes(dense, shard.expert_parameters, *sharding, setup.layout.expert, **options)
-    trained = shard.trained(setup)
-    return state_bytes(trained, trained, *sharding, **options)
+    if setup.layout.expert == 1 or setup.lora:
+        return state_bytes(shard.trained(setup), setup, moment, matrices=shard.linear_parameters / shard.parameters)
+    # Every rank has the dense weights, and a part of the experts, which the ranks with the same part shard.
+    dense, experts = shard.parameters - shard.expert_parameters, shard.expert_parameters / setup.layout.expert
+    copies = max(1, setup.zero_ranks // setup.layout.expert)
+    both = state_bytes(dense, setup, moment), state_bytes(experts, setup, moment, copies)
+    return States(*map(sum, zip(*(vars(one).values() for one in both), strict=True)))
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:

@@ -1,9 +1,10 @@
 """Model states on each rank, in bytes: parameters, gradients and optimizer states."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .constants import COUNTS
+from .training_setup import TrainingSetup
 
 WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a weight and of its gradient."""
@@ -20,88 +21,56 @@ class States:
     gradients: float
     """During the optimizer step, including the copies that it makes."""
     optimizer: float
-    """Adam's two moments, and the fp32 weights that it updates."""
+    """The optimizer's moments, and the fp32 weights that it updates."""
     host: float
     """All states in host memory; 0 without offloading."""
 
-    @property
-    def total(self) -> float:
-        """Bytes on the GPU and on the host together."""
-        return self.parameters + self.gradients + self.optimizer + self.host
-
 
 def state_bytes(
-    parameters: float,
-    trainable: float,
-    stage: int,
-    ranks: int,
-    precision: str,
-    offload: bool = False,
-    gradient_accumulation_steps: int = 1,
+    trained: float,
+    setup: TrainingSetup,
     moment: Moment = "backward",
-    fp32_accumulation: bool = False,
-    bf16_states: bool = False,
-    sub_group: int = 10**9,
-    moments: float = COUNTS.adam_moments,
-    foreach: bool = False,
+    ranks: int | None = None,
+    matrices: float = 1.0,
 ) -> States:
-    """Return the states on one rank of a model that Adam trains with DeepSpeed 0.19.8, by ZeRO stage.
+    """Return the states on one rank of `trained` parameters, with DeepSpeed 0.19.8.
 
-    `trainable` of the `parameters` are trained. Their optimizer states may be on the CPU (`offload`, stages 2 and 3) or
-    in bf16 (`bf16_states`, stages 1 to 3), and have `moments` bytes in addition to the master weights. Gradients of
-    bf16 weights may be accumulated in fp32 (`fp32_accumulation`, stages 1 to 3); stage 3 updates `sub_group` parameters
-    at once. With `foreach`, as torch without `fused`, Adam holds the square roots of all second moments that it
-    updates at once.
+    ZeRO shards them over `ranks`, all that hold the same weights unless given. The share `matrices` of them is in
+    matrices, which Muon trains; AdamW trains the others.
     """
-    width = WIDTH[precision]
-    wide = fp32_accumulation and width == 2
-    held = width * parameters / (ranks if stage == 3 else 1)
+    stage, width, ranks = setup.zero_stage, WIDTH[setup.precision], ranks or setup.zero_ranks
+    wide = setup.fp32_accumulation and width == 2
+    held = width * trained / (ranks if stage == 3 else 1)
+    # Muon's momentum is in fp32 without ZeRO, in the gradients' type with it (stage3.py, `_create_momentum_buffer`); at
+    # stages 1 and 2 there is also a copy that is being updated (stage_1_and_2.py, `_muon_staging_momentum`).
+    of_muon = 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * width
+    moments = {
+        "adamw": COUNTS.adam_moments,
+        "adamw_8bit": COUNTS.eight_bit_moments,
+        "muon": matrices * of_muon + (1 - matrices) * COUNTS.adam_moments,
+    }[setup.optimizer]
     # Without ZeRO, Adam updates fp32 weights in place; all other optimizers hold an fp32 copy of what they update.
-    unit = 6 if bf16_states else moments if stage == 0 and precision == "fp32" else 4 + moments
-    kept = unit * trainable / (ranks if stage else 1)
-    if offload:
+    unit = 6 if setup.bf16_states else moments if stage == 0 and setup.precision == "fp32" else 4 + moments
+    own = trained / (ranks if stage else 1)
+    kept = unit * own
+    if setup.offload_optimizer != "none":
         # In addition to Adam's fp32 gradients: those from the GPU, and at stage 2 the sum of earlier micro-batches.
-        copies = 2 if stage == 2 and gradient_accumulation_steps > 1 else 1
-        return States(held, 0, 0, kept + (4 + copies * width) * trainable / ranks)
-    own = trainable / (ranks if stage else 1)
-    accumulated = (4 if wide else width) * (trainable if stage < 2 else own)
-    reduced = width * trainable if stage == 1 and wide else 0  # the gradients that were added to the fp32 sum
+        copies = 2 if stage == 2 and setup.gradient_accumulation_steps > 1 else 1
+        return States(held, 0, 0, kept + (4 + copies * width) * trained / ranks)
+    accumulated = (4 if wide else width) * (trained if stage < 2 else own)
+    reduced = width * trained if stage == 1 and wide else 0  # the gradients that were added to the fp32 sum
     allocated = accumulated if stage == 3 or (stage == 1 and wide) else 0.0
     gradients = {"backward": accumulated + reduced}
-    gradients["forward"] = gradients["backward"] if gradient_accumulation_steps > 1 else allocated
+    gradients["forward"] = gradients["backward"] if setup.gradient_accumulation_steps > 1 else allocated
     # Adam needs gradients in the type of its weights: others are flattened, then converted into a copy.
-    converted = 0 if wide or bf16_states or width == 4 else 4
+    converted = 0 if wide or setup.bf16_states or width == 4 else 4
     if stage == 0:
-        gradients["step"] = accumulated + converted * trainable
+        gradients["step"] = accumulated + converted * trained
     elif stage == 3:
-        update = ((4 if wide else width) + converted) * min(own, sub_group)
-        gradients["step"] = accumulated + max(update, COUNTS.overflow_check * own if precision == "fp16" else 0)
+        update = ((4 if wide else width) + converted) * min(own, setup.sub_group_size)
+        gradients["step"] = accumulated + max(update, COUNTS.overflow_check * own if setup.precision == "fp16" else 0)
     else:
         gradients["step"] = gradients["backward"] if wide else (2 * width + converted) * own
-    if foreach and stage < 3:  # at stage 3 the fitted fragmentation, from such rows, already includes it
-        gradients["step"] += (2 if bf16_states else 4) * own
+    if setup.software.foreach_adam and stage < 3:  # at stage 3 the fitted fragmentation, from such rows, includes it
+        gradients["step"] += (2 if setup.bf16_states else 4) * own  # the square roots of all second moments
     return States(held, gradients[moment], kept, 0)
-
-
-def muon_bytes(stage: int, precision: str) -> float:
-    """Return the bytes of Muon's momentum per weight of a matrix.
-
-    One number, in fp32 without ZeRO, in the gradients' type with it (deepspeed 0.19.8, stage3.py,
-    `_create_momentum_buffer`); at stages 1 and 2 also a copy that is being updated (stage_1_and_2.py,
-    `_muon_staging_momentum`).
-    """
-    return 4.0 if stage == 0 else (1.0 if stage == 3 else 2.0) * WIDTH[precision]
-
-
-def mixture_bytes(
-    dense: float, routed: float, stage: int, ranks: int, precision: str, expert_ranks: int, **options: Any
-) -> States:
-    """Return the states on one rank of an MoE model with expert parallelism, all of whose weights are trained.
-
-    Every rank has the `dense` parameters. A layer's `routed` experts are distributed over `expert_ranks`; each share is
-    sharded over `ranks / expert_ranks` ranks. The other arguments are those of `state_bytes`.
-    """
-    own, copies = routed / expert_ranks, max(1, ranks // expert_ranks)
-    shared = state_bytes(dense, dense, stage, ranks, precision, **options)
-    experts = state_bytes(own, own, stage, copies, precision, **options)
-    return States(*map(sum, zip(vars(shared).values(), vars(experts).values(), strict=True)))

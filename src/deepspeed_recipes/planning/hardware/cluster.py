@@ -10,7 +10,7 @@ from pathlib import Path
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from . import machine_file
-from .gpus import DESKTOP, DESKTOP_HOST, Gpu, all_names, find, host_gbs, with_memory
+from .gpus import DESKTOP, DESKTOP_HOST, Gpu, all_names, find, with_memory
 from .instances import INSTANCES, instance_name
 from .machine_file import Machine
 
@@ -57,11 +57,6 @@ class Cluster:
     def on_cpus(self) -> bool:
         """True if the ranks are processes of a machine without GPUs."""
         return self.gpu.name == machine_file.CPU
-
-    @property
-    def host_gbs(self) -> float:
-        """Memory bandwidth of a node's host in GB/s, the usual value for its GPUs."""
-        return host_gbs(self.gpu, self.gpus_per_node)
 
     @property
     def node_network_gbs(self) -> float:

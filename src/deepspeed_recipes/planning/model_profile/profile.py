@@ -4,7 +4,6 @@ Importing this module costs nothing; `lookup.py` finds a model's profile, and `m
 model's Hugging Face class.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -152,11 +151,6 @@ class ModelProfile:
     def layers(self) -> tuple[LayerProfile, ...]:
         """Every layer, from the first."""
         return tuple(self.layer_kinds[index] for index in self.layer_order)
-
-    @cached_property
-    def layer_counts(self) -> tuple[tuple[LayerProfile, int], ...]:
-        """Each kind of layer with its number of layers."""
-        return tuple((self.layer_kinds[kind], count) for kind, count in Counter(self.layer_order).items())
 
     @property
     def is_moe(self) -> bool:
