@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from ...recipe.recipe import Precision
+from .. import TABLES
 from ..hardware.cluster import Cluster
 from ..hardware.gpus import Gpu, host_gbs
 from ..hardware.machine_file import Machine
@@ -61,24 +62,7 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
 
 BY_STAGE = (0, 1, 1, 2)
 """Index of a ZeRO stage in what is measured on CPUs without ZeRO, at stages 1 and 2, and at stage 3."""
-COMPONENTS = {
-    "matmul": "products",
-    "attention": "attention",
-    "elementwise": "norms and other element-wise operations",
-    "recomputation": "recomputation",
-    "logits": "the output matrix and the loss",
-    "launch": "launching kernels",
-    "rest": "Python outside the layers",
-    "tensor": "all-reduces of tensor parallelism",
-    "sequence": "all-to-alls of sequence parallelism",
-    "expert": "all-to-alls of expert parallelism",
-    "zero": "collectives of ZeRO",
-    "pipeline": "sending activations between stages",
-    "bubble": "stages that wait for each other",
-    "optimizer": "the optimizer",
-    "offload": "transfers to the host",
-    "nvme": "transfers to the drives",
-}
+COMPONENTS: dict[str, str] = TABLES["components"]
 """The components of a step's time, as parts of a sentence. Time that overlaps with other work counts once."""
 SPLIT = ("tensor", "sequence", "expert")
 

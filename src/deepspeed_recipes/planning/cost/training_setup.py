@@ -11,6 +11,7 @@ from ...recipe.layout import data_parallel_size, gradient_accumulation_steps
 from ...recipe.methods import Distill, Grpo
 from ...recipe.recipe import Checkpointing, Layout, Lora, Precision, Recipe
 from ...recipe.sections import Optimizer
+from .. import TABLES
 from ..model_profile import counts
 
 
@@ -38,16 +39,8 @@ class Software:
 
 
 OWN = Software()
-KNOWN: Mapping[str, Software] = {
-    "peft": Software(logit_bytes=16, frozen_fp32=True, fp32_activations=True, fp32_adapters=True),
-    "trl": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True),
-    "llama-factory": Software(logit_bytes=18, fp32_adapters=True, foreach_adam=True),
-    "fsdp": Software(logit_bytes=14, fp32_adapters=True, foreach_adam=True, fsdp=True),
-    "transformers-4": Software(logit_bytes=14, foreach_adam=True, grouped_experts=False),
-    "megatron": Software(tensor_splits_all=True),
-}
-"""By the name in `plan.py software=NAME`, with the values of most published runs of PEFT in an own loop or Trainer,
-TRL's SFTTrainer, LLaMA-Factory, TRL with FSDP, transformers before 5, and Megatron (scripts/maintain/measurements)."""
+KNOWN: Mapping[str, Software] = {name: Software(**own) for name, own in TABLES["software"].items()}
+"""By the name in `plan.py software=NAME`."""
 
 
 @dataclass(frozen=True)

@@ -7,23 +7,10 @@ transformers.
 
 from ...recipe import quantization
 from ...recipe.files import Json, JsonView
+from .. import TABLES
 
-ALIKE = {
-    "kimi_k2": "deepseek_v3",
-    "internlm2": "llama",
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-    "mllama_text_model": "llama",
-}
-"""Decoders that transformers lacks, or has only inside a vision-language model, and a decoder with the same layers.
-
-InternLM2 stores queries, keys and values as one matrix. In Llama 3.2 Vision, the layers that attend to the image have
-the same matrices as those that attend to the text, and are counted like them.
-"""
+ALIKE: dict[str, str] = TABLES["alike"]
+"""Decoders that transformers lacks, or has only inside a vision-language model, and a decoder with the same layers."""
 VISION = ("vision_config", "audio_config")
 """Keys of the parts outside the decoder."""
 NOT_ALIKE = ("architectures", "auto_map", "attn_implementation", *VISION)

@@ -6,24 +6,11 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from .. import TABLES
 from ..search.plans import Plan
 from .table import layout_in_words
 
-COLOURS = {
-    "parameters": "#2563c9",
-    "gradients": "#d2691e",
-    "optimizer": "#2a8c4a",
-    "adapters": "#8fbf6a",
-    "activations": "#8a4fc7",
-    "logits": "#b8325f",
-    "key_value_cache": "#e08fb0",
-    "live_parameters": "#8ab4f0",
-    "teacher": "#163a73",
-    "vision_tower": "#4a7fb0",
-    "buckets": "#e0b04a",
-    "runtime": "#5f7a86",
-    "fragmentation": "#c3cbd1",
-}
+COLOURS: dict[str, str] = TABLES["colours"]
 """The colour of each component, the same in every figure."""
 
 
