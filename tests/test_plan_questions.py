@@ -269,7 +269,7 @@ def test_a_deadline_is_answered_with_its_range(room, answer, capsys):
             ),
             "layout.sequence=1 turns that off",
         ),
-        (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "1M"), "0.0"),
+        (("qwen3-4b", "lora", "--gpu", "H100", "--tokens", "1M"), " min  "),
         (("qwen3-14b", "--which-gpu"), "This assumes a billion tokens; to change that, give --tokens"),
         (("qwen3-14b", "--which-gpu", "--tokens", "20M"), "--tokens 20M"),
         (("qwen3-14b", "--which-gpu"), "1 x p6-b200.48xlarge (8 x B200)"),
