@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import Decimal
 
+import datasets
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from datasets import Audio, ClassLabel, Dataset, DatasetDict, Video, load_datase
 from datasets.exceptions import DatasetNotFoundError
 
 from deepspeed_recipes.launching import preflight
+from deepspeed_recipes.launching.paths import locate
 from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.methods import Grpo
@@ -215,6 +217,43 @@ def test_the_hub_without_a_network_says_what_to_do(tmp_path):
         sources.read("someone/data", small(tmp_path, "someone/data"))
 
 
+def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, monkeypatch):
+    folder, cache = tmp_path / "files", tmp_path / "cache"
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        (folder / f"{split}.jsonl").write_text(lines([conversation(f"{split}?", "Yes.")]))
+    data = small(tmp_path, folder).data
+    (source,) = sources.read(str(folder), small(tmp_path, folder))
+    warning = sources.files_left(source, data)
+    assert "not read: test.jsonl, valid.jsonl. " in warning and f"data.validation={folder}/test.jsonl meas" in warning
+    assert sources.files_left(source, data, images=True) is None
+    held_out = replace(data, validation=f"{folder}/valid.jsonl,{folder}/test.jsonl")
+    assert sources.files_left(source, held_out) is None
+
+    # A dataset as the Hub's library caches it, which reads it without a network.
+    load_dataset("json", data_files={one.stem: str(one) for one in sorted(folder.iterdir())}, cache_dir=str(cache))
+    (made,) = cache.glob("json/*/0.0.0/*/dataset_info.json")
+    kept = cache / "someone___data/default/0.0.0" / ("a" * 40)
+    kept.parent.mkdir(parents=True)
+    made.parent.rename(kept)
+    for file in kept.glob("json-*.arrow"):
+        file.rename(kept / file.name.replace("json", "data"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    recipe = overrides.apply(pages.find("tiny", "full"), ["data.path=someone/data"])
+    (source,) = sources.read("someone/data", recipe)
+    said = "someone/data: not read: {} among its splits; data.validation=someone/data/{} measures"
+    assert said.format("test, valid", "test") in sources.files_left(source, recipe.data)
+    held_out = locate(replace(recipe, data=replace(recipe.data, validation="someone/data/test")))
+    (measured,) = sources.read(held_out.data.validation, held_out)
+    assert questions([*measured.examples]) == ["test?"] and sources.files_left(measured, held_out.data) is None
+    assert "not read: valid among" in sources.files_left(source, held_out.data)
+    (tmp_path / "chats").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for wrong in ("chats/x/tst", "someone/data", "./someone/data/test", "someone/data/test.jsonl"):
+        with pytest.raises(UserError, match=r"data.validation=.*: no such file or folder"):
+            locate(replace(recipe, data=replace(recipe.data, validation=wrong)))
+
+
 def test_a_gated_data_set_asks_for_a_token(tmp_path, monkeypatch):
     def gated(*_, **__):
         raise DatasetNotFoundError("Dataset 'someone/data' is a gated dataset on the Hub.")
@@ -381,6 +420,7 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     assert said in sources.files_left(source, replace(data, path=str(saved)))
     measured = replace(data, path=str(saved), validation=f"{saved}/dev,{saved}/test")
     assert sources.files_left(source, measured) is None
+    assert said in sources.files_left(source, data, images=True)
     assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
 
 

@@ -1,6 +1,7 @@
 """Makes a recipe's paths absolute: the model, the data and the DeepSpeed file, as the ranks will open them."""
 
 import difflib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,6 +105,8 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
     )
     if key in ("model.path", "data.path", "distill.teacher") and looks_like_hub_id:
         return path
+    if key == "data.validation" and re.fullmatch(r"([\w-][\w.-]*/){2}\w+", path) and not Path(path).parents[1].exists():
+        return path  # OWNER/NAME/SPLIT on the Hub
     raise UserError(f"{key}={path}: no such file or folder.{_nearest(path, folders)}")
 
 

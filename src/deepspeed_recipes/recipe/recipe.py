@@ -116,13 +116,16 @@ class Data:
     """Maximum number of training examples, sampled with the run's seed. None uses all of them. A small number tries a
     recipe out, or shows how much more data would help."""
     split: str = "train"
-    """Split of a Hub dataset."""
+    """Split that is read of a Hub dataset, of a folder that `save_to_disk` wrote, or of a folder with files named for
+    splits, such as train.jsonl and test.jsonl. A run names the splits that it does not read; `data.validation` may
+    name one of them."""
     streaming: bool = False
     """Read the data during training instead of before it, for data that does not fit on the disk. Needs `max_steps`."""
     validation: Annotated[str | None, Several()] = None
-    """Held-out examples, in the same format as `data.path`. None turns evaluation off unless `validation_share` is
-    set. A page's held-out examples do not fit other data, so setting `data.path` alone replaces them with
-    `validation_share=auto`."""
+    """Held-out examples, in the same format as `data.path`: files, folders (FOLDER/test is a split of one that
+    `save_to_disk` wrote), or splits of Hub datasets, OWNER/NAME/SPLIT. None turns evaluation off unless
+    `validation_share` is set. A page's held-out examples do not fit other data, so setting `data.path` alone replaces
+    them with `validation_share=auto`."""
     validation_share: Annotated[float | Literal["auto"], Bounds(least=0, below=1, usual=0.05)] = 0.0
     """Share of the examples that is held out if `validation` is None. `auto` is 5 %, and at most 500 examples."""
     metric: Annotated[str, Several()] = "loss"

@@ -74,7 +74,7 @@ def read_examples(
                 say("\n".join(SKIPPED[source.name]["first"]))
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
-            if not recipe.model.vision and (warning := sources.files_left(source, recipe.data)):
+            if warning := sources.files_left(source, recipe.data, recipe.model.vision):
                 say(warning)
             if warning := sources.empty_files(source, recipe.data.split):
                 say(warning)

@@ -316,12 +316,17 @@ def _characters(value: object) -> int:
     return sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
+def _splits(folder: Path) -> Mapping[str, Sequence[str]]:
+    """Return the files of a folder by the split that their names indicate."""
+    try:
+        return DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+    except EmptyDatasetError:
+        return {}
+
+
 def _files(folder: Path, split: str) -> list[Path]:
     """Return a folder's files for a split: all, unless their names indicate splits as on the Hub."""
-    try:
-        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    except EmptyDatasetError:
-        found = {}
+    found = _splits(folder)
     files = [Path(file) for file in found.get(split, ())]
     # A text file next to others is a licence or a note.
     chosen = [file for file in files if text_files.suffix(file) in text_files.SUFFIXES] or [
@@ -342,31 +347,39 @@ def _files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def files_left(source: Source, data: Data) -> str | None:
-    """Return a warning with the files, or the saved splits, of a folder that are not read, or None if all are."""
-    folder, split = Path(source.name), data.split
+def files_left(source: Source, data: Data, images: bool = False) -> str | None:
+    """Return a warning with the splits of a source, or the files of a folder, that are not read, or None if all are.
+
+    Files beside the examples are expected if these have `images`.
+    """
+    folder, split, read = Path(source.name), data.split, {Path(name) for name in names(data.validation)}
+    splits: Iterable[str] = ()
     if (saved := folder / "dataset_dict.json").is_file():
-        read = {Path(name) for name in names(data.validation)}
-        unread = [one for one in read_json(saved)["splits"] if one != split and folder / one not in read]
-        measured = f"; data.validation={folder / unread[0]} measures the model on it" if unread else ""
-        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{measured}" if unread else None
-    if not _is_of_files(folder):
+        splits = read_json(saved)["splits"]
+    elif source.name.count("/") == 1:  # on the Hub
+        splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
+    if unread := [one for one in splits if one != split and folder / one not in read]:
+        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / unread[0])}"
+    if images or not _is_of_files(folder):
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
-    others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split))
-    left = [
-        str(file.relative_to(folder))
-        for file in files
-        if file in others and (source.form == "text" or not NOTES.match(file.name))
-    ]
+    others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split)) - read
+    left = [file for file in files if file in others and (source.form == "text" or not NOTES.match(file.name))]
     if not left:
         return None
-    named = ", ".join(left[:NAMED_FILES]) + (f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else "")
+    named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])
+    named += f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else ""
+    of_splits = [Path(one) for kind, found in _splits(folder).items() if kind != split for one in found]
     return (
         f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
         f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
-        "where there is none of these; name single files with commas in data.path."
+        "where there is none of these; name single files with commas in data.path"
+        f"{next((_measured(file) for file in left if file in of_splits), '')}."
     )
+
+
+def _measured(place: Path) -> str:
+    return f"; data.validation={place} measures the model on it"
 
 
 def empty_files(source: Source, split: str) -> str | None:
@@ -400,6 +413,9 @@ def _from_disk(folder: Path, split: str) -> Located:
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:
+    """Return a split of a dataset on the Hub; `data.validation` may name another one as OWNER/NAME/SPLIT."""
+    if name.count("/") == 2:
+        name, _, split = name.rpartition("/")
     try:
         return load_dataset(name, split=split, streaming=streaming)
     except (OSError, ValueError) as error:
