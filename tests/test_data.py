@@ -105,7 +105,7 @@ def test_examples_without_a_token_in_the_loss_are_dropped_and_counted(tmp_path, 
     assert "1 of 2 examples (50%) are dropped, without a token in the loss" in "\n".join(report.lines("training", 128))
     path = write(tmp_path / "void.jsonl", [conversation("Hi", "No.")])
     with pytest.raises(
-        UserError, match=r"data\.path: all 1 examples are without a token in the loss; are the answers empty"
+        UserError, match=r"data\.path: the only example is without a token in the loss; are the answers empty"
     ):
         tokenize.prepare(path, small(model_folder, path), tokenizer)
     path = write(tmp_path / "both.jsonl", [conversation("Hi", "No."), conversation("Hi", "Yes." * 100)])

@@ -11,7 +11,7 @@ from ...recipe.errors import counted
 
 BARS = 6
 WIDEST = 30
-NOT_IN_LOSS = "without a token in the loss; are the answers empty, or all marked as not learned (`train`: false)?"
+NOT_IN_LOSS = "without a token in the loss; are the answers empty, cut off by truncate, or all marked `train`: false?"
 RUNS = re.compile(r"(<[^<>\s]{1,40}>)\1{3,}")
 """A repeated special token, such as an image's hundreds of placeholders."""
 LONGEST_SHOWN = 400
