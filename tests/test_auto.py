@@ -184,7 +184,15 @@ def test_adapters_on_a_recipe_of_all_weights_learn_at_the_rate_of_adapters(capsy
     ratio = lora.learning_rate / full.learning_rate
     assert overrides.apply(grpo, ["lora.rank=8"]).learning_rate == pytest.approx(ratio * grpo.learning_rate)
     assert launch.main(["llama3-8b", "full", "lora.rank=8", "--draft", "--dry-run"]) == 0
-    assert "adapters on a recipe of all weights: learning_rate=0.0001 instead of 1e-05" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "adapters on a recipe of all weights: learning_rate=0.0001 instead of 1e-05" in shown
+    assert (
+        "lora.rank=8: lora.alpha stays 32, so adapters are scaled by 4 (alpha / rank) instead of 2; lora.alpha=16"
+        in shown
+    )
+    for other in (["lora.rank=16"], ["lora.rank=8", "lora.alpha=32"], ["lora.rank=8", "lora.rslora=true"]):
+        assert launch.main(["llama3-8b", "lora", *other, "--draft", "--dry-run"]) == 0
+        assert "lora.alpha stays" not in capsys.readouterr().err
 
 
 def test_a_draft_without_gpus_is_small(capsys):

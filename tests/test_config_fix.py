@@ -111,11 +111,19 @@ def test_an_edit_of_the_text_is_that_edit_of_the_value(config: dict, data):
         {"gradient_cliping": True},
         {"wall_clock_breakdwn": 3},
         {"zero_optimization": {"overlap_com": [1]}},
+        {"zero_optimization": {"stage": 2, "cpu_offload": False, "cpu_offload_use_pin_memory": True}},
     ],
 )
 def test_no_key_is_renamed_to_one_of_another_type(config: dict):
     text = json.dumps({"train_micro_batch_size_per_gpu": 1, **config})
     assert fixed(text)[0] == text
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_deprecated_key_is_renamed_at_any_stage(stage: int):
+    text = f'{{"train_batch_size": 1, "zero_optimization": {{"stage": {stage}, "OLD": true}}}}'
+    old, new = (f"stage3_gather_{kind}_weights_on_model_save" for kind in ("fp16", "16bit"))
+    assert fixed(text.replace("OLD", old)) == (text.replace("OLD", new), [])
 
 
 def test_a_duplicate_stays_and_the_reason_is_said(tmp_path: Path):

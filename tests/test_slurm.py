@@ -144,6 +144,12 @@ def test_without_slurm_the_script_is_shown_and_nothing_submitted(tmp_path, monke
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch.main([*words, "--dry-run"]) == 0 and "#SBATCH --nodes=1\n" in capsys.readouterr().out
     assert "sbatch is not installed here" in refused(*words) and not (tmp_path / "run").exists()
+    for name in ("sinfo", "sbatch"):  # installed, but without a cluster
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sinfo: fatal: no configuration source' >&2\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lacks = refused(*words)
+    assert "--slurm: sinfo: fatal: no configuration source\n" in lacks and "--write-only to write the job" in lacks
     more = ["--shared", "--account", "me", "--mem", "64G", "--sbatch", "--qos=high -C 'a100|h100'", "--write-only"]
     assert launch.main([*words, *more]) == 0
     assert f"sbatch {tmp_path}/run/slurm.sbatch\n" in capsys.readouterr().out

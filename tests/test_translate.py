@@ -230,6 +230,7 @@ def test_saved_arguments_of_trl_keep_their_method_and_its_defaults(place, kind, 
     [
         ({"finetuning_type": "full"}, "full", {}),
         ({"stage": "dpo", "pref_beta": 0.3}, "dpo_lora", {"dpo.beta": "0.3"}),
+        ({"stage": "dpo", "quantization_bit": 4}, "dpo_lora", {"model.quantization": "nf4"}),
         ({"stage": "dpo", "pref_loss": "orpo"}, "orpo_lora", {"orpo.beta": "0.1"}),
         ({"stage": "dpo", "pref_loss": "simpo"}, "simpo_lora", {"simpo.gamma": "0.5"}),
         ({"stage": "kto"}, "kto_lora", {"kto.beta": "0.1"}),
@@ -253,6 +254,7 @@ def test_methods_and_settings_of_llama_factory(place, change, variant, expected)
     found = translate.translate(written(place, values), 1)
     assert translate.command_of(found)[1] == variant
     assert found.overrides | expected == found.overrides
+    assert found.translated["finetuning_type"] in ("all weights", "lora", "dora"), "as in the command"
 
 
 def test_gpus_that_share_a_copy_of_the_model_do_not_enlarge_the_batch(place):

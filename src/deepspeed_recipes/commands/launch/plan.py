@@ -21,6 +21,7 @@ from ...recipe import compatibility, deepspeed_file, overrides, own_code, pages,
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
+from ...recipe.sections import Lora
 from ...report.profiler import window
 from ...training.checkpoint import universal
 from ...training.data import updates
@@ -131,7 +132,17 @@ def requested(options: LaunchOptions) -> Request:
         folder = run_folder.to_resume(page, options.output_dir)
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
-    kept = bool(folder) or "learning_rate" in overrides.keys_of(options.overrides)  # a resumed run cannot gain adapters
+    keys = overrides.keys_of(options.overrides)
+    before, lora = page.lora or Lora(), recipe.lora
+    if lora and lora.rank != before.rank and "lora.alpha" not in keys and not lora.rslora:
+        print(
+            f"lora.rank={lora.rank}: lora.alpha stays {lora.alpha}, so adapters are scaled by "
+            f"{lora.alpha / lora.rank:.3g} (alpha / rank) instead of {before.alpha / before.rank:.3g}; "
+            f"lora.alpha={max(1, round(lora.rank * before.alpha / before.rank))} keeps that",
+            file=sys.stderr,
+            flush=True,
+        )
+    kept = bool(folder) or "learning_rate" in keys  # a resumed run cannot gain adapters
     if recipe.learning_rate != page.learning_rate and not kept:
         print(
             f"adapters on a recipe of all weights: learning_rate={recipe.learning_rate:.3g} instead of "
@@ -146,7 +157,7 @@ def requested(options: LaunchOptions) -> Request:
         recipe = replace(recipe, profile=replace(recipe.profile, steps=steps, nsys=options.nsys))
     if options.draft:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
-    for line in compatibility.unread(compatibility.Case(recipe), overrides.keys_of(options.overrides)):
+    for line in compatibility.unread(compatibility.Case(recipe), keys):
         print(line, file=sys.stderr, flush=True)
     if recipe.data.changed and not folder:
         print("data.changed=true is not read: the run starts anew; add --resume", file=sys.stderr, flush=True)

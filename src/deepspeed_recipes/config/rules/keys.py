@@ -178,7 +178,8 @@ def _deprecated(config: Config, facts: Facts) -> Iterator[Hit]:
         entry = node["keys"].get(path[-1], {})
         right = entry.get("deprecated")
         if right and value != "auto":
-            yield Hit(path, value, f"`{path[-1]}` is deprecated", f"use `{_public(node, right)}`")
+            edits = _rename(path, _public(node, right), config) if right in node["keys"] else ()
+            yield Hit(path, value, f"`{path[-1]}` is deprecated", f"use `{_public(node, right)}`", edits)
 
 
 @rule("deprecated-and-new", "error", REJECTED)

@@ -217,10 +217,13 @@ def _partitions_here(dry_run: bool) -> list[Partition] | None:
         )
     try:
         return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
-    except UserError:
+    except UserError as error:
         if dry_run:
             return None
-        raise
+        raise UserError(
+            f"--slurm: {error}\nThis machine reaches no SLURM cluster; use a login node, or --write-only to write the "
+            "job for one."
+        ) from None
 
 
 def ask(*command: str) -> str:

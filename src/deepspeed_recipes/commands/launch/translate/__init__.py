@@ -126,15 +126,20 @@ def _unknown(values: JsonView) -> str:
 
 def variant(found: Translation) -> str:
     """Return the variant of a translation; without one that fits, the nearest, and the difference is recorded."""
-    adapter = found.adapter
-    if found.method != "sft" and adapter in ("qlora", "dora"):
-        adapter = "lora"
+    if found.method != "sft" and found.adapter in ("qlora", "dora"):
         if found.adapter == "dora":
             found.overrides["lora.dora"] = "true"
-    if (named := VARIANTS.get((found.method, adapter))) is None:
+        _plain_lora(found)
+    if (named := VARIANTS.get((found.method, found.adapter))) is None:
         found.missing["method"] = f"{found.method} with all weights: only adapters are trained"
         return f"{found.method}_lora"
     return named
+
+
+def _plain_lora(found: Translation) -> None:
+    """Take the variant of plain adapters, also in what the file's keys have become."""
+    found.translated |= {name: "lora" for name, ours in found.translated.items() if ours == found.adapter}
+    found.adapter = "lora"
 
 
 def recipe_of(model: str) -> str | None:
@@ -158,7 +163,7 @@ def command_of(found: Translation) -> list[str]:
         found.missing[chosen] = " ".join(why.split())
         found.overrides.pop("model.quantization", None)
         found.overrides.pop("lora.dora", None)
-        found.adapter = "lora"
+        _plain_lora(found)
         return command_of(found)
     start = pages.find(name, chosen)
     if start.model.vision and found.overrides.get("truncate") == "true":
