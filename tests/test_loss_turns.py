@@ -9,8 +9,8 @@ from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
 from deepspeed_recipes.training import run as training_run
-from deepspeed_recipes.training.data import tokenize
-from tests.conftest import conversation
+from deepspeed_recipes.training.data import load, tokenize
+from tests.conftest import conversation, write_rows
 from tests.parity import gate, plain
 from tests.small import small
 from tests.test_masks import MARKED, TINY_MODEL, TURNS, expected, learned, tokenizer_with
@@ -90,6 +90,20 @@ def test_long_conversations_are_cut_and_counted():
     assert cut[1]["input_ids"] == whole["input_ids"][:64] and cut[1]["labels"] == whole["labels"][:64]
     warning = "2 of 3 examples (67%) are cut at sequence_length=64, and the model does not learn how they end"
     assert any(warning in line for line in report.lines("training", 64))
+
+
+@pytest.mark.parametrize(("metric", "kept", "dropped", "cut"), [("loss", 2, 0, 2), ("exact_match", 1, 2, 0)])
+def test_held_out_conversations_are_cut_unless_answers_are_compared(tmp_path, capsys, metric, kept, dropped, cut):
+    rows = [conversation("Hi?", "Yes."), conversation("Hi?", "No, " * 40), conversation("Hi? " * 40, "Yes.")]
+    path = write_rows(tmp_path / "chats.jsonl", rows)
+    recipe = small(TINY_MODEL, path, sequence_length=64)
+    data = replace(recipe.data, validation=str(path), metric=metric)
+    found = load.tokenized_datasets(replace(recipe, truncate=True, data=data), tokenizer_with("chatml"))
+    report = found.description["held_out"]
+    assert (len(found.held_out_sequences), report["dropped"], report["cut"]) == (kept, dropped, cut)
+    assert found.description["training"]["cut"] == 2
+    said = "warning: held out: 2 of 3 examples (67%) are cut at sequence_length=64; the longest has "
+    assert (said in capsys.readouterr().out) == (cut > 0)
 
 
 @pytest.mark.parametrize(

@@ -318,7 +318,8 @@ class Recipe:
     split."""
     truncate: bool = False
     """Train on the beginning of conversations that are longer than `sequence_length` instead of dropping them. A cut
-    answer does not teach the model to stop. Held-out conversations are never cut."""
+    answer does not teach the model to stop. Held-out conversations are cut too, or dropped if `data.metric` compares
+    their answers."""
     loss_on: Literal["assistant", "last", "all"] = "assistant"
     """The turns of a conversation that are in the loss: all of the assistant's, only the `last` of them, or `all`
     tokens, with the user's turns and the template's own words."""

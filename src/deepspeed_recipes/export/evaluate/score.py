@@ -170,8 +170,7 @@ def _sequences(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Js
 
 @torch.no_grad()
 def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
-    recipe = replace(held_out.recipe, packing=False, truncate=False)
-    sequences, _ = tokenize.tokenized(held_out.examples, recipe, tokenizer)
+    sequences, _ = tokenize.tokenized(held_out.examples, tokenize.alone(held_out.recipe), tokenizer)
     collator = Collator(tokenizer.pad_token_id)
     sums: list[float] = []
     counts: list[int] = []

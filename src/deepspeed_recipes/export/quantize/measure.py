@@ -1,7 +1,7 @@
 """Measures a smaller model's loss: its score on the held-out examples, and how often it writes something else."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -90,8 +90,7 @@ def calibration(held_out: HeldOut | None, whole: Path) -> list[list[int]]:
 
 
 def _sequences(examples: Dataset, held_out: HeldOut, whole: Path) -> list[list[int]]:
-    recipe = replace(held_out.recipe, packing=False, truncate=False)
-    found, _ = tokenize.tokenized(examples, recipe, export.load_tokenizer(whole))
+    found, _ = tokenize.tokenized(examples, tokenize.alone(held_out.recipe), export.load_tokenizer(whole))
     return [list(sequence) for sequence in found["input_ids"]]
 
 

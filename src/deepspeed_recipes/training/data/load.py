@@ -1,7 +1,7 @@
 """Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 from datasets import Dataset
@@ -139,11 +139,9 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
         say(f"model.path={recipe.model.path}: its tokenizer has no end token (eos_token), so documents end without one")
     examples, held_out = read_examples(recipe, tokenizer)
     sequences, report = _tokenized(examples, recipe, tokenizer, "training")
-    # One whole document per sequence, so that each one's loss counts the same, however it would be packed.
-    alone = replace(recipe, packing=False, truncate=False)
     held_out_sequences, held_out_report = None, None
     if held_out:
-        held_out_sequences, held_out_report = _tokenized(held_out, alone, tokenizer, "held out")
+        held_out_sequences, held_out_report = _tokenized(held_out, tokenize.alone(recipe), tokenizer, "held out")
     shown = tokenize.first_documents(sequences, tokenizer)
     show(shown)
     first = next(iter(sequences))

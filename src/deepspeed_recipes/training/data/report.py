@@ -59,8 +59,9 @@ class Report:
         if self.cut:
             few = f"{self.cut} of {self.examples} examples ({self.cut / self.examples:.0%})"
             notes.append(
-                f"warning: {name}: {few} are cut at sequence_length={sequence_length}, and the model does not learn "
-                f"how they end; the longest has {self.longest:,} tokens"
+                f"warning: {name}: {few} are cut at sequence_length={sequence_length}"
+                f"{', and the model does not learn how they end' if name == 'training' else ''}; the longest has "
+                f"{self.longest:,} tokens"
             )
         if self.unlearnable:
             few = f"{self.unlearnable} of {self.examples} examples ({self.unlearnable / self.examples:.0%})"

@@ -1,6 +1,7 @@
 """Converts examples to sequences of tokens with labels: chat templates, loss masks, packing."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import FunctionType
@@ -77,6 +78,15 @@ class Stream(TorchIterableDataset):
                 yield sequence
             epoch += 1
         raise UserError(self.if_empty)
+
+
+def alone(recipe: Recipe) -> Recipe:
+    """Return the recipe by which held-out examples are tokenized.
+
+    Each is a sequence of its own, so that its loss counts the same, however it would be packed. It is cut as in
+    training, but not if answers are compared, which then would lack their ends or be answers to earlier questions.
+    """
+    return replace(recipe, packing=False, truncate=recipe.truncate and recipe.data.metrics == ["loss"])
 
 
 def prepare(path: str, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Report]:
