@@ -321,6 +321,16 @@ def test_a_mistake_found_by_the_ranks_leaves_nothing_behind(small_run):
     assert not run.path.exists()
 
 
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_without_a_network_a_model_of_the_hub_is_refused_before_ranks_start(tmp_path, offline):
+    words = ("qwen2_5-0.5b", "lora", "--no-plan", "--output-dir", "run")
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": offline, "HF_HOME": str(tmp_path / "cache")}
+    done = launch(*words, env=os.environ | nowhere, cwd=tmp_path)
+    assert done.returncode == 2 and "etry" not in done.stdout + done.stderr and "deepspeed" not in done.stdout
+    assert "model.path=Qwen/Qwen2.5-0.5B-Instruct: no network, and not in the cache; download it" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_credentials_never_reach_the_run_folder_or_the_screen(tmp_path):
     token = "hf_" + "a1B2" * 8
     key = "0123456789" * 4

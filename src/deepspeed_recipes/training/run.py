@@ -58,7 +58,7 @@ from .data.load import Datasets, say_updates
 from .methods import method
 from .methods.distillation import teacher
 from .model import draft, generate, heads, load, output_head, probe, transforms
-from .model_folder import expected
+from .model_folder import base_model, expected
 from .parallel import holdings, implementation, sequence
 from .tracking.trackers import Trackers
 from .trainer import Parts, RunContext
@@ -114,6 +114,7 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     for line in own_code.check(recipe):
         say(line)
     recipe = with_draft(recipe, run)
+    distributed.check_on_first(lambda: base_model.check_reachable(recipe.model.path))
     checkpoint = newest_checkpoint(run)
     began = fingerprint.began(checkpoint)
     upstream.date_chats(began)

@@ -23,6 +23,7 @@ from ...recipe.recipe import Recipe
 from ...report import write
 from ...report.profiler import verdict, window
 from ...report.sections import settings
+from ...training.model_folder import base_model
 from ...training.tracking import writer
 from .plan import LaunchPlan, plan_launch, requested
 
@@ -89,6 +90,8 @@ def start(plan: LaunchPlan) -> int:
     """Start the ranks, wait for them, conclude the run, and return its exit status."""
     require("deepspeed")
     options, recipe, folder, machines = plan.options, plan.recipe, plan.folder, plan.machines
+    if not (machines.reserved or recipe.draft.enabled):
+        base_model.check_reachable(recipe.model.path)
     if not machines.elsewhere:  # with several hosts, the preflight reports what each host lacks
         compile_ops(recipe, machines.ranks, machines.gpus)
     attempts: HostAttempts | RayAttempts | LocalAttempts

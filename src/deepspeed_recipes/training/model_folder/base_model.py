@@ -5,6 +5,7 @@ An adapter's base model is recorded without a path of this machine, and found ag
 
 import os
 import re
+import time
 from pathlib import Path, PurePath
 from typing import Literal
 
@@ -21,6 +22,7 @@ FURTHER_TOKEN = "further_token.safetensors"
 KEY = "base_model_name_or_path"
 EXPECTED = "expected.json"
 """File of a folder that holds what the trained model answered (see `expected.py`)."""
+TRIES = 3
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -41,6 +43,34 @@ def text_of(config: Json) -> Json:
 def is_hub_id(name: str) -> bool:
     """Return whether a portable name is one of the Hub's, `OWNER/NAME`, and not a file of the project."""
     return bool(_HUB_ID.fullmatch(name)) and own_path(name) is None
+
+
+def check_reachable(path: str) -> None:
+    """Refuse the Hub id of a model if its weights are not cached here and the Hub does not answer, after `TRIES`.
+
+    A download tries each file for half a minute, and would print every attempt of every rank. What the Hub answers,
+    such as that there is no such model, is reported where the model is loaded.
+    """
+    if Path(path).is_dir():
+        return
+    import huggingface_hub as hub  # takes half a second
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    for left in reversed(range(TRIES)):
+        try:
+            cached = [hub.try_to_load_from_cache(path, f"model.safetensors{end}") for end in ("", ".index.json")]
+            if not any(isinstance(file, str) for file in cached):
+                hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json"), timeout=10)
+            return
+        except (HfHubHTTPError, HFValidationError):
+            return
+        except Exception as error:  # httpx's, of which each version of huggingface_hub has its own
+            if not left or isinstance(error, hub.errors.OfflineModeIsEnabled):
+                raise UserError(
+                    f"model.path={path}: no network, and not in the cache; download it elsewhere and give its folder "
+                    "as model.path=FOLDER."
+                ) from error
+            time.sleep(2)
 
 
 def make_portable(folder: Path, place: Path) -> None:
