@@ -4,6 +4,8 @@ import importlib.util
 import logging
 import math
 import re
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from itertools import chain
@@ -48,6 +50,13 @@ def test_help_explains_every_key_with_type_default_and_meaning(capsys):
     assert not re.search(r"et al\n|e\.g\n", screen) and "(Dettmers et al. 2023, arXiv:2305.14314)" in screen
     assert "typing." not in screen and "true | false | selective | feed_forward (default: true)" in screen
     assert "learning_rate               number (default: 2e-05)" in screen
+
+
+def test_progress_bars_of_libraries_stay_out_of_a_log():
+    load = "from transformers.utils import logging; list(logging.tqdm(range(3), desc='Loading weights'))"
+    code = f"from deepspeed_recipes.commands import main; main.run('list', ['--json']); {load}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout and not done.stderr, done.stderr
 
 
 def test_help_of_a_key_says_everything_about_it(capsys):

@@ -90,6 +90,8 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         print(f"{typed}: the current folder does not exist any more; cd to another.", file=sys.stderr)
         return 2
     os.environ |= python_path(os.environ)  # for the processes that a command starts
+    if not sys.stderr.isatty():  # libraries' progress bars would fill a log
+        os.environ.setdefault("TQDM_DISABLE", "1")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
