@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import urllib.request
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from deepspeed_recipes.commands import certify
 from deepspeed_recipes.export import certificate
-from deepspeed_recipes.export.serve import engines, process, served
+from deepspeed_recipes.export.serve import engines, environment, process, served
+from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model_folder import base_model, complete, expected
 from deepspeed_recipes.training.server import Server
 from tests.ranks import free_port
@@ -94,6 +99,59 @@ def test_all_weights_agree_in_the_dtype_of_the_training(dtype, whole, tmp_path, 
     found = json.loads(capsys.readouterr().out)
     assert found["bound"] == certificate.BOUNDS[dtype]
     assert found["difference"] < (1e-4 if dtype == "float32" else certificate.BOUNDS[dtype])
+
+
+def test_an_adapter_ends_its_turn_where_it_was_trained_to(adapter, tmp_path):
+    """Not where its base does: the generation config next to the adapter has the end, and vLLM reads it there."""
+
+    def answer(folder):
+        found = served.find(folder, "mine", [])
+        with vllm(found, tmp_path) as url:
+            words = {"model": "mine", "messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+            asked = urllib.request.Request(
+                f"{url}/v1/chat/completions",
+                json.dumps(words | {"max_tokens": 24, "return_token_ids": True}).encode(),
+                {"Content-Type": "application/json"},
+            )
+            return json.load(urllib.request.urlopen(asked))["choices"][0]
+
+    before = answer(adapter)
+    end = before["token_ids"][5]
+    other = altered(adapter, tmp_path / "other", lambda tensors: None)
+    write_json(other / "generation_config.json", {"eos_token_id": [end]})
+    after = answer(other)
+    first = before["token_ids"].index(end)
+    assert after["finish_reason"] == "stop" and after["token_ids"][: first + 1] == before["token_ids"][: first + 1]
+    assert len(after["token_ids"]) == first + 1
+
+
+ROTATE = """
+import torch, vllm._C
+from vllm import _custom_ops as ops
+
+angles = torch.arange(4.0)[:, None] * torch.arange(1.0, 17)
+table = torch.cat([angles.cos(), angles.sin()], -1)
+rotate = lambda one: ops.rotary_embedding(torch.arange(4), one, one.clone(), 32, table, True)
+flat = torch.randn(4, 128)
+by_heads = flat.clone().view(4, 4, 32)
+rotate(flat), rotate(by_heads)
+print(torch.allclose(flat, by_heads.view(4, 128), atol=1e-5))
+"""
+
+
+def test_vllm_answers_as_lfm2_only_without_its_kernel_that_rotates(tmp_path):
+    """`--compilation-config` in `engines.vllm` can go once the kernel for CPUs takes a dimension for the heads."""
+    words = [str(environment.python("vllm")), "-c", ROTATE]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1] == "False"
+    folder, recipe = tmp_path / "lfm2", pages.find("lfm2-350m", "full")
+    draft.write(replace(recipe, draft=Draft(enabled=True, hidden_size=128)), folder, torch.float32)
+    write_json(folder / "config.json", read_json(folder / "config.json") | {"block_dim": 128, "conv_dim": 128})
+    model = export.load(folder).eval()
+    examples, measured, _ = answers(model, export.load_tokenizer(folder))
+    expected.write(folder, examples, model.dtype, measured)
+    with vllm(served.find(folder, "mine", []), tmp_path) as url:
+        found = certificate.of_server(Server(url, "mine"), folder)
+    assert found.agrees and found.difference < 1e-4, str(found)
 
 
 def test_a_head_that_was_untied_and_is_served_tied_differs(tmp_path):

@@ -150,7 +150,8 @@ def test_the_head_trains_as_in_a_plain_loop_and_is_exported(
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     expected = {name for name in before if name.startswith(START) and name not in COPIES and "_bias" not in name}
     assert {name for name in moved if name.startswith(START) and name not in COPIES} == expected
-    assert read_json(exported / base_model.PROVENANCE)["parts"] == []
+    provenance = read_json(exported / base_model.PROVENANCE)
+    assert (provenance["parts"], provenance["mtp"], provenance["further_token"]) == ([], [], [START.rstrip(".")])
     config_before, config_after = (read_json(place / "config.json") for place in (folder, exported))
     assert config_before["num_nextn_predict_layers"] == config_after["num_nextn_predict_layers"] == 1
     # A head that is left as it was is noticed, though the main model answers the same.

@@ -68,7 +68,9 @@ def write(
             whole = place / "merged"
             export.write(source, whole, merge=True)
         if (whole / base_model.PROVENANCE).exists():
-            say(f"of the text part alone, without {', '.join(read_json(whole / base_model.PROVENANCE)['parts'])}")
+            held = read_json(whole / base_model.PROVENANCE)
+            if left := [*held["parts"], *held.get("further_token", ())]:
+                say(f"of the text part alone, without {', '.join(left)}")
             whole = export.write_trained_part(whole, place / "trained")
         part.mkdir()
         if (whole / record.FOLDER).is_dir():

@@ -180,6 +180,8 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
     variables = _variables(environment.variables())
     if not _on_gpu():
         words.append("--enforce-eager")  # compiling takes minutes
+        # vLLM 0.32's kernel for CPUs rotates queries with a dimension of their own for heads, such as LFM2's, wrongly.
+        words += ["--compilation-config", '{"custom_ops": ["-rotary_embedding"]}']
         variables.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
         if (ranks := split.tensor * split.pipeline) > 1:  # by default vLLM wants a NUMA node for each rank
             cores = sorted(os.sched_getaffinity(0))

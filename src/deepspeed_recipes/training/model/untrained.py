@@ -93,6 +93,7 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
         "head": head,
         "parts": parts,
         "mtp": [part for part in stored.MTP[str(base)] if part in parts],
+        "further_token": [start.removesuffix(".") for start in further],
         "dequantized": quantization.title(base_model.config_of(base)),
         "untouched": digests,
     }
