@@ -281,10 +281,9 @@ class Recipe:
     code: Mapping[str, str] = field(default_factory=dict)
     """The SHA-256 of the files with your own code, by key, when the run was launched: the launcher fills it in."""
     optimizer: Optimizer = "adamw"
-    """The algorithm of the updates: AdamW unless you name one of these. `adamw_8bit`: AdamW with moments in 8 bits, 2
-    instead of 8 bytes per weight (Dettmers et al. 2021, arXiv:2110.02861), by bitsandbytes. `muon`: AdamW for
-    embeddings, head and norms, and orthogonalised updates for matrices (Liu et al. 2025, arXiv:2502.16982), by
-    DeepSpeed, at AdamW's rates."""
+    """`adamw`: AdamW; `adamw_8bit`: AdamW with moments in 8 bits, 2 instead of 8 bytes per weight (Dettmers et al.
+    2021, arXiv:2110.02861), by bitsandbytes; `muon`: AdamW for embeddings, head and norms, and orthogonalised updates
+    for matrices (Liu et al. 2025, arXiv:2502.16982), by DeepSpeed, at AdamW's rates."""
     learning_rate: Annotated[float, Bounds(above=0, usual=2e-5)] = 2e-5
     """Peak learning rate; `schedule` sets how it rises and falls."""
     layer_decay: Annotated[float, Bounds(above=0, most=1, usual=0.9)] = 1.0

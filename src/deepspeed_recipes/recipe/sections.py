@@ -38,7 +38,7 @@ class Lora:
     """Scale by alpha / sqrt(rank) instead (rsLoRA, Kalajdzievski 2023, arXiv:2312.03732), so that high ranks learn as
     fast as low ones."""
     init: Literal["zero", "pissa"] = "zero"
-    """How adapters start: `zero` adds nothing to the model; `pissa` moves the largest singular values of each weight
+    """Initial adapters: `zero` adds nothing to the model; `pissa` moves the largest singular values of each weight
     into the adapter and trains those (PiSSA, Meng et al. 2024, arXiv:2404.02948). The model starts as the same
     function, and the export is an ordinary adapter of twice the rank."""
     plus_ratio: Annotated[float, Bounds(above=0, usual=16)] = 1.0
