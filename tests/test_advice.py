@@ -157,16 +157,16 @@ HARDWARE = (
     *(("RTX 3090", 1, 1), ("RTX 4090", 2, 1), ("L4", 4, 1), ("A10G", 8, 1), ("V100 16GB", 8, 1), ("A100 40GB", 8, 1)),
     *(("A100 80GB", 4, 1), ("H100", 1, 1), ("H100", 8, 1), ("H100", 8, 4), ("H200", 8, 2), ("B200", 8, 8)),
 )
-"""GPUs, their number per node, and nodes; each page's variants meet all of them in turn, three at a time."""
+"""GPUs, their number per node, and nodes, on each of which every variant is planned."""
 
 
-@pytest.mark.parametrize("family", tiered(pages.families(), ("gpt2", "tiny", "tiny_vision")))
+@pytest.mark.parametrize("family", tiered(pages.families(), ("gpt2", "tiny_vision")))
 def test_every_plan_that_is_printed_is_accepted_by_the_launcher(family):
     page, planned = pages.page(family), 0
     size = next(iter(page.SIZES))
-    for number, variant in enumerate(pages.variants(page)):
+    for variant in pages.variants(page):
         recipe = pages.find(f"{family}-{size}", variant)
-        for gpu, gpus, nodes in HARDWARE[number % 4 :: 4]:
+        for gpu, gpus, nodes in HARDWARE:
             hardware = cluster(gpu, gpus, nodes, host_memory=1000)
             found = search(plan_request(recipe, hardware, model_recipe.pinned(recipe)))
             for plan in (*found.plans, *found.tight):
@@ -174,7 +174,7 @@ def test_every_plan_that_is_printed_is_accepted_by_the_launcher(family):
                 message = refusal(f"{family}-{size}", variant, hardware.gpus, words)
                 assert message is None, f"{family}-{size} {variant} on {gpus} {gpu} {' '.join(words)}: {message}"
                 planned += 1
-    assert planned > 2 * len(pages.variants(page))  # minimax_m2, of 229B, fits on few of them: 25 plans of 12 variants
+    assert planned > 8 * len(pages.variants(page))  # minimax_m2, of 229B, fits on few of them: 98 plans of 12 variants
 
 
 def test_a_plan_that_the_launcher_refuses_is_noticed():
