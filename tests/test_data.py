@@ -68,6 +68,19 @@ def test_raw_text_is_entirely_in_the_loss_and_cut_if_too_long(tmp_path, model_fo
     assert any("cut into" in line for line in report.lines("training", 40))
 
 
+@pytest.mark.parametrize("said", ["pears " * 20, "<|end|> " * 20])
+@pytest.mark.parametrize("method", ["pretrain", "sft"])
+def test_long_texts_cause_no_warning_of_the_tokenizer(tmp_path, model_folder, method, said):
+    tokenizer = AutoTokenizer.from_pretrained(model_folder, model_max_length=16)
+    row = {"text": said} if method == "pretrain" else conversation(said, "Yes.")
+    path = write(tmp_path / "long.jsonl", [row])
+    _, report = tokenize.prepare(path, small(model_folder, path, method=method, sequence_length=400), tokenizer)
+    assert not tokenizer.deprecation_warnings and report.longest > 16
+    (line,) = report.lines("training", 400)
+    assert ("100%" not in line) and (f" {report.loss_tokens / report.tokens:.0%} of them in the loss" in line)
+    assert "over 99% of them" in replace(report, tokens=512, loss_tokens=511).lines("training", 400)[0]
+
+
 def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model_folder, tokenizer, monkeypatch):
     chats = [conversation("Hi?", "Yes. " * n + "No.") for n in (0, 0, 1, 20)]
     path = write(tmp_path / "chat.jsonl", chats)

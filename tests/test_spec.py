@@ -151,6 +151,10 @@ def test_values_get_the_types_of_their_fields(full):
     )
     assert (changed.learning_rate, changed.max_steps, changed.packing) == (5e-5, 8, False)
     assert changed.lora.rank == 32 and changed.precision == "bf16"
+    named = [
+        overrides.apply(full, [f"deepspeed={name}"]).deepspeed for name in ("zero2", "zero2.json", "zero22", "auto")
+    ]
+    assert named == ["zero2.json", "zero2.json", "zero22", "auto"]
     assert overrides.apply(changed, ["max_steps=none"]).max_steps is None
     assert overrides.apply(full, []) == full
 

@@ -159,6 +159,28 @@ def test_a_file_of_trl_has_trls_defaults(place, change, expected):
     assert set(change) <= {*found.translated, *found.off}
 
 
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"dataset_name": "someone/chats", "eval_strategy": "epoch"}, "someone/chats/test"),
+        ({"dataset_name": "saved", "eval_strategy": "steps", "eval_steps": 2}, "saved/test"),
+        ({"dataset_name": "files", "eval_strategy": "steps", "dataset_test_split": "val"}, "files/val.jsonl"),
+        ({"dataset_name": "someone/chats", "eval_strategy": "no"}, None),
+        ({"dataset_name": "someone/chats"}, None),
+        ({"dataset_name": "files", "eval_strategy": "steps"}, "named as missing"),
+        ({"eval_strategy": "steps"}, "named as missing"),
+    ],
+)
+def test_the_split_that_trl_evaluates_is_held_out(tmp_path, place, monkeypatch, change, expected):
+    (tmp_path / "saved/test").mkdir(parents=True)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/val.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    found, _ = command_of(TRL | change, place)
+    missing = "named as missing" if "eval_strategy" in found.missing else None
+    assert found.overrides.get("data.validation", missing) == expected
+
+
 def test_the_table_of_trls_defaults_is_that_of_the_installed_trl(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     import trl

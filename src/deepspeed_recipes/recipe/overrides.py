@@ -16,6 +16,7 @@ from .conversions import SECTIONS, dataclass_in, from_dict, hints_of, to_dict
 from .errors import UserError, redact
 from .files import Json
 from .methods import METHODS, Method
+from .project import CONFIGS
 from .recipe import BUILT_IN, Lora, Recipe
 from .sections import OUR_OPTIMIZERS, PAGED, why_impossible
 
@@ -248,6 +249,8 @@ def parse(key: str, text: str, hint: object) -> Any:
         value = kind(text)
     except ValueError:
         raise UserError(f"{key}={shown(text)}: must be {expected((kind,), tuple(words))}.") from None
+    if key == "deepspeed" and not Path(text).exists() and (CONFIGS / f"{text}.json").is_file():
+        return f"{text}.json"  # `configs copy` takes the short name, too
     if kind is str and not text.strip():
         raise UserError(f"{key}={text}: the value is missing.")
     return value

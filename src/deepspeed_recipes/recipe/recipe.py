@@ -362,7 +362,7 @@ class Recipe:
     """On machines with several NUMA nodes, keep each rank on the cores of its GPU's NUMA node, unless that node has
     more GPUs than its cores can serve."""
     seed: Annotated[int, Bounds(least=0, below=2**32)] = 42
-    """Seed for the order of the data, the initial adapters and the choice of held-out examples."""
+    """Seed for the order of the data and the initial adapters. The same examples are held out whatever the seed."""
     logging_steps: Annotated[int, Bounds(least=1)] = 10
     """Number of steps between logs; the first and the last step are always logged."""
     layer_stats: bool | None = None

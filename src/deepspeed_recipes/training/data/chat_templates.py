@@ -266,7 +266,9 @@ def _by_template(
         ids, places = known.encode(tokenizer, chat)
         return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
     how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
-    tokens = tokenizer.apply_chat_template(messages, tools, **how, **(options or {}))
+    tokens = tokenizer.apply_chat_template(
+        messages, tools, **how, tokenizer_kwargs={"verbose": False}, **(options or {})
+    )
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 

@@ -47,11 +47,10 @@ class Report:
 
     def lines(self, name: str, sequence_length: int) -> list[str]:
         """Return the report as text for a person."""
-        share = 100 * self.loss_tokens / self.tokens
+        share = self.loss_tokens / self.tokens
+        learned = "over 99%" if 0.995 <= share < 1 else f"{share:.0%}"
         filled = 100 * self.tokens / (self.sequences * sequence_length)
-        first = (
-            f"{name}: {counted(self.examples, 'example')}, {self.tokens:,} tokens, {share:.0f}% of them in the loss; "
-        )
+        first = f"{name}: {counted(self.examples, 'example')}, {self.tokens:,} tokens, {learned} of them in the loss; "
         first += f"{counted(self.sequences, 'sequence')} of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:

@@ -200,7 +200,7 @@ def text_tokens(
     Text that looks like a control token stays text.
     """
     if isinstance(content, str):
-        return tokenizer(content, split_special_tokens=True)["input_ids"][:longest]
+        return tokenizer(content, split_special_tokens=True, verbose=False)["input_ids"][:longest]
     return conversation_tokens(tokenizer, content, tools, **(options or {}))[:longest]
 
 
@@ -334,7 +334,7 @@ def _texts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any]
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[Any]]:
         """Return documents, cut; special tokens in them stay tokens, as in plain transformers."""
         cut: dict[str, list[object]] = {"input_ids": [], "labels": [], "forgets": []}
-        for tokens in tokenizer(batch["text"])["input_ids"]:
+        for tokens in tokenizer(batch["text"], verbose=False)["input_ids"]:
             if end is not None and tokens[-1:] != [end]:  # some tokenizers add it themselves
                 tokens = [*tokens, end]
             for start in range(0, len(tokens), length):

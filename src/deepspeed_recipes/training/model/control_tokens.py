@@ -130,7 +130,7 @@ def conversation_tokens(
             ).turns
         known = control_tokens(tokenizer, template)
         if not known.occur(turns, tools):
-            options |= {"chat_template": template, "return_dict": True}
+            options |= {"chat_template": template, "return_dict": True, "tokenizer_kwargs": {"verbose": False}}
             return tokenizer.apply_chat_template(turns, tools, **options)["input_ids"]
         turns, tools = known.mark(turns, tools)
         chat = tokenizer.apply_chat_template(turns, tools, chat_template=template, tokenize=False, **options)
@@ -153,9 +153,9 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, piece: str, first: bool) -> Ite
     """Yield the tokens of a piece of a conversation and their places; SentencePiece would put a space before it."""
     lead = "" if first else "\n"
     alone = tokenizer(lead, add_special_tokens=False)["input_ids"]
-    found = tokenizer(lead + piece, add_special_tokens=False, return_offsets_mapping=True)
+    found = tokenizer(lead + piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     if found["input_ids"][: len(alone)] != alone:  # the line break has become part of the first token
         alone, lead = [], ""
-        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     places = [(start - len(lead), end - len(lead)) for start, end in found["offset_mapping"]]
     return zip(found["input_ids"][len(alone) :], places[len(alone) :], strict=True)

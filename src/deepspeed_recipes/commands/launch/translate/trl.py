@@ -225,8 +225,21 @@ def _data(found: Translation) -> None:
     )
     if not found.given("dataset_name"):
         found.lack("dataset", "the file names no data: give data.path=FILE")
+    elif found.take("eval_strategy", "evaluation_strategy") not in (None, "no", False):
+        _held_out(found, Path(found.take("dataset_name")), found.take("dataset_test_split") or "test")
     if "data.validation_share" not in found.overrides:
         found.set("data.validation_share", 0.0)
+
+
+def _held_out(found: Translation, dataset: Path, split: str) -> None:
+    """Set the held-out data to the split that TRL's scripts evaluate, if it can be named here."""
+    on_hub = len(dataset.parts) == 2 and not dataset.exists() and not dataset.suffix[1:].isalpha()
+    place = dataset / split if on_hub or (dataset / split).is_dir() else min(dataset.glob(f"{split}.*"), default=None)
+    if place is None:
+        why = f"TRL evaluates the split {split} of {dataset}: give data.validation=FILE or data.validation_share=0.05"
+        found.lack("eval_strategy" if "eval_strategy" in found.values else "evaluation_strategy", why)
+    else:
+        found.set("data.validation", place, "eval_strategy", "evaluation_strategy", "dataset_test_split")
 
 
 def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
