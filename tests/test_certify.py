@@ -214,6 +214,23 @@ def test_llama_cpp_agrees_and_takes_no_adapter(whole, adapter, tmp_path):
     assert run_command("certify", [str(adapter), "--server", "llama.cpp"]) == 2
 
 
+@pytest.mark.every
+@pytest.mark.skipif(not environment.has_llama_cpp(), reason="needs `make gguf`")
+@pytest.mark.parametrize("rounds", [False, True])
+def test_llama_cpp_rounds_the_range_of_yarn(rounds, tmp_path):
+    """GPT-OSS's is not rounded. `certificate.ROUNDED` can go once llama.cpp agrees with such a model."""
+    recipe = pages.find("gpt_oss-20b", "full")
+    draft.write(replace(recipe, draft=Draft(enabled=True, hidden_size=128)), tmp_path, torch.float32)
+    rope = json.loads((tmp_path / "config.json").read_text())["rope_parameters"]
+    assert rope["truncate"] is False
+    edit(tmp_path, "config.json", rope_parameters=rope | {"truncate": rounds})
+    model, tokenizer = trained(tmp_path)
+    examples, measured, _ = answers(model, tokenizer)
+    expected.write(tmp_path, examples, model.dtype, measured)
+    found = certificate.of_llama_cpp(tmp_path)
+    assert (found.agrees, found.causes) == ((True, ()) if rounds else (False, (certificate.ROUNDED,))), str(found)
+
+
 def transposed(tensors):
     for name in [name for name in tensors if "q_proj.lora_B" in name]:
         tensors[name] = tensors[name].reshape(tensors[name].shape[::-1]).T.contiguous()

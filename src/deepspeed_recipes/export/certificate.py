@@ -120,6 +120,9 @@ def of_folder(folder: Path) -> Certificate:
     return compare(wanted, found, folder)
 
 
+ROUNDED = "llama.cpp rounds the range of YaRN's frequencies, and config.json has rope_parameters.truncate=false"
+
+
 def of_llama_cpp(folder: Path) -> Certificate:
     """Return the certificate of a folder's GGUF file, or of its whole model in fp32, as llama.cpp computes it.
 
@@ -129,7 +132,9 @@ def of_llama_cpp(folder: Path) -> Certificate:
     from .quantize import write
 
     wanted = read(folder)
-    return compare(wanted, write.log_probabilities(folder, wanted["texts"]), folder)
+    found = compare(wanted, write.log_probabilities(folder, wanted["texts"]), folder)
+    rope = base_model.text_of(base_model.config_of(folder)).get("rope_parameters") or {}
+    return found if found.agrees or rope.get("truncate", True) else replace(found, causes=(*found.causes, ROUNDED))
 
 
 def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certificate:
