@@ -128,7 +128,7 @@ def test_a_run_is_measured_as_it_measures_itself_and_beside_its_base(run, capsys
     assert run_command("evaluate", [str(run.path), "--base"]) == 0
     printed = capsys.readouterr().out
     assert "exact match on 6 held-out examples" in printed and f"{run.path} before training" in printed
-    assert f"before training and {run.path}: equal on all 6 examples" in printed
+    assert f"{run.path} and {run.path} before training: equal on all 6 examples" in printed
     found = read_json(run.evaluation)
     assert [one["score"] for one in found["models"]] == [0.5, 0.5]
     assert found["models"][0]["values"] == [1, 1, 1, 0, 0, 0]
