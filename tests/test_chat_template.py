@@ -126,6 +126,20 @@ def test_the_launcher_finds_what_the_template_drops(tmp_path, name):
     assert launch.main(["tiny", variant, "--dry-run", *words, "model.chat_template=chatml"]) in (0, None)
 
 
+@pytest.mark.parametrize("room", [-1, 0])
+def test_a_refused_role_is_answered_with_the_length_that_it_needs(tmp_path, room):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": [ASKED, CALLED, RESULT, SAID], "tools": TOOLS}) + "\n")
+    ours = small(TINY_MODEL, data, sequence_length=2048)
+    ours = replace(ours, model=replace(ours.model, chat_template="chatml"))
+    _, report = tokenize.prepare(str(data), ours, chat_templates.load_tokenizer(ours))
+    length = report.longest + room
+    with pytest.raises(UserError, match="not tool") as caught:
+        launch.main(["tiny", "full", "--dry-run", f"data.path={data}", f"sequence_length={length}"])
+    needed = f" sequence_length={-(-report.longest // 64) * 64}, since this example then has {report.longest} tokens."
+    assert str(caught.value).endswith(f"model.chat_template=chatml{needed if room else '.'}")
+
+
 def test_a_template_that_prints_a_list_of_parts_does_not_render_their_texts(tmp_path, tokenizer):
     with pytest.raises(UserError, match="it drops 'content' of turn 1"):
         shown.shown(tokenizer, CUT, [ASKED, SAID])

@@ -58,13 +58,14 @@ class Rendering:
             else ("the model's chat template")
         )
         self.kinds: set[object] = set()
+        self.folder, self.longest = _folder(recipe), recipe.sequence_length
         if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("transformers"):
             return
         text = _source(recipe)
         if text is not None and recipe.method.packs and recipe.method.examples == "conversations":
             text = _marked(text) or text
         if text is not None:
-            self.template = _Template(text, _folder(recipe))
+            self.template = _Template(text, self.folder)
 
     def check(self, where: str, example: JsonView) -> None:
         """Render an example's conversations if they are the first of their kind; refuse one that loses a text."""
@@ -95,13 +96,32 @@ class Rendering:
         except (TemplateError, UserError) as error:
             # Others may come of a special token that only the ranks' tokenizer knows.
             if type(error) in (TemplateError, UserError):
-                own = " The project's own template has tools and reasoning: model.chat_template=chatml."
+                own = ""
+                if re.search("role|tool|reasoning", str(error)):
+                    own = " The project's own template has tools and reasoning: model.chat_template=chatml"
+                    own += f"{self._room(turns, tools, options)}."
                 raise UserError(
                     f"{where}: {self.whose} cannot be trained on this conversation: "
-                    f"{first_line(error).rstrip('.')}.{own if re.search('role|tool|reasoning', str(error)) else ''}"
+                    f"{first_line(error).rstrip('.')}.{own}"
                 ) from error
         except (TypeError, ValueError):
             pass
+
+    def _room(self, turns: Turns, tools: list[Json] | None, options: Json) -> str:
+        """Return what `sequence_length` a conversation needs with the project's template, or nothing if it fits."""
+        from tokenizers import Tokenizer
+
+        from ..training.data.report import enough
+
+        file = self.folder / "tokenizer.json"
+        with contextlib.suppress(Exception):  # which is all that `tokenizers` raises, and the message has an error
+            chat = _Template(_read(OWN), self.folder).apply_chat_template(turns, tools, **options)
+            tokens = (
+                len(Tokenizer.from_file(str(file)).encode(chat, add_special_tokens=False).ids) if file.is_file() else 0
+            )
+            if tokens > self.longest:
+                return f" {enough(tokens)}, since this example then has {tokens} tokens"
+        return ""
 
 
 def _conversations(example: JsonView) -> Iterator[tuple[Turns, bool]]:
