@@ -108,7 +108,7 @@ class Rendering:
             pass
 
     def _room(self, turns: Turns, tools: list[Json] | None, options: Json) -> str:
-        """Return what `sequence_length` a conversation needs with the project's template, or nothing if it fits."""
+        """Return the setting with which a conversation fits with the project's template, or "" if it does already."""
         from tokenizers import Tokenizer
 
         from ..training.data.report import enough

@@ -350,7 +350,7 @@ def _files(folder: Path, split: str) -> list[Path]:
 def files_left(source: Source, data: Data, images: bool = False) -> str | None:
     """Return a warning with the splits of a source, or the files of a folder, that are not read, or None if all are.
 
-    Files beside the examples are expected if these have `images`.
+    Examples with `images` come with other files.
     """
     folder, split, read = Path(source.name), data.split, {Path(name) for name in names(data.validation)}
     splits: Iterable[str] = ()
@@ -413,7 +413,7 @@ def _from_disk(folder: Path, split: str) -> Located:
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:
-    """Return a split of a dataset on the Hub; `data.validation` may name another one as OWNER/NAME/SPLIT."""
+    """Return a split of a dataset on the Hub; `data.validation` may name a split itself, as OWNER/NAME/SPLIT."""
     if name.count("/") == 2:
         name, _, split = name.rpartition("/")
     try:
