@@ -57,7 +57,7 @@ def trained_share(recipe: Recipe) -> float:
 
 
 def saved_parameters(recipe: Recipe) -> int:
-    """Return the number of parameters beside adapters: of new rows, `lora.modules_to_save`, a head for a token."""
+    """Return the number of parameters trained with adapters: new rows, `lora.modules_to_save`, `model.train_mtp`."""
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
     text = recipe.model.config.get("text_config") or recipe.model.config
     tokens = len(new_tokens.read(recipe.model.new_tokens)) if recipe.lora else 0

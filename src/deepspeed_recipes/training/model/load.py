@@ -204,8 +204,8 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
         names = sorted(missing)
         if recipe.model.train_mtp and (lacks := [name for name in names if f".{config.num_hidden_layers}." in name]):
             raise UserError(
-                f"model.train_mtp=true: the files of model.path={recipe.model.path} have no such head (they lack "
-                f"{lacks[0]}{weights.more(lacks)}); leave it out."
+                f"model.path={recipe.model.path}: its files have no head for a further token (they lack "
+                f"{lacks[0]}{weights.more(lacks)}); leave out model.train_mtp=true."
             )
         more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise UserError(
