@@ -134,7 +134,7 @@ def requested(options: LaunchOptions) -> Request:
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     keys = overrides.keys_of(options.overrides)
     before, lora = page.lora or Lora(), recipe.lora
-    if lora and lora.rank != before.rank and "lora.alpha" not in keys and not lora.rslora:
+    if lora and lora.rank != before.rank and "lora.alpha" not in keys and not (lora.rslora or folder):
         print(
             f"lora.rank={lora.rank}: lora.alpha stays {lora.alpha}, so adapters are scaled by "
             f"{lora.alpha / lora.rank:.3g} (alpha / rank) instead of {before.alpha / before.rank:.3g}; "
