@@ -230,7 +230,7 @@ MISTAKES = {
     "no ranks": (["tiny", "full", "--gpus", "0"], "--gpus"),
     "layout": (["tiny", "full", "layout.tensor=3"], "use layout.tensor=2"),
     "config": (["tiny", "full", "deepspeed=zero9.json"], "zero3.json"),
-    "config without its ending": (["tiny", "full", "deepspeed=zero3"], "Did you mean zero3.json?"),
+    "config without its ending": (["tiny", "full", "deepspeed=zero33"], "Did you mean zero3.json?"),
     "data": (["tiny", "full", "data.path=missing.jsonl"], "missing.jsonl"),
     "model": (["tiny", "full", "model.path=./missing"], "./missing"),
     "nothing to resume": (["tiny", "full", "--resume", "--output-dir", "nowhere"], "nothing to resume"),
