@@ -53,8 +53,9 @@ AS_RELEASED: dict[str, dict[str, int | str]] = {
 }
 """Values of a draft's config.json as the releases have them: the only compressed keys and values for which vLLM's CPU
 kernels are compiled, and names that transformers reads no longer and vLLM still does."""
-LAYERS = {"gemma3_vision": 6}
-"""Layers of a draft, if not the usual number: llama.cpp takes every sixth of Gemma 3's for one with full attention."""
+LAYERS = {"gemma3": 6, "gemma3_vision": 6, "smollm3": 4}
+"""Layers of a draft, if not the usual number: llama.cpp takes every sixth of Gemma 3's for one with full attention, and
+every fourth of SmolLM3's for one without rotary embedding."""
 
 
 def main() -> None:
