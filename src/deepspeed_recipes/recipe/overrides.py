@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 import sys
 import tomllib
 import types
@@ -249,7 +250,7 @@ def parse(key: str, text: str, hint: object) -> Any:
         value = kind(text)
     except ValueError:
         raise UserError(f"{key}={shown(text)}: must be {expected((kind,), tuple(words))}.") from None
-    if key == "deepspeed" and not Path(text).exists() and (CONFIGS / f"{text}.json").is_file():
+    if key == "deepspeed" and f"{text}.json" in os.listdir(CONFIGS) and not Path(text).exists():
         return f"{text}.json"  # `configs copy` takes the short name, too
     if kind is str and not text.strip():
         raise UserError(f"{key}={text}: the value is missing.")

@@ -356,7 +356,7 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
     splits: Iterable[str] = ()
     if (saved := folder / "dataset_dict.json").is_file():
         splits = read_json(saved)["splits"]
-    elif source.name.count("/") == 1:  # on the Hub
+    elif source.name.count("/") == 1 and not folder.exists():  # on the Hub
         splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
     if unread := [one for one in splits if one != split and folder / one not in read]:
         return f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / unread[0])}"
