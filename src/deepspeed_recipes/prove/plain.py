@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.nn import LayerNorm
 from torch.nn.functional import pad
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..recipe.files import Json
@@ -51,7 +52,8 @@ def train(
         trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         gradients = {name: weight.grad.clone() for name, weight in trained.items()}
         before = {name: weight.detach().clone() for name, weight in trained.items()}
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip or math.inf)
+        norm = get_total_norm([one.to(torch.promote_types(one.dtype, torch.float32)) for one in gradients.values()])
+        clip_grads_with_norm_(trained.values(), settings.clip or math.inf, norm)
         optimizer.step()
         records.append({"loss": loss.item(), "grad_norm": norm.item()})
         records[-1]["layers"] = by_layer(gradients, before, {name: one.detach() for name, one in trained.items()})
@@ -126,6 +128,8 @@ def summed_loss(
     """Return a conversation's summed loss, its number of learned tokens, and its load-balancing loss."""
     routed = {"output_router_logits": True} if settings.router_aux_loss_coef else {}
     output = model(input_ids=tokens, use_cache=False, **routed)
-    log_probabilities = output.logits[:, :-1].log_softmax(-1)
+    # As transformers' losses do: 16-bit logits would round the loss itself.
+    logits = output.logits[:, :-1].to(torch.promote_types(output.logits.dtype, torch.float32))
+    log_probabilities = logits.log_softmax(-1)
     chosen = log_probabilities.gather(-1, tokens[:, 1:, None])[..., 0]
     return -(chosen * learned[:, 1:]).sum(), learned[:, 1:].sum(), output.aux_loss if routed else 0.0
