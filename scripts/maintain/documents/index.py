@@ -7,7 +7,7 @@ from itertools import product
 from deepspeed_recipes.planning.cost.constants import FILE
 from deepspeed_recipes.planning.search.extremes import GPU, LARGEST, SINGLE, smallest_unchanged
 from deepspeed_recipes.recipe import pages
-from deepspeed_recipes.recipe.overrides import OTHER_TOOLS, SAME
+from deepspeed_recipes.recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, SAME
 from deepspeed_recipes.recipe.recipe import Recipe
 
 from .. import gpu_results
@@ -30,9 +30,9 @@ def hardware() -> str:
 
 def names() -> str:
     """Return the table of the names in other tools, by ours."""
-    names = {ours: theirs.split() for ours, theirs in OTHER_TOOLS["names"].items()}
-    for theirs, option in OTHER_TOOLS["options"].items():
-        names.setdefault(option, []).append(theirs)
+    names: dict[str, list[str]] = {}
+    for theirs, ours in (FOREIGN_NAMES | OTHER_TOOLS["options"]).items():
+        names.setdefault(ours, []).append(theirs)
     meanings = {ours: f": {meaning}" for ours, meaning in OTHER_TOOLS["meanings"].items()}
     rows = (
         _line(

@@ -113,12 +113,10 @@ class Rendering:
 
         from ..training.data.report import enough
 
-        file = self.folder / "tokenizer.json"
         with contextlib.suppress(Exception):  # which is all that `tokenizers` raises, and the message has an error
             chat = _Template(_read(OWN), self.folder).apply_chat_template(turns, tools, **options)
-            tokens = (
-                len(Tokenizer.from_file(str(file)).encode(chat, add_special_tokens=False).ids) if file.is_file() else 0
-            )
+            tokenizer = Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+            tokens = len(tokenizer.encode(chat, add_special_tokens=False).ids)
             if tokens > self.longest:
                 return f" {enough(tokens)}, since this example then has {tokens} tokens"
         return ""

@@ -119,7 +119,7 @@ NO_CLASSIFIER = (
 )
 """Model types of the pages for which transformers has no sequence classifier (checked by `tests/test_reward.py`)."""
 FURTHER_TOKEN_TYPES = ("deepseek_v3", "glm4_moe")
-"""Model types whose head for a further token transformers describes (`num_mtp_layers`; see `tests/test_further.py`)."""
+"""Model types whose head for a further token transformers describes (checked by `tests/test_upstream.py`)."""
 
 
 # ---- Conditions that compare numbers or look into the model's configuration ------------------------------------------

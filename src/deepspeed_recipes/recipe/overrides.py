@@ -24,9 +24,12 @@ from .sections import OUR_OPTIMIZERS, PAGED, why_impossible
 OTHER_TOOLS = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
 """Other tools' names for our keys and options, and what becomes of those that have none."""
 FOREIGN_NAMES: dict[str, str] = {
-    theirs: ours for ours, names in OTHER_TOOLS["names"].items() for theirs in names.split()
+    theirs: ours
+    for table in ("same", "names")
+    for ours, named in OTHER_TOOLS[table].items()
+    for theirs in named.split()
 }
-SAME = frozenset(OTHER_TOOLS["same"].split())
+SAME = frozenset(" ".join(OTHER_TOOLS["same"].values()).split())
 """Those that take the same values as our keys."""
 
 TOOLS = ("trainer", "trl", "llama_factory", "axolotl")

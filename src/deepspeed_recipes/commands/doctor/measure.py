@@ -48,9 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "ranks": ranks,
         **found,
-        **(
-            {"alone": probe(1, 0, words)["seconds"]} if ranks > 1 and not gpus else {}
-        ),  # with fewer others in the caches
+        # With fewer others in the caches.
+        **({"alone": probe(1, 0, words)["seconds"]} if ranks > 1 and not gpus else {}),
         **({"nvme_gbs": min(drive)} if drive else {}),
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }

@@ -65,8 +65,9 @@ def explained(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
     remarks = {
         ("data.validation", "none"): "data.validation_share holds out examples" if after.data.validation_share else "",
         ("data.validation_share", "auto"): "5 %, and at most 500 examples",
-        ("data.metric", "loss"): f"the page's {before.data.metric} is for its own examples",
     }
+    if (before.data.path, before.data.validation) != (after.data.path, after.data.validation):
+        remarks["data.metric", "loss"] = f"the page's {before.data.metric} is for its own examples"
     for key, old, new in differences(before, after):
         remark = remarks.get((key, new))
         yield key, old, f"{new} ({remark})" if remark else new

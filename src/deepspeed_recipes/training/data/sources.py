@@ -302,18 +302,10 @@ def _of_sane_size(path: Path, located: Located) -> Located:
     """Yield the examples, until they prove far larger than the file: a dictionary stores equal texts once."""
     total, most = 0, max(text_files.UNPACKED_BYTES, text_files.PACKED_TIMES * path.stat().st_size)
     for where, example in located:
-        total += _characters(example)
+        total += formats.characters(example, other=1)
         if total > most:
             raise text_files.unpacks(path)
         yield where, example
-
-
-def _characters(value: object) -> int:
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 1
 
 
 def _splits(folder: Path) -> Mapping[str, Sequence[str]]:

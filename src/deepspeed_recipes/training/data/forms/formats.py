@@ -220,7 +220,7 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
     if not _takes_passages(form, method):
         example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
     read = CONVERSIONS[form](where, example)
-    if (size := _characters(read)) > LONGEST:
+    if (size := characters(read)) > LONGEST:
         raise UserError(
             f"{where}: has {size:,} characters, and tokenizing more than {LONGEST:,} at once takes gigabytes; split it "
             "into several examples."
@@ -230,12 +230,13 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
     return _flagged(where, read, example, kind) if kind in FLAGGED else read
 
 
-def _characters(value: object) -> int:
-    if isinstance(value, str):
+def characters(value: object, other: int = 0) -> int:
+    """Return the length of all texts and bytes in a value; numbers, booleans and nulls count as `other` each."""
+    if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(map(_characters, value.values()))
-    return sum(map(_characters, value)) if isinstance(value, list) else 0
+        value = list(value.values())
+    return sum(characters(one, other) for one in value) if isinstance(value, list) else other
 
 
 def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) -> tuple[str, Example, str]:
