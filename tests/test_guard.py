@@ -68,17 +68,27 @@ def train(ranks, run, recipe, log):
     return statuses, read_logs(log)[0]
 
 
-def test_a_damaged_base_is_named_and_not_the_data(ranks, tmp_path, model_folder, conversations):
+@pytest.mark.parametrize("case", tiered(CASES, ("zero0", "pipeline")))
+def test_a_damaged_base_is_named_and_not_the_data(ranks, tmp_path, model_folder, conversations, case):
     """Whichever sequences a step has: the weights were not finite before it."""
-    base = tmp_path / "base"
+    config, changes = CASES[case]
+    base, broken = tmp_path / "base", "model.layers.1.mlp.up_proj.weight"
     shutil.copytree(model_folder, base)
     tensors = load_file(base / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3] = float("nan")
+    tensors[broken][3] = float("nan")
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     run = RunFolder(tmp_path / "run")
-    statuses, said = train(ranks, run, recipe_of((base, conversations), "zero3.json"), tmp_path / "log")
-    assert statuses == [2, 2] and "as model.layers.1.mlp.up_proj.weight of the model were not before this step" in said
-    assert f"download model.path={base} again" in said and "sequences" not in said.partition("not finite")[2]
+    recipe = recipe_of((base, conversations), config(tmp_path) if callable(config) else config, **changes)
+    statuses, said = train(ranks, run, recipe, tmp_path / "log")
+    assert statuses == [2, 2] and not run.metrics.exists(), said
+    assert f"{broken} of model.path={base}: holds NaN or infinity before the first step" in said
+
+
+def test_weights_that_an_update_has_broken_are_named(ranks, tmp_path, model_folder, conversations):
+    run = RunFolder(tmp_path / "run")
+    recipe = recipe_of((model_folder, conversations), "zero1.json", learning_rate=1e38, lr_schedule="constant")
+    statuses, said = train(ranks, run, recipe, tmp_path / "log")
+    assert statuses == [2, 2] and "holds NaN or infinity before step" in said and "sequences" not in said[-400:], said
 
 
 @pytest.mark.parametrize(

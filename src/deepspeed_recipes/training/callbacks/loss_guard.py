@@ -24,6 +24,7 @@ from ...recipe.run_folder import RunFolder, read_jsonl
 from .. import distributed, upstream
 from ..console import say
 from ..data import collate
+from ..parallel.pipeline import stage
 
 WINDOW, DEVIATIONS = 128, 6
 """Settings of the spike guard, as in OLMo-core's `SkipStepOptimizer`; it waits until half a window is full."""
@@ -64,8 +65,12 @@ class LossGuard(TrainerCallback):
         self.losses = deque((record["loss"] for record in read_jsonl(run.metrics)), maxlen=WINDOW)
 
     def watch(self, engine: DeepSpeedEngine) -> None:
-        """Watch an engine that has not trained yet."""
+        """Watch an engine that has not trained yet, and refuse weights with which every loss is NaN."""
         self.engine = engine
+        self.model = engine.module
+        if self.recipe.layout.pipeline > 1:
+            self.model = stage(engine.module).model
+        self._refuse_damaged(0)
         if self.recipe.on_nan == "skip" and not hasattr(engine.optimizer, "overflow"):
             raise UserError(
                 "on_nan=skip: without ZeRO, in fp32, DeepSpeed applies an update before it is checked; use "
@@ -123,12 +128,8 @@ class LossGuard(TrainerCallback):
         groups = sorted(set(gather(self.groups)))
         self.groups.clear()
         numbers = sorted({number for _, listing in found for number in listing})
-        if broken := self._damaged():
-            more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
-            raise UserError(
-                f"step {step}: the {what} is not finite, as {broken[0]}{more} of the model were not before this step;\n"
-                f"copy or download model.path={self.recipe.model.path} again, or resume from an earlier checkpoint."
-            )
+        if self.skipped:  # an update that was applied has spread NaN to all weights
+            self._refuse_damaged(step)
         where = (
             f"step {step}: the {what} is not finite on rank {listed([*{rank for rank, _ in found}])}, "
             f"sequences {listed(numbers)} of the training data"
@@ -140,16 +141,23 @@ class LossGuard(TrainerCallback):
             return
         self._act("on_nan", where, numbers)
 
-    def _damaged(self) -> list[str]:
-        """Return the weights that were not finite before a refused update, if no sequence can be blamed; a collective.
+    def _refuse_damaged(self, step: int) -> None:
+        """Refuse weights that are not finite before an update, whichever sequences it has; a collective.
 
-        Applied, an update would have spread them to all weights. Stages share one loss, whichever sequence is to blame.
+        Of an embedding some rows may be: only sequences with these tokens, which are named then, have a loss of NaN.
         """
-        if not self.skipped or self.recipe.layout.pipeline > 1:
-            return []
-        if gather([seen.step for seen in self.seen if math.isfinite(seen.loss.item())]):
-            return []
-        return damaged(self.engine.module)
+        if not (broken := damaged(self.model)):
+            return
+        more = f" and {len(broken) - 1} more weights" if len(broken) > 1 else ""
+        named = f"{broken[0]}{more} of model.path={self.recipe.model.path}"
+        if damaged(self.model, looked_up=False):
+            when = f"before step {step}, from an update or from the start" if step else "before the first step"
+            raise UserError(
+                f"{named}: holds NaN or infinity {when}, so every loss would be NaN;\n"
+                "copy or download the model again, or resume from an earlier checkpoint."
+            )
+        if not step:
+            say(f"warning: {named}: holds NaN or infinity; the loss of sequences with these tokens is NaN")
 
     def _spike(self, step: int, loss: float) -> None:
         """Act on a loss that has jumped; a collective."""
@@ -192,12 +200,24 @@ def no_gradient(step: int, recipe: Recipe) -> str:
     return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
 
 
-def damaged(model: torch.nn.Module) -> list[str]:
-    """Return the names of the weights that are not finite on some rank; a collective."""
-    # The bytes of 4-bit weights are stored as numbers that mean nothing.
-    held = {name: part for name, part in model.named_parameters() if "4bit" not in type(part).__name__}
-    found = [name for name, part in held.items() if not getattr(part, "ds_tensor", part).isfinite().all()]
-    return sorted(set(gather(found)))
+def damaged(model: torch.nn.Module, looked_up: bool = True) -> list[str]:
+    """Return the names of the weights that are not finite on some rank; a collective.
+
+    Without `looked_up`, embeddings that are not also the head are left out.
+    """
+    held = {}
+    for place, module in model.named_modules(remove_duplicate=False):
+        if looked_up or "Embedding" not in type(module).__name__:
+            for name, part in module.named_parameters(place, recurse=False):
+                shard = getattr(part, "ds_tensor", part)
+                # The bytes of 4-bit weights are stored as numbers that mean nothing.
+                if "4bit" not in type(part).__name__ and getattr(shard, "final_location", None) != "nvme":
+                    held[name] = shard
+    held = {name: shard for name, shard in held.items() if shard.numel() and shard.dtype.itemsize > 1}
+    # `isfinite` of a whole weight would take several times its memory.
+    largest = [torch.linalg.vector_norm(shard.detach(), math.inf).float().cpu() for shard in held.values()]
+    finite = torch.stack(largest).isfinite().tolist() if held else []
+    return sorted(set(gather([name for name, one in zip(held, finite, strict=True) if not one])))
 
 
 def gather(mine: Sequence[Any]) -> list[Any]:
