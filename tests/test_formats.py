@@ -352,6 +352,92 @@ def test_keys_that_nothing_reads_are_found(row, form, method, keys):
     assert formats.unread("here", row, form, method) == keys
 
 
+WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {}}, "required": ["city"]}
+OF_XLAM = [{"name": "look", "parameters": {"city": {"type": "str"}, "day": {"type": "str, optional"}}}]
+
+
+def calls(*named, **more):
+    made = [
+        {"function": {"name": name, "arguments": arguments}, **({"id": number} if number else {})}
+        for name, arguments, number in named
+    ]
+    return assistant("", tool_calls=made, **more)
+
+
+def result(number, content="1"):
+    return tool(content) | {"tool_call_id": number}
+
+
+@pytest.mark.parametrize(
+    ("turns", "parameters", "found"),
+    [
+        ([calls(("look", {"city": "a"}, ""))], WEATHER, []),
+        ([calls(("find", {}, ""))], WEATHER, ["'find' is not in 'tools'"]),
+        ([calls(("look", {"town": "a"}, ""))], WEATHER, ["'look' is called without 'city'", "'look' has no 'town'"]),
+        (
+            [calls(("look", {"town": "a"}, ""))],
+            WEATHER | {"additionalProperties": True},
+            ["'look' is called without 'city'"],
+        ),
+        ([calls(("look", {"town": "a"}, ""))], {"type": "object"}, []),
+        ([calls(("look", {"town": "a"}, ""))], None, []),
+        ([calls(("look", {"a": 1}, ""))], {"type": "object", "properties": {}}, ["'look' has no 'a'"]),
+        ([calls(("look", {"a": 1}, ""))], OF_XLAM[0]["parameters"], ["'look' has no 'a'"]),
+        (
+            [assistant('<tool_call>{"name": "find", "arguments": {}}</tool_call>')],
+            WEATHER,
+            ["'find' is not in 'tools'"],
+        ),
+        ([assistant("<tool_call>{'name': 'find'}</tool_call>")], WEATHER, []),
+        (
+            [calls(("look", {"city": "a"}, "c1")), assistant("b")],
+            WEATHER,
+            ["a call has no result before the next turn"],
+        ),
+        (
+            [calls(("look", {"city": "a"}, "c1"), ("look", {"city": "b"}, "c2")), result("c1"), assistant("b")],
+            *(WEATHER, ["a call has no result before the next turn"]),
+        ),
+        (
+            [calls(("look", {"city": "a"}, "c1"), ("look", {"city": "b"}, "c1")), result("c1"), tool("2")],
+            *(WEATHER, ["several calls or results of a turn have one id"]),
+        ),
+        ([calls(("look", {"city": "a"}, "")), tool("1"), tool("2")], WEATHER, ["a turn has more results than calls"]),
+        (
+            [calls(("look", {"city": "a"}, "c1")), result("c1"), calls(("look", {"city": "a"}, "c2")), result("c1")],
+            *(WEATHER, ["a result follows another turn's calls", "a call has no result before the next turn"]),
+        ),
+        (
+            [calls(("look", {"city": "a"}, ""), ("look", {"city": "b"}, "")), tool("[1, 2]"), assistant("b")],
+            WEATHER,
+            [],
+        ),
+    ],
+)
+def test_calls_that_do_not_fit_are_named_with_the_first_place(tmp_path, turns, parameters, found):
+    """In the launcher and in the ranks alike; public data has such examples, so they are trained."""
+    row = {"messages": [user("a"), *turns], "tools": [{"name": "look", "parameters": parameters}]}
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(one) for one in ({"messages": SHORT}, row, row)))
+    [source] = sources.read(str(path), small(tmp_path, path))
+    said = source.unread_line("") or ""
+    assert len(source.examples) == 3 and bool(said) == bool(found)
+    if found:
+        listed = ", ".join(f"{one} (2)" for one in found)
+        assert said.endswith(f"warning: tool calls do not fit in 2 examples, first in {path}:2: {listed}")
+        assert formats.unread("here", row, "messages", "sft") == ["calls of: here", *(f"calls: {one}" for one in found)]
+
+
+@pytest.mark.parametrize("key", ["tool_call_id", "name", "unknown"])
+def test_results_are_put_in_the_order_of_their_calls(key):
+    made = calls(("look", {}, "c1"), ("find", {}, "c2"))
+    second = {"tool_call_id": "c2", "name": "find", "unknown": "c2"}
+    first = {"tool_call_id": "c1", "name": "look", "unknown": "c1"}
+    given = [tool("2") | {key: second[key]}, tool("1") | {key: first[key]}]
+    (read,) = formats.converted([("here", {"messages": [user("a"), made, *given, assistant("b")]})], "sft")
+    assert [turn["content"] for turn in read["messages"][2:4]] == (["2", "1"] if key == "unknown" else ["1", "2"])
+
+
 def line(**row):
     return json.dumps(row)
 

@@ -16,6 +16,7 @@ convert every source with the same functions.
 There are also options next to the tools, where an example has arguments for the chat template.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from functools import partial
 from itertools import chain, islice
 
 from ....recipe import own_code, variants
-from ....recipe.errors import UserError
+from ....recipe.errors import UserError, counted
 from ....recipe.files import Json, JsonView
 from ....recipe.methods import METHODS, Examples, reading
 from ....recipe.recipe import Data
@@ -41,6 +42,7 @@ from .turns import (
     as_conversation,
     fields_of,
     in_order,
+    misfits,
     read_arguments,
     read_side,
     read_string,
@@ -269,13 +271,17 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
     return read
 
 
-FOR_REWARD = "reward: "
+FOR_REWARD, CALLS, CALLS_OF = "reward: ", "calls: ", "calls of: "
+"""How keys that only a reward function gets begin in `unread`, and what `turns.misfits` finds, with the place."""
 OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
 """A regular expression for the way in which templates read a key of a turn; functions have a `name` too."""
 
 
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
-    """Return the keys of an example that no conversion reads, and with a dot those that only a template may read."""
+    """Return the keys of an example that no conversion reads, and with a dot those that only a template may read.
+
+    If its tool calls do not fit its tools, that is returned too.
+    """
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
@@ -289,27 +295,38 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         found += [f"turns.{key}" for key, value in turn.items() if value is not None and key not in read_here]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
+    with contextlib.suppress(UserError):  # which the conversion raises
+        if wrong_calls := misfits(where, example, (name for name in TURNS if name in read)):
+            found += [CALLS_OF + where, *(CALLS + one for one in wrong_calls)]
     return list(dict.fromkeys(found))
 
 
 def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | None:
-    """Return a line with the keys of a source that neither this project nor the chat template reads, or None.
+    """Return lines with the keys of a source that neither this project nor the chat template reads, or None.
 
     `counts` is the number of examples by key, from `unread`. The keys that only a reward function gets are on a line of
-    their own: which of them it reads is not known.
+    their own, since which of them it reads is not known, and so are tool calls that do not fit.
     """
     found = {}
     for key, count in counts.items():
         read = (OF_TURN if key == "turns.name" else "") + rf"\b{re.escape(key.partition('.')[2])}\b"
-        if "." not in key or not re.search(read, template):
+        if "." not in key or key.startswith(CALLS) or not re.search(read, template):
             found[key] = count
+    places = [key.removeprefix(CALLS_OF) for key in counts if key.startswith(CALLS_OF)]
+    misfit = f"warning: tool calls do not fit in {counted(len(places), 'example')}, first in {[*places, ''][0]}"
     lines = []
-    for what, of_reward in (("keys that nothing reads", False), ("keys that only the reward function gets", True)):
-        names = sorted((key for key in found if key.startswith(FOR_REWARD) == of_reward), key=lambda key: -found[key])
-        shown = [f"{key.removeprefix(FOR_REWARD) or repr(key)} ({found[key]})" for key in names[:NAMED]]
+    for start, what in (
+        ("", "keys that nothing reads, with their numbers of examples"),
+        (FOR_REWARD, "keys that only the reward function gets, with their numbers of examples"),
+        (CALLS, misfit),
+    ):
+        starts = tuple(filter(None, (FOR_REWARD, CALLS, CALLS_OF)))
+        names = [key for key in found if (key.startswith(start) if start else not key.startswith(starts))]
+        names.sort(key=lambda key: -found[key])
+        shown = [f"{key.removeprefix(start) or repr(key)} ({found[key]})" for key in names[:NAMED]]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
         if shown:
-            lines.append(f"{name}: {what}, with their numbers of examples: {', '.join(shown)}{more}")
+            lines.append(f"{name}: {what}: {', '.join(shown)}{more}")
     return "\n".join(lines) or None
 
 

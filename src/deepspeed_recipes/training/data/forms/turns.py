@@ -4,10 +4,11 @@ Standard library only, as `formats.py`. Every function raises UserError with the
 and the fix.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise, takewhile
 from typing import Any
 
 from ....recipe.errors import UserError
@@ -135,7 +136,92 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
     numbered = [(number, turn) for number, turn in enumerate(turns, start=1) if not _is_empty_system(turn)]
     if not numbered:
         raise wrong(where, example, field, expected)
-    return [_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in numbered]
+    return _in_call_order([_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in numbered])
+
+
+def _in_call_order(turns: list[Turn]) -> list[Turn]:
+    """Return the turns with the results of tool calls in the order of their calls, as their ids or names say.
+
+    Most templates render no ids: to the model, the first result is the first call's.
+    """
+    turns = [*turns]
+    for at, calls, results in _called(turns):
+        for key, called in (("tool_call_id", [call.get("id") for call in calls]), ("name", _names(calls))):
+            answered = [turn.get(key) for turn in results]
+            if {*answered} <= {*called} - {None} and len({*answered}) == len(answered) and len({*called}) == len(calls):
+                turns[at : at + len(results)] = sorted(results, key=lambda turn: called.index(turn[key]))
+                break
+    return turns
+
+
+def _called(turns: list[Turn]) -> Iterator[tuple[int, list[Json], list[Turn]]]:
+    """Yield the calls of each turn that has some, the results that follow it, and the place of the first."""
+    for at, turn in enumerate(turns, start=1):
+        if turn.get("tool_calls"):
+            yield at, turn["tool_calls"], [*takewhile(lambda one: one["role"] == "tool", turns[at:])]
+
+
+def _names(calls: list[Json]) -> list[str]:
+    return [call["function"]["name"] for call in calls]
+
+
+def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
+    """Return what does not fit in an example's tool calls: with its `tools`, and with the results that follow.
+
+    Public data has such examples, so they are counted and not refused.
+    """
+    found: list[str] = []
+    tools = {tool["function"]["name"]: tool["function"] for tool in read_tools(where, example) or ()}
+    for field in fields:
+        if "call" not in str(example.get(field)):  # most examples, which are not read twice
+            continue
+        turns = read_side(where, example, field, "assistant")
+        for at, calls, results in _called(turns):
+            ids = [call["id"] for call in calls if "id" in call]
+            answered = [turn["tool_call_id"] for turn in results if turn.get("tool_call_id")]
+            if len({*ids}) < len(ids) or len({*answered}) < len(answered):
+                found.append("several calls or results of a turn have one id")
+            elif answered and ids and {*answered} - {*ids}:
+                found.append("a result follows another turn's calls")
+            elif len(results) > len(calls):
+                found.append("a turn has more results than calls")
+            if (not results and turns[at:]) or (answered and {*ids} - {*answered}):
+                found.append("a call has no result before the next turn")
+        if example.get("tools") is None:
+            continue
+        written = [text for turn in turns if turn["role"] == "assistant" for text in _WRITTEN.findall(turn["content"])]
+        for call in [*(call for _, calls, _ in _called(turns) for call in calls), *_calls_in(where, written)]:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name not in tools:
+                found.append(f"{name!r} is not in 'tools'")
+                continue
+            known, required = _parameters(tools[name])
+            found += [f"{name!r} is called without {one!r}" for one in required if one not in arguments]
+            found += [f"{name!r} has no {one!r}" for one in arguments if known is not None and one not in known]
+    return list(dict.fromkeys(found))
+
+
+_WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+"""A call that an answer spells out, as in Hermes's data."""
+
+
+def _calls_in(where: str, texts: Iterable[str]) -> Iterator[Json]:
+    for text in texts:
+        with contextlib.suppress(UserError):  # to the model, it is text like any other
+            yield from _calls(where, text)
+
+
+def _parameters(function: Json) -> tuple[Iterable[str] | None, list[str]]:
+    """Return the names of a function's parameters, None if any may be given, and those that are required."""
+    schema = function.get("parameters")
+    if not isinstance(schema, dict) or any(key in schema for key in ("anyOf", "oneOf", "allOf", "$ref")):
+        return None, []
+    if isinstance(schema.get("type"), str) or isinstance(schema.get("required"), list):
+        known, required = schema.get("properties"), schema.get("required")
+        others = schema.get("additionalProperties") or schema.get("patternProperties")
+        required = [one for one in required if isinstance(one, str)] if isinstance(required, list) else []
+        return None if others or not isinstance(known, dict) else known, required
+    return schema if schema and all(isinstance(one, dict) for one in schema.values()) else None, []  # as xLAM's
 
 
 def _is_empty_system(turn: object) -> bool:
