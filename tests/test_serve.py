@@ -183,6 +183,7 @@ def test_vllm_gets_no_way_to_load_something_else(models, monkeypatch):
     engine = engines.vllm(served.find(models / "one", None, []), "127.0.0.1", 8000)
     assert engine.variables["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == engine.variables["VLLM_SERVER_DEV_MODE"] == "0"
     assert "--trust-remote-code" not in engine.command and "--allowed-local-media-path" not in engine.command
+    assert engine.names == ("one", "base")
 
 
 @pytest.mark.every
@@ -286,8 +287,10 @@ def test_a_split_is_passed_to_vllm(models, monkeypatch):
 
 
 def test_the_ready_lines_ask_for_the_first_adapter(models):
-    lines = serve.ready(served.find(models / "one", None, []), "vLLM", "http://127.0.0.1:8000")
-    assert "one, base by vLLM" in lines[0]
+    found = served.find(models / "one", None, [])
+    server = engines.transformers(found.asked, models, "127.0.0.1", 8000)
+    lines = serve.ready(found, server, "http://127.0.0.1:8000")
+    assert lines[0].startswith("ready: one by transformers serve"), "which serves the merged model alone"
     assert '"model": "one"' in lines[2] and "model='one'" in lines[6]
 
 
@@ -351,7 +354,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 def test_a_healthy_server_whose_model_cannot_answer_is_not_ready(tmp_path):
     port = free_port()
-    engine = engines.Engine("vLLM", (sys.executable, "-c", BROKEN, str(port)), dict(os.environ))
+    engine = engines.Engine("vLLM", (), (sys.executable, "-c", BROKEN, str(port)), dict(os.environ))
     log = tmp_path / "log"
     with (
         pytest.raises(UserError, match="fails at its first answer: NotImplementedError: no such kernel; --log"),
@@ -432,7 +435,7 @@ def test_an_adapter_of_a_model_with_experts_is_merged_before_vllm_serves_it_on_a
 )
 def test_a_server_that_fails_says_why_and_leaves_nothing(end, why, tmp_path):
     broken = f"import os, subprocess, sys; subprocess.Popen(['sleep', '97']); {end}"
-    engine = engines.Engine("vLLM", (sys.executable, "-c", broken), dict(os.environ))
+    engine = engines.Engine("vLLM", (), (sys.executable, "-c", broken), dict(os.environ))
     start = time.monotonic()
     with (
         pytest.raises(UserError, match=re.escape(why)),

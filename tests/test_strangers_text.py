@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from deepspeed_recipes.commands import generate, main, serve
 from deepspeed_recipes.export.evaluate import harness
 from deepspeed_recipes.export.quantize import gguf
-from deepspeed_recipes.export.serve import served
+from deepspeed_recipes.export.serve import engines, served
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError, printable
 from deepspeed_recipes.report.page import Code, Document, Note, Section
@@ -158,7 +158,8 @@ def test_a_served_name_is_no_option_and_no_line(name):
 
 def test_a_printed_command_quotes_a_name(tmp_path):
     found = served.Served("a b; touch x", tmp_path, tmp_path)
-    assert serve.ready(found, "vLLM", "http://h")[-1].endswith("--model 'a b; touch x'")
+    server = engines.transformers("a", tmp_path, "127.0.0.1", 8000)
+    assert serve.ready(found, server, "http://h")[-1].endswith("--model 'a b; touch x'")
 
 
 def test_a_path_is_no_further_argument_of_the_harness(tmp_path):

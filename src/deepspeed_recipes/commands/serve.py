@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with process.running(server, found.asked, options.host, options.port, log) as running:
                 if not (options.no_certify or agrees(found, process.address(options.host, options.port))):
                     return 1
-                print("\n".join(ready(found, server.title, process.address(options.host, options.port))), flush=True)
+                print("\n".join(ready(found, server, process.address(options.host, options.port))), flush=True)
                 running.wait()
                 raise UserError(f"{server.title} ended with status {running.returncode}; --log FILE keeps its output.")
         except KeyboardInterrupt:
@@ -102,13 +102,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_trusting(arguments)
 
 
-def ready(found: Served, engine: str, url: str) -> list[str]:
+def ready(found: Served, server: engines.Engine, url: str) -> list[str]:
     """Return the lines to print as soon as the server answers."""
-    names = [adapter.name for adapter in found.adapters] + [found.name]
     ask = {"model": found.asked, "messages": [{"role": "user", "content": "Hello"}]}
     body = json.dumps(ask).replace("'", "'\\''")
+    names = ", ".join(server.names)
     return [
-        f"ready: {', '.join(names)} by {engine} at {url}/v1 (health: {url}/health; Ctrl-C ends the server)",
+        f"ready: {names} by {server.title} at {url}/v1 (health: {url}/health; Ctrl-C ends the server)",
         "",
         f"    curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'",
         "",

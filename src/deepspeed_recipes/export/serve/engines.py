@@ -32,6 +32,8 @@ class Engine:
     """A server to start."""
 
     title: str
+    names: tuple[str, ...]
+    """The names that requests may give."""
     command: tuple[str, ...]
     variables: Mapping[str, str]
     """The complete environment of the server's process."""
@@ -187,7 +189,8 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
             cores = sorted(os.sched_getaffinity(0))
             shares = [",".join(map(str, cores[at::ranks] or cores)) for at in range(ranks)]
             variables.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(shares))
-    return Engine("vLLM", tuple(words), variables)
+    names = (*(adapter.name for adapter in served.adapters), served.name)
+    return Engine("vLLM", names, tuple(words), variables)
 
 
 def transformers(name: str, place: Path, host: str, port: int) -> Engine:
@@ -203,7 +206,7 @@ def transformers(name: str, place: Path, host: str, port: int) -> Engine:
     if "@" in name:
         raise UserError(f"{name}: transformers reads text after an @ as a revision; name the model with --name NAME.")
     words = (sys.executable, "-m", "deepspeed_recipes.export.serve.one_model", name, host, str(port))
-    return Engine("transformers serve", words, _variables(os.environ | python_path({})), place)
+    return Engine("transformers serve", (name,), words, _variables(os.environ | python_path({})), place)
 
 
 def _variables(found: dict[str, str]) -> dict[str, str]:
