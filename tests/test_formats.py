@@ -331,6 +331,18 @@ def test_pairs_of_llama_factory_are_read(case):
 
 UNREAD = [
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}, "preference", "dpo", ["margin"]),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 3, "score_rejected": 3.0},
+        *("preference", "dpo"),
+        [
+            *("score_chosen", "score_rejected", "inconsistent at: here"),
+            "inconsistent: score_chosen is not above score_rejected",
+        ],
+    ),
+    (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_logps": -3, "rejected_logps": -2, "chosen_rating": "1"},
+        *("preference", "dpo", ["chosen_logps", "rejected_logps", "chosen_rating"]),
+    ),
     ({"instruction": "a", "input": "b", "chosen": "b", "rejected": "c", "output": 1}, "preference", "dpo", ["output"]),
     ({"prompt": "a", "messages": SHORT, "chosen": "b", "rejected": "c"}, "preference", "dpo", ["messages"]),
     ({"text": "a", "url": "b", "system": "c"}, "text", "pretrain", ["url", "system"]),
@@ -424,8 +436,11 @@ def test_calls_that_do_not_fit_are_named_with_the_first_place(tmp_path, turns, p
     assert len(source.examples) == 3 and bool(said) == bool(found)
     if found:
         listed = ", ".join(f"{one} (2)" for one in found)
-        assert said.endswith(f"warning: tool calls do not fit in 2 examples, first in {path}:2: {listed}")
-        assert formats.unread("here", row, "messages", "sft") == ["calls of: here", *(f"calls: {one}" for one in found)]
+        assert said.endswith(f"warning: inconsistencies in 2 examples, first in {path}:2: {listed}")
+        assert formats.unread("here", row, "messages", "sft") == [
+            "inconsistent at: here",
+            *(f"inconsistent: {one}" for one in found),
+        ]
 
 
 @pytest.mark.parametrize("key", ["tool_call_id", "name", "unknown"])
@@ -936,7 +951,15 @@ def test_columns_are_suggested_by_their_own_names(tmp_path):
         ({"body": "a", "kind": "b"}, "classify", "body:text,kind:label"),
         ({"number": 3, "role": None}, "sft", "question:prompt,answer:completion"),
         ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, "sft", "response:output"),
-        ({"prompt": "a", "response_0": "b", "response_1": "c"}, "dpo", "response_0:chosen,response_1:rejected"),
+        ({"prompt": "a", "response_0": "b", "response_1": "c", "better": 1}, "dpo", "question:prompt,answer:chosen,wo"),
+        ({"type": "a", "query": "b", "original_question": "c", "response": "d"}, "sft", "query:prompt,response:comp"),
+        ({"solution": "a", "question": "b", "kind": "c"}, "sft", "question:prompt,solution:completion"),
+        ({"context": [{"role": "user"}], "response1": "a", "score": 1}, "reward", "question:prompt,answer:chosen"),
+        (
+            {"source": "a", "instruction": "b", "chosen_model": "c", "rejected_response": "d", "chosen_response": "e"},
+            *("dpo", "chosen_response:chosen,rejected_response:rejected"),
+        ),
+        ({"prompt": "a", "response": "b", "is_safe": True}, "kto", "response:completion,is_safe:label"),
         ({"images": [{"path": "a.png"}], "texts": [{"user": "a"}]}, "sft", "question:prompt,answer:completion"),
         ({"system": "a", "chat": "USER: b"}, "sft", "question:prompt,answer:completion"),
     ):

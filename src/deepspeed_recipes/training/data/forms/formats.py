@@ -162,22 +162,55 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
     )
 
 
+_BAD_ANSWER = "rejected non worse worst poor bad losing loser negative k"
+_ASKED = "prompt question query instruction problem inputs input user q"
+_ANSWERED = "completion response output solution answer targets target reply"
+COLUMNS_OF = {
+    **{"prompt": _ASKED, "instruction": _ASKED, "anchor": _ASKED, "completion": _ANSWERED, "output": _ANSWERED},
+    **{"chosen": "chosen preferred accepted better best good winning winner positive j", "rejected": _BAD_ANSWER},
+    **{"positive": f"positive {_ANSWERED}", "text": "text sentence comment body review content"},
+    **{"label": "label judgement topic class category kind is"},
+}
+"""Words in the names of columns that may be a field, the likeliest first."""
+_NO_TEXT = re.compile(r"(?:^|_)(?:id|uuid|model|score|rating|rank|source|domain|lang|language|type|name)s?(?:$|_)|:|,")
+
+
 def _named_columns(example: Example, kind: Examples) -> str:
-    """Return `data.columns` with the example's own columns of text, as far as it has enough of them."""
+    """Return `data.columns` with the example's own columns, or else with invented names and another way."""
     lists = [(name, value[0]) for name, value in example.items() if isinstance(value, list) and value]
     turns = [name for name, one in lists if isinstance(one, dict) and one.keys() & {*SPEAKERS}]
     if turns and kind == "conversations":
         return f"data.columns={turns[0]}:messages"
-    texts = [name for name, value in example.items() if isinstance(value, str) and not re.search(r"(^|_)id$|:|,", name)]
     fields = next(fields for one, fields in FORMS.values() if one == kind and len(fields) > (kind == "conversations"))
     if kind == "conversations" and "instruction" not in example:
         fields = ("prompt", "completion")
     fields = ("prompt", *fields) if kind == "pairs" else fields
-    missing = [field for field in fields if field not in example]
-    texts = [name for name in texts if name not in FIELDS]
-    if len(texts) < len(missing):
-        missing, texts = [*fields], ["question", "answer", "worse_answer"]
-    return "data.columns=" + ",".join(f"{name}:{field}" for name, field in zip(texts, missing, strict=False))
+    read = PROMPTS if kind == "pairs" else ()
+    missing = [one for one in fields if one not in example and not (one == "prompt" and {*read} & {*example})]
+    kinds = {field: (str, bool) if field == "label" else (str,) for field in missing}
+    texts = [name for name, value in example.items() if isinstance(value, str | bool) and not _NO_TEXT.search(name)]
+    kept = {*fields, *read, "system", "history", "context", *(("input",) if "instruction" in example else ())}
+    left = [name for name in texts if name not in kept]
+    found: dict[str, str] = {}
+    for field in sorted(missing, key="rejected".__ne__):  # a `non_preferred` answer is not the preferred one
+        words = COLUMNS_OF.get(field, field).split()
+        places = [
+            (word not in (name, name.lower()), place, name)
+            for place, word in enumerate(words)
+            for name in left
+            if word in re.split(r"[\W_]+", name.lower()) and isinstance(example[name], kinds[field])
+        ]
+        if places:
+            found[field] = min(places)[2]
+            left.remove(found[field])
+    only = [name for name in texts if isinstance(example[name], str) and name not in kept]
+    if len(found) < len(missing) and len(only) == len(missing) and kind != "pairs":
+        found = dict(zip(missing, only, strict=True))
+    if len(found) == len(missing):
+        return "data.columns=" + ",".join(f"{found[field]}:{field}" for field in missing)
+    invented = ("question", "answer", "judgement" if kind == "judged answers" else "worse_answer")
+    columns = ",".join(f"{name}:{field}" for name, field in zip(invented, fields, strict=False))
+    return f"data.columns={columns}; {REWRITE}"
 
 
 def _reads(method: str, form: str) -> bool:
@@ -271,8 +304,10 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
     return read
 
 
-FOR_REWARD, CALLS, CALLS_OF = "reward: ", "calls: ", "calls of: "
-"""How keys that only a reward function gets begin in `unread`, and what `turns.misfits` finds, with the place."""
+FOR_REWARD, ODD, ODD_AT = "reward: ", "inconsistent: ", "inconsistent at: "
+"""How keys that only a reward function gets begin in `unread`, and what does not fit together, with its place."""
+RATED = re.compile(r"(?=.*chosen).*(score|rating|reward)", re.IGNORECASE)
+"""Keys with a number for a pair's better answer; the same with `rejected` has that of the other."""
 OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
 """A regular expression for the way in which templates read a key of a turn; functions have a `name` too."""
 
@@ -280,7 +315,7 @@ OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     """Return the keys of an example that no conversion reads, and with a dot those that only a template may read.
 
-    If its tool calls do not fit its tools, that is returned too.
+    Tool calls that do not fit the tools, and scores that contradict a pair, are returned too.
     """
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
@@ -292,12 +327,18 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     for turn in turns:
         role = ROLES.get(str(turn.get("role", turn.get("from"))).lower())
         read_here = known if role in ("tool", "call") else known - {"name"}  # templates write a tool's name only
-        found += [f"turns.{key}" for key, value in turn.items() if value is not None and key not in read_here]
+        found += [f"turns.{key}" for key, value in turn.items() if value not in (None, []) and key not in read_here]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
+    odd = [
+        f"{name} is not above {other}"
+        for name, value in (example.items() if form == "preference" else ())
+        if RATED.match(name) and isinstance(value, int | float)
+        if isinstance(than := example.get(other := name.replace("chosen", "rejected")), int | float) and value <= than
+    ]
     with contextlib.suppress(UserError):  # which the conversion raises
-        if wrong_calls := misfits(where, example, (name for name in TURNS if name in read)):
-            found += [CALLS_OF + where, *(CALLS + one for one in wrong_calls)]
+        odd += misfits(where, example, (name for name in TURNS if name in read))
+    found += [ODD_AT + where, *(ODD + one for one in odd)] if odd else []
     return list(dict.fromkeys(found))
 
 
@@ -305,22 +346,22 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
     """Return lines with the keys of a source that neither this project nor the chat template reads, or None.
 
     `counts` is the number of examples by key, from `unread`. The keys that only a reward function gets are on a line of
-    their own, since which of them it reads is not known, and so are tool calls that do not fit.
+    their own, since which of them it reads is not known, and so is what does not fit together in examples.
     """
     found = {}
     for key, count in counts.items():
         read = (OF_TURN if key == "turns.name" else "") + rf"\b{re.escape(key.partition('.')[2])}\b"
-        if "." not in key or key.startswith(CALLS) or not re.search(read, template):
+        if "." not in key or key.startswith(ODD) or not re.search(read, template):
             found[key] = count
-    places = [key.removeprefix(CALLS_OF) for key in counts if key.startswith(CALLS_OF)]
-    misfit = f"warning: tool calls do not fit in {counted(len(places), 'example')}, first in {[*places, ''][0]}"
+    places = [key.removeprefix(ODD_AT) for key in counts if key.startswith(ODD_AT)]
+    misfit = f"warning: inconsistencies in {counted(len(places), 'example')}, first in {[*places, ''][0]}"
     lines = []
     for start, what in (
         ("", "keys that nothing reads, with their numbers of examples"),
         (FOR_REWARD, "keys that only the reward function gets, with their numbers of examples"),
-        (CALLS, misfit),
+        (ODD, misfit),
     ):
-        starts = tuple(filter(None, (FOR_REWARD, CALLS, CALLS_OF)))
+        starts = tuple(filter(None, (FOR_REWARD, ODD, ODD_AT)))
         names = [key for key in found if (key.startswith(start) if start else not key.startswith(starts))]
         names.sort(key=lambda key: -found[key])
         shown = [f"{key.removeprefix(start) or repr(key)} ({found[key]})" for key in names[:NAMED]]
