@@ -20,6 +20,7 @@ from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import certificate
 from deepspeed_recipes.export.serve import environment
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.compatibility import EXPERT_COUNTS
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.samples import TINY_MODEL
@@ -187,6 +188,59 @@ def test_every_form_of_every_familys_export_agrees(family, tmp_path):
     layer = max(name for name in load_file(folder / ADAPTER) if "lora_B" in name)
     change(folder, lambda tensors: tensors[layer].zero_())
     assert layer in certificate.of_folder(folder).causes[0]
+
+
+MIXTURES = [
+    family
+    for family in pages.families()
+    if any(getattr(next(iter(pages.page(family).SIZES.values())), "config", {}).get(name) for name in EXPERT_COUNTS)
+]
+
+
+def test_all_families_with_experts_are_merged_in_16_bits():
+    named = "deepseek glm4_5 gpt_oss minimax_m2 mixtral nemotron_h olmoe qwen3_5_moe qwen3_moe"
+    assert " ".join(MIXTURES) == named
+
+
+@pytest.mark.parametrize("seed", tiered(range(3), {0}))
+@pytest.mark.parametrize("family", tiered(MIXTURES, {"mixtral"}))
+def test_an_moe_model_merged_in_16_bits_agrees_and_a_fault_does_not(family, seed, tmp_path):
+    """Merging rounds the weights, so that some tokens go to other experts: `expected.BOUNDS` has what that changes."""
+    recipe = pages.find(f"{family}-{next(iter(pages.page(family).SIZES))}", "lora")
+    draft.write(replace(recipe, draft=Draft(enabled=True)), base := tmp_path / "base", torch.bfloat16)
+    tokenizer = export.load_tokenizer(base)
+
+    def adapted(of_base=lambda name, weight: None, of_adapter=lambda weight: None):
+        model = export.load(base).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                of_base(name, weight)
+            model = lora.add(model, recipe.lora, 0, scores=False, embeds=False, excluded=None).eval()
+            generator = torch.Generator().manual_seed(seed)
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    of_adapter(weight.copy_(0.05 * torch.randn(weight.shape, generator=generator)))
+        return model
+
+    model = adapted()
+    model.save_pretrained(folder := tmp_path / "adapter")
+    tokenizer.save_pretrained(folder)
+    examples, right, plain = answers(model, tokenizer, export.load(base).eval())
+    expected.write(folder, examples, torch.bfloat16, right, plain)
+    export.write(folder, merged := tmp_path / "merged", merge=True)
+    found = certificate.of_folder(merged)
+    assert found.agrees and found.routed and found.bound == 0.06, (str(found), found.causes)
+    rank = recipe.lora.rank
+    for name, changes in {
+        "left out": {"of_adapter": lambda weight: weight.zero_()},
+        "transposed": {"of_adapter": lambda weight: weight.copy_(weight.T.clone().reshape(weight.shape))},
+        "scaled by the rank": {"of_adapter": lambda weight: weight.mul_(rank)},
+        "merged twice": {"of_adapter": lambda weight: weight.mul_(2)},
+        "another base": {"of_base": lambda name, weight: "norm" in name and weight.mul_(1.5)},
+    }.items():
+        wrong = answers(adapted(**changes).merge_and_unload(), tokenizer)[1]
+        other = certificate.compare(certificate.read(merged), wrong, merged, read_tensors=False)
+        assert not other.agrees and other.difference > 2 * other.bound, (name, str(other))
 
 
 def test_a_merged_copy_agrees(adapter, tmp_path):

@@ -4,6 +4,7 @@
 transformers or by a server, and compared; where they differ, the folder is searched for the cause.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..training import server as servers
 from ..training.model_folder import base_model, complete, expected, weights
 from ..training.model_folder.expected import BOUNDS
 from ..training.server import Server
-from .serve import environment
+from .serve import engines, environment, served
 
 QUANTIZED = 0.5
 """The bound for a quantised copy, whose weights differ by intention."""
@@ -42,10 +43,14 @@ class Certificate:
     causes: tuple[str, ...] = ()
     like_base: bool = False
     """The answers are nearer to the base model's than to the trained model's: the adapter is missing."""
+    routed: bool = False
+    """An MoE model in 16 bits, where rounding alone can send a token to another expert (`BOUNDS`)."""
 
     @property
     def difference(self) -> float:
-        """The largest difference of a text."""
+        """The largest difference of a text or, if `routed`, the mean over the tokens of all texts."""
+        if self.routed:
+            return sum(result.difference * result.places for result in self.results) / self.places
         return max(result.difference for result in self.results)
 
     @property
@@ -66,7 +71,8 @@ class Certificate:
     def __str__(self) -> str:
         verdict = "agrees with" if self.agrees else "DIFFERS from"
         return (
-            f"{verdict} the trained model: log-probabilities within {self.difference:.2g} nats (bound {self.bound:g}), "
+            f"{verdict} the trained model: log-probabilities within {self.difference:.2g} nats"
+            f"{' on average' * self.routed} (bound {self.bound:g}), "
             f"{self.same} of {self.places} likeliest tokens the same"
         )
 
@@ -165,12 +171,15 @@ def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: boo
         others = sum(mine != theirs for mine, theirs in zip(text["likeliest"], one["likeliest"], strict=True))
         results.append(Result(str(named).strip(), off, others, len(one["logprobs"])))
     bound = BOUNDS.get(wanted["dtype"], BOUNDS["bfloat16"])
+    routed = False
+    with contextlib.suppress(UserError):  # a server's adapter, whose base model need not be on this machine
+        routed = wanted["dtype"] != "float32" and engines.has_experts(served.whole(folder))
     if file := next(folder.glob("*.gguf"), None):
         bound = max(bound, BOUNDS["float16"]) if file.stem.endswith("-f16") else QUANTIZED
     elif (folder / "config.json").exists() and base_model.config_of(folder).get("quantization_config"):
         bound = QUANTIZED
     like_base = sum(from_trained for from_trained, _ in base) > sum(from_base for _, from_base in base)
-    alone = Certificate(tuple(results), bound, like_base=like_base)
+    alone = Certificate(tuple(results), bound, like_base=like_base, routed=routed)
     return replace(alone, causes=tuple(causes(wanted, folder, read_tensors or not alone.agrees)))
 
 

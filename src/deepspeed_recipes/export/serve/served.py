@@ -67,12 +67,26 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
         raise UserError(f"--adapter: two adapters are named {max(names, key=names.count)}; give each its own name.")
     if not found:
         return Served(own, folder, folder)
-    base = base_model.find(found[0].folder) if (folder / base_model.ADAPTER).exists() else folder
+    base = whole(folder)
     for adapter in found:
-        other = base_model.find(adapter.folder)
+        other = whole(adapter.folder)
         if other != base and not _same(other, base):
             raise UserError(f"--adapter {adapter.name}: its base model is {other}, but {base} is served; leave it out.")
     return Served("base" if own in names else own, base, found[0].folder, tuple(found))
+
+
+def whole(folder: Path) -> Path:
+    """Return the folder with the weights and config.json of a model or of an adapter's base; a Hub id if it has none.
+
+    Raises:
+        UserError: the adapter's base model is not on this machine.
+    """
+    from ...training.model import stored  # imports torch, which --help does without
+
+    if not (folder / base_model.ADAPTER).exists():
+        return folder
+    base = base_model.find(folder)
+    return stored.folder_of(str(base)) or base
 
 
 def _check_name(option: str, name: str) -> None:
