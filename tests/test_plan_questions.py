@@ -557,7 +557,6 @@ def test_a_mistake_is_answered_in_a_line_or_two(words, capsys):
         (["--seq_len", "4096"], "--seq_len: no such option; did you mean --sequence-length?"),
         (["--budget", "500"], "--budget: no such option; did you mean --price?"),
         (["--out", "plan"], "--out: no such option; did you mean --write?"),
-        (["--batch-size", "8"], "--batch-size: no such option; write the recipe's key as global_batch_size=VALUE."),
         (["--tokns=1B"], "--tokns: no such option; did you mean --tokens?"),
         (["--gpus", "eight"], "--gpus eight: must be a whole number."),
         (["--host-memory", "64Q"], "--host-memory: 64Q is not a size in GiB, such as 64; see plan.py --help."),

@@ -74,8 +74,6 @@ def test_help_of_a_key_says_everything_about_it(capsys):
     ("typed", "said"),
     [
         ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
-        ("--lr=1e-4", "--lr: no such option; write a recipe's key as learning_rate=VALUE."),
-        ("--seed=1", "--seed: no such option; write a recipe's key as seed=VALUE."),
         ("--nproc_per_node=2", "--nproc_per_node: no such option; did you mean --gpus?"),
         ("--frobnicate=secret", "--frobnicate: no such option; ds-recipes launch --help lists"),
         (
@@ -89,6 +87,18 @@ def test_an_unknown_option_leads_to_the_nearest_or_to_a_key(typed, said, capsys)
         launch.main(["tiny", "full", typed])
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error and "secret" not in error
+
+
+def test_keys_can_be_typed_as_options(capsys):
+    words = ["--learning_rate", "1e-4", "tiny", "--use-dora", "lora", "--seed=7", "--warmup_ratio", "0.1", "--packing"]
+    found = options.parse([*words, "false", "--lora.rank", "4", "--gpus", "2"], "")
+    assert (found.recipe, found.variant, found.gpus) == ("tiny", "lora", 2)
+    keys = ["learning_rate=1e-4", "lora.dora=true", "seed=7", "schedule.warmup=0.1", "packing=false", "lora.rank=4"]
+    assert found.overrides == keys
+    assert "warmup_ratio is read as schedule.warmup" in capsys.readouterr().err
+    for word, said in (("--beta=0.1", "unknown key 'beta'; use 'dpo.beta'"), ("--seed", "seed=true: must be")):
+        assert main.run("launch", ["tiny", "full", "--dry-run", word]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_one_family_is_listed(capsys):

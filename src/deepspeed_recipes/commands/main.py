@@ -231,8 +231,27 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **options: object) -> tuple[Any, list[str]]:
         """Parse arguments, and refuse an option that is given twice with different values."""
         self._given: dict[str, object] = {}
-        self._typed = next((list(one) for one in arguments if one is not None), sys.argv[1:])
-        return super().parse_known_args(*arguments, **options)
+        words, *others = (*arguments, None)
+        self._typed = list(sys.argv[1:] if words is None else words)
+        return super().parse_known_args(self._with_keys(self._typed), *others[:1], **options)
+
+    def _with_keys(self, words: list[str]) -> list[str]:
+        """Return the words with `--learning_rate 1e-4`, as Hugging Face's parsers have it, as `learning_rate=1e-4`."""
+        if not any(action.type is overrides.word for action in self._actions):
+            return words
+        found, keys, left = list[str](), list[str](), words[::-1]
+        while left:
+            word = left.pop()
+            name, equals, value = word.partition("=")
+            key = name.removeprefix("--").replace("-", "_")
+            own = any(one.startswith(name) for one in self._option_string_actions) or self._guessed(name)
+            if not name.startswith("--") or own or key not in {**overrides.FOREIGN_NAMES, **overrides.override_keys()}:
+                found.append(word)
+                continue
+            if not equals:
+                value = left.pop() if left and overrides.takes(key, left[-1]) else "true"
+            keys.append(f"{key}={value}")
+        return found + keys  # after the words that name a recipe
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return an option's values; only the system prompt may be empty, and argparse would take the last of several.
@@ -276,7 +295,7 @@ class Parser(argparse.ArgumentParser):
             )
         if name:
             key = name.lstrip("-").replace("-", "_")
-            overridden = any(action.dest in ("overrides", "settings") for action in self._actions)
+            overridden = any(action.dest == "settings" for action in self._actions)
             if (
                 not self._guessed(name)
                 and overridden

@@ -38,6 +38,8 @@ TOOLS = ("trainer", "trl", "llama_factory", "axolotl")
 MOST_UNKNOWN = 5
 """Unknown keys that a message explains; it lists the others."""
 
+SWITCHES = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
+
 SCHEDULES_REFUSED = {
     "reduce_lr_on_plateau": "DeepSpeed's engine advances the schedule by itself after each update, without a metric",
     "greedy": "DeepSpeed's engine advances the schedule by itself after each update, without a loss",
@@ -182,6 +184,13 @@ def word(text: str) -> str:
     return f"{FOREIGN_NAMES[key]}={value}"
 
 
+def takes(key: str, text: str) -> bool:
+    """Return whether the word after an option that is named like a key is its value; a switch may have none."""
+    if bool in typing.get_args(hint := override_keys().get(FOREIGN_NAMES.get(key, key))) or hint is bool:
+        return text.lower() in SWITCHES
+    return not text.startswith("--")
+
+
 def keys_of(assignments: Iterable[str]) -> list[str]:
     """Return the keys of `key=value` assignments."""
     return [assignment.partition("=")[0] for assignment in assignments]
@@ -245,10 +254,9 @@ def parse(key: str, text: str, hint: object) -> Any:
             raise UserError(f"{key}={shown(text)}: must be one of {', '.join(choices)}.")
         return text
     if kind is bool:
-        switches = dict.fromkeys(("true", "1", "yes", "on"), True) | dict.fromkeys(("false", "0", "no", "off"), False)
-        if text.lower() not in switches:
+        if text.lower() not in SWITCHES:
             raise UserError(f"{key}={shown(text)}: must be {', '.join(['true', *words])} or false.")
-        return switches[text.lower()]
+        return SWITCHES[text.lower()]
     try:
         value = kind(text)
     except ValueError:

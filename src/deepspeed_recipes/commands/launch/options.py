@@ -256,15 +256,12 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
         options.overrides.reverse()
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
-        key = name.lstrip("-")
-        usual = key.replace("-", "_")
-        is_key = usual in {*overrides.FOREIGN_NAMES, *overrides.override_keys()}
+        usual = name.lstrip("-").replace("-", "_")
         hint = overrides.OTHER_TOOLS["words"].get(usual.lower())
-        if near := overrides.OTHER_TOOLS["options"].get(usual) or (None if is_key or hint else parser.nearest(name)):
+        if near := overrides.OTHER_TOOLS["options"].get(usual) or (None if hint else parser.nearest(name)):
             hint = f"did you mean {near}?"
         elif hint is None:
-            as_key = f"write a recipe's key as {overrides.FOREIGN_NAMES.get(usual, usual)}=VALUE. " if is_key else ""
-            hint = f"{as_key}ds-recipes launch --help lists options and keys."
+            hint = "ds-recipes launch --help lists options and keys."
         parser.exit(2, f"{parser.prog}: {name}: no such option; {hint}\n")
     return options
 
