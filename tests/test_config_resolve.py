@@ -130,6 +130,12 @@ def test_what_does_not_fit_is_named(config: dict, numbers: Numbers, words: str):
         resolve(config, numbers)
 
 
+def test_the_optimizer_that_initialize_wants_is_named(capsys: pytest.CaptureFixture):
+    for name, said in (("zero2.json", "your optimizer=..."), ("zero2_offload.json", "optimizer=DeepSpeedCPUAdam(...)")):
+        assert resolve_config.main([name, "--model", "llama3-8b", "micro_batch_size=1", "global_batch_size=4"]) == 0
+        assert said in capsys.readouterr().err
+
+
 def test_what_the_linter_rejects_is_not_resolved(tmp_path: Path, capsys: pytest.CaptureFixture):
     template = tmp_path / "template.json"
     template.write_text('{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 5}}')

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -188,6 +189,14 @@ def no_such_split(folder):
     return path
 
 
+def other_names(folder):
+    """Files as in HuggingFaceH4/ultrafeedback_binarized."""
+    (folder / "hub" / "data").mkdir(parents=True)
+    for split in ("train_sft", "test_sft", "train_prefs"):
+        Dataset.from_list(CHATS).to_parquet(folder / "hub" / "data" / f"{split}-00000-of-00001.parquet")
+    return folder / "hub"
+
+
 def no_saved_split(folder):
     DatasetDict(test=Dataset.from_list(CHATS)).save_to_disk(folder / "saved")
     return folder / "saved"
@@ -200,7 +209,8 @@ BAD = {
     no_examples: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
     no_such_split: "is named for the split",
-    no_saved_split: "has the splits test",
+    no_saved_split: "has the splits test; use one of them, as in data.split=test",
+    other_names: "has the splits train_prefs, train_sft, test_sft; use one of them, as in data.split=train_prefs",
 }
 
 
@@ -210,6 +220,10 @@ def test_what_cannot_be_read_is_named(write, tmp_path):
     with pytest.raises(UserError) as caught:
         sources.read(str(path), small(tmp_path, path))
     assert BAD[write] in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+    if "has the splits" in BAD[write]:
+        with pytest.raises(UserError) as before:
+            preflight.check_data(small(tmp_path, path))
+        assert str(before.value) == str(caught.value), "before ranks start"
 
 
 def test_the_hub_without_a_network_says_what_to_do(tmp_path):
@@ -291,6 +305,9 @@ def test_weights_are_the_shares_of_the_mixture(tmp_path, streaming):
     assert len(set(mixed)) == 600, "every row is read at least once"
     assert mixed == questions(sources.mix(found, [0.75, 0.25], 1))
     assert mixed != questions(sources.mix(found, [0.75, 0.25], 2))
+    if not streaming:
+        line = sources.mixed_line(found, [0.75, 0.25], 400)
+        assert re.search(r"75% of them from \S+a.jsonl \(1 times each\), 25%", line)
 
 
 def test_a_share_is_held_out_and_nothing_is_on_both_sides(tmp_path):

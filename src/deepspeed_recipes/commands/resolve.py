@@ -64,7 +64,10 @@ def main(words: Sequence[str] | None = None) -> int:
         if idle := unused(document.value, numbers, arguments.settings):
             print(f"{', '.join(idle)}: not in the result: {arguments.template} has no key for it", file=sys.stderr)
         if "optimizer" not in resolved:
-            print("without an optimizer block: give deepspeed.initialize your optimizer=...", file=sys.stderr)
+            to = resolved.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+            forced = to != "none" and resolved.get("zero_force_ds_cpu_optimizer", True)
+            yours = "optimizer=DeepSpeedCPUAdam(...), as it offloads" if forced else "your optimizer=..."
+            print(f"without an optimizer block: give deepspeed.initialize {yours}", file=sys.stderr)
     except Unresolvable as error:
         print(error, file=sys.stderr)
         return 1

@@ -27,6 +27,7 @@ from ..recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, bubble, draft_key_value_
 from ..recipe.methods import Distill, Grpo
 from ..recipe.project import python_path
 from ..recipe.recipe import Data, Recipe, names
+from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
@@ -336,8 +337,18 @@ def _examples_of(place: Path, split: str) -> tuple[list[Path], bool]:
     found = [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(place).parts)]
     if not any(text_files.suffix(file) in text_files.READ for file in found):
         raise UserError(f"{place}: no data files in this folder or below ({', '.join(text_files.READ)}).")
+    sharded: dict[str, list[Path]] = {}
+    for file in found:
+        if named := text_files.SHARDED.fullmatch(file.relative_to(place).as_posix()):
+            sharded.setdefault(named[1], []).append(file)
+    if (saved := place / SAVED[1]).exists():
+        sharded |= {name: [] for name in read_json(saved)["splits"]}
+    if sharded and split not in sharded:
+        raise text_files.no_split(place, split, sharded)
     if any((place / state).exists() for state in SAVED):
         return sorted((place / split if (place / SAVED[1]).exists() else place).glob("data-*.arrow")), False
+    if sharded:
+        return sharded[split], False
     if any(SPLITS.search(str(file.relative_to(place))) for file in found):
         return [], False  # the ranks know the Hub's rules for the names of splits
     examples = [file for file in found if text_files.suffix(file) in text_files.SUFFIXES]

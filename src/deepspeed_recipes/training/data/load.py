@@ -82,7 +82,10 @@ def read_examples(
         say(line)
     if recipe.data.validation_share and not held_out:
         training, held_out = _split(training, recipe)
-    mixed = sources.mix(training, text_files.weights(recipe.data), recipe.seed)
+    shares = text_files.weights(recipe.data)
+    mixed = sources.mix(training, shares, recipe.seed)
+    if shares and isinstance(mixed, Dataset):
+        say(sources.mixed_line(training, shares, len(mixed)))
     most = recipe.data.max_examples
     if most is not None and isinstance(mixed, Dataset) and most < len(mixed):
         say(f"training: {most} of {len(mixed)} examples, by data.max_examples, drawn with seed {recipe.seed}")

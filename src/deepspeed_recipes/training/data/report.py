@@ -54,7 +54,7 @@ class Report:
         first += f"{counted(self.sequences, 'sequence')} of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:
-            notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length))
+            notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length, CUT))
         if self.cut:
             few = f"{self.cut} of {self.examples} examples ({self.cut / self.examples:.0%})"
             notes.append(
@@ -82,14 +82,19 @@ class Report:
         ]
 
 
-def too_long(name: str, dropped: int, examples: int, longest: int, sequence_length: int) -> str:
+CUT = "truncate=true cuts the others"
+
+
+def too_long(
+    name: str, dropped: int, examples: int, longest: int, sequence_length: int, otherwise: str = "shorten the others"
+) -> str:
     """Return the warning that examples are dropped because they are too long."""
     share = f"{dropped} of {examples} examples ({dropped / examples:.0%})"
     most = "MOST OF THE DATA IS NOT USED: " if dropped > examples / 2 else ""
     return (
         f"warning: {most}{name}: {share} are dropped, longer than sequence_length={sequence_length}; the longest has "
         f"{longest:,} tokens. {enough(longest)} keeps all, if the model's positions and memory "
-        "allow it; otherwise raise it less, or shorten them."
+        f"allow it; otherwise raise it less: {otherwise}."
     )
 
 

@@ -311,9 +311,10 @@ def _of_sane_size(path: Path, located: Located) -> Located:
 def _splits(folder: Path) -> Mapping[str, Sequence[str]]:
     """Return the files of a folder by the split that their names indicate."""
     try:
-        return DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
+        found = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
     except EmptyDatasetError:
         return {}
+    return {str(split): files for split, files in found.items()}
 
 
 def _files(folder: Path, split: str) -> list[Path]:
@@ -327,6 +328,8 @@ def _files(folder: Path, split: str) -> list[Path]:
     if not chosen:
         kinds = ", ".join(text_files.READ)
         others = ""
+        if split not in found and any(name.startswith(split) for name in found):  # train_sft
+            raise text_files.no_split(folder, split, found)
         if found and split not in found:
             kind, named = next(iter(found.items()))
             free = (file for file in sorted(folder.iterdir()) if text_files.suffix(file) in text_files.READ)
@@ -399,7 +402,7 @@ def _from_disk(folder: Path, split: str) -> Located:
         saved = load_from_disk(folder)
         if isinstance(saved, DatasetDict):
             if split not in saved:
-                raise UserError(f"data.split={split}: {folder} has the splits {', '.join(saved)}.")
+                raise text_files.no_split(folder, split, saved)
             saved = saved[split]
         yield from _numbered(folder, _as_files(saved))
 
@@ -439,6 +442,16 @@ def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) ->
     if shares is None or len(found) == 1:
         return concatenate_datasets(found)
     return interleave_datasets(found, list(shares), seed, stopping_strategy="all_exhausted")
+
+
+def mixed_line(sources: Sequence[Source], shares: Sequence[float], examples: int) -> str:
+    """Return how often the examples of each source occur among those that `mix` has drawn by `shares`."""
+    parts = (
+        f"{share:.0%} of them from {source.line().partition(':')[0]} ({share * examples / len(source.examples):.2g} "
+        "times each)"
+        for source, share in zip(sources, shares, strict=True)
+    )
+    return f"training: {examples:,} examples by data.weights, on average {', '.join(parts)}"
 
 
 def draw(found: Dataset, most: int, seed: int) -> Dataset:

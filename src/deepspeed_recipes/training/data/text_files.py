@@ -48,6 +48,8 @@ BINARY = {
     b"\xfe\xff": "UTF-16",
 }
 """First bytes of files that are not UTF-8."""
+SHARDED = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*\..*")
+"""A file of a split, relative to its folder, as `push_to_hub` of `datasets` names it."""
 DOCUMENT = 2**20
 """Characters of a plain text file after which another document begins, at the end of a line."""
 
@@ -67,6 +69,14 @@ def weights(data: Data) -> list[float] | None:
             "are expected, with commas (3,1)."
         )
     return [value / sum(values) for value in values]
+
+
+def no_split(folder: Path, split: str, has: Iterable[str]) -> UserError:
+    """Return the error that a folder lacks `data.split`."""
+    known = sorted(has, key=lambda name: (not name.startswith(split), name))
+    return UserError(
+        f"data.split={split}: {folder} has the splits {', '.join(known)}; use one of them, as in data.split={known[0]}."
+    )
 
 
 class BadExamples:
