@@ -19,6 +19,7 @@ from ..config.lint import first_error, judge
 from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
 from ..config.rule import Facts, hidden_size, model_config
+from ..recipe import overrides
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import CONFIGS
@@ -43,6 +44,7 @@ NAMES = {
     "max_steps": "total_steps",
 }
 GLOBAL = "global_batch_size"
+KEYS = (*NAMES, GLOBAL)
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -52,8 +54,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("template", help="a path, or the name of a file in configs/")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default 1)")
-    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join([*NAMES, GLOBAL]))
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join(KEYS))
     arguments = parser.parse_intermixed_args(words)
+    arguments.settings = [one if one.partition("=")[0] in KEYS else overrides.word(one) for one in arguments.settings]
     document = read(find(arguments.template))
     try:
         if error := first_error(judge(document, Facts()), arguments.template):
@@ -111,9 +114,9 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
     batch = None
     for setting in arguments.settings:
         key, equals, text = setting.partition("=")
-        if not equals or key not in (*NAMES, GLOBAL):
-            near = difflib.get_close_matches(key, [*NAMES, GLOBAL], n=1)
-            hint = f"did you mean {near[0]}=VALUE?" if near else f"the keys are {', '.join([*NAMES, GLOBAL])}."
+        if not equals or key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]}=VALUE?" if near else f"the keys are {', '.join(KEYS)}."
             raise UserError(f"{setting}: unknown key; {hint}")
         if key == GLOBAL:
             batch = int(number(key, text, whole=True))

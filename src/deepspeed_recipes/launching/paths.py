@@ -107,6 +107,8 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
         return path
     if key == "data.validation" and re.fullmatch(r"([\w-][\w.-]*/){2}\w+", path) and not Path(path).parents[1].exists():
         return path  # OWNER/NAME/SPLIT on the Hub
+    if key == "model.chat_template":  # the names of LLaMA-Factory and ms-swift: llama3, qwen
+        raise UserError(f"{key}={path}: no such file; without this setting the tokenizer's own template is used.")
     raise UserError(f"{key}={path}: no such file or folder.{_nearest(path, folders)}")
 
 

@@ -119,7 +119,7 @@ def _in_pod(key: str, path: str, mount: str) -> str:
     if Path(path).is_relative_to(PACKAGE):
         return f"{PROJECT}/src/deepspeed_recipes/{Path(path).relative_to(PACKAGE)}"
     inside = f"{mount}/{Path(path).name}"
-    raise UserError(f"{key}={path}: pods cannot read this file; copy it to the volume and set {key}={inside}.")
+    raise UserError(f"{key}={path}: pods cannot read it; copy it to the volume and set {key}={inside}.")
 
 
 def environment(ours: Mapping[str, str]) -> dict[str, str]:

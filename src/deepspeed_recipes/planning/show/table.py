@@ -335,7 +335,7 @@ def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload |
             **({"NVMe GiB": _size(plan.nvme_gib)} if drives else {}),
             "tokens/s/GPU": f"{'tight: ' if plan.tight else ''}{speed}" if fits else "does not fit",
             "range": _range(*plan.speed_range) if fits else "",
-            "s/step": f"{plan.seconds:.3g}" if fits else "",
+            "s/step": f"{plan.seconds:{',.0f' if plan.seconds >= 100 else '.3g'}}" if fits else "",
         }
         if workload:
             row["hours"], row["dollars"] = cost(plan, workload) if fits else ("", "")
