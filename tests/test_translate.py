@@ -213,6 +213,13 @@ def test_peft_adapts_the_modules_that_a_file_of_trl_leaves_to_it():
     assert all(theirs[kind] == ours for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma2"))
 
 
+def test_keys_that_are_read_on_the_command_line_are_read_in_a_file(place):
+    arguments = {"per_device_train_batch_size": 2, "output_dir": "out", "temperature": 0.5, "num_tokens": 3}
+    found = translate.translate(written(place, json.dumps(arguments | {"lora_r": 8, "lora_alpha": 32}), "a.json"), 1)
+    assert (found.overrides["lora.rank"], found.overrides["lora.alpha"], found.adapter) == ("8", "32", "lora")
+    assert {"temperature", "num_tokens"} <= found.missing.keys(), "a setting of GRPO, and an unknown one"
+
+
 def test_saved_training_arguments_become_what_the_user_set(place):
     import transformers
 
@@ -470,6 +477,7 @@ def test_a_translation_is_kept_as_a_page(place):
         ("model_name_or_path: a\nstage: sft\ndo_train: false\n", "this file does not train"),
         ("model_name_or_path: a\ntemplate: b\nexport_dir: c\n", "use ds-recipes export RUN --merge"),
         ("model_name_or_path: a\ntemplate: b\ninfer_backend: vllm\n", "use ds-recipes generate or serve"),
+        ("model: a\ntrain_type: lora\nper_device_train_batch_size: 1\n", "a file of ms-swift"),
         ("distributed_type: FSDP\nnum_processes: 8\n", "a configuration of accelerate"),
     ],
 )
@@ -546,6 +554,7 @@ def test_data_sets_of_axolotl_have_each_key_named(place):
     values = {name: value for name, value in values.items() if name not in ("bf16", "val_set_size")}
     found, recipe = command_of(values, place)
     assert set(found.missing) == {"datasets[0].shards", "datasets[1].shards"}
+    assert any("alpaca: Axolotl writes prompts in words of its own" in remark for remark in found.remarks)
     assert (recipe.data.path, recipe.data.validation) == ("ours.jsonl,b.jsonl", "val.jsonl")
     renamed = "dialog:messages,speaker:role,msg:content"
     assert (recipe.data.columns, recipe.data.roles) == (renamed, "customer:user")

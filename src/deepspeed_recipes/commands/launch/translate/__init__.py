@@ -28,6 +28,8 @@ VARIANTS = {
 TYPICAL = "llama3-8b"
 """A recipe whose checks hold for models without a page, except for the keys that only some models have."""
 OF_SOME_MODELS = ("model.", "data.max_pixels=", "layout.expert=", "router_aux_loss_coef=")
+SWIFT = {"train_type", "tuner_type"}
+"""Keys that only ms-swift's files have."""
 SUFFIXES = (".yaml", ".yml", ".json")
 WIDTH = 116
 
@@ -65,7 +67,7 @@ def translate(file: Path, gpus: int) -> Translation:
     if "train_dataset" in values:
         raise UserError(f"{file}: a file of LLaMA-Factory's v1 (train_dataset); only its files with `stage` are read.")
     known = next((tool for tool in (llama_factory, axolotl, trl) if tool.is_one(values)), None)
-    if known is None:
+    if known is None or (known is trl and SWIFT & values.keys()):
         raise UserError(f"{file}: {_unknown(values)}")
     try:
         found: Translation = known.translate(values, gpus, file.parent)
@@ -117,6 +119,8 @@ def read(file: Path) -> Json:
 
 
 def _unknown(values: JsonView) -> str:
+    if SWIFT & values.keys():
+        return "a file of ms-swift, which is not translated; most of its keys can be typed as they are (recipes/README)."
     if "distributed_type" in values:
         return "a configuration of accelerate, which starts ranks and trains nothing; give the training file."
     if "recipes" in values or "policy" in values or "trainer" in values:

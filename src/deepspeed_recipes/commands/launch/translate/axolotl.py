@@ -331,6 +331,11 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             found.lack(f"{start}type", "write messages, or rename the columns with data.columns")
         elif kind:
             found.note(f"{start}type", "detected from the examples")
+            if str(kind).startswith(("alpaca", "gpteacher")):
+                found.remarks.append(
+                    f'{start}type: {kind}: Axolotl writes prompts in words of its own ("### Instruction:"), and this '
+                    "project in the model's chat template"
+                )
         for theirs, field in (
             ("field_messages", _turns(entry)),
             ("field_chosen", "chosen"),

@@ -8,22 +8,12 @@ from ....recipe import new_tokens
 from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
-from ....recipe.overrides import OTHER_TOOLS, listed
+from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, SAME, listed, override_keys
 
+SHARED = ("data", "lora", "model", "schedule", "wandb", "layout", "draft")
+"""Sections of a recipe with any method."""
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
-SAME = {
-    "neftune_noise_alpha": "neftune_alpha",
-    "noisy_embedding_alpha": "neftune_alpha",
-    "dataloader_num_workers": "data.workers",
-    "moe_aux_loss_coef": "router_aux_loss_coef",
-    "router_aux_loss_coef": "router_aux_loss_coef",
-    "wandb_group": "wandb.group",
-    "tiled_mlp": "tiled_mlp",
-    "fp8": "fp8",
-    "use_liger_kernel": "liger_kernel",
-}
-"""Keys of other tools, with our key of the same meaning and values."""
 
 
 class Translation:
@@ -160,8 +150,11 @@ class Translation:
                     place[name] = why
                     break
             else:
-                if name in SAME:
-                    self.set(SAME[name], self.values[name], name)
+                key = FOREIGN_NAMES[name] if name in SAME else name
+                section = key.partition(".")[0]
+                if key in override_keys() and not inside and section in (self.method, key, *SHARED):
+                    self.set(key, self.values[name], name)
+                    self.adapter = self.adapter or ("lora" if section == "lora" else "")
                 else:
                     self.missing[name] = "not known here"
 
