@@ -84,7 +84,7 @@ CHATS = {
     "alpaca": ({"instruction": "Hi?", "output": "Yes."}, chat(SHORT)),
     "alpaca with everything": (
         {"instruction": "Add.", "input": "1, 2", "output": "3", "system": "Be brief.", "history": [["Hi?", "Yes."]]},
-        chat([SYSTEM, *SHORT, user("Add.\n\n1, 2"), assistant("3")]),
+        chat([SYSTEM, *SHORT, user("Add.\n1, 2"), assistant("3")]),
     ),
     "prompt and completion": ({"prompt": "Hi?", "completion": "Yes."}, chat(SHORT, given=1)),
     "prompt and completion as turns": (
@@ -262,7 +262,7 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
                 formats.renamed_columns(located, formats.column_fields("question:prompt")), method
             )
             found = read["messages"][:-1] if method == "sft" else read["prompt"]
-            assert found == [*before, user("Why?\n\nA text.")], (name, method)
+            assert found == [*before, user("Why?\nA text.")], (name, method)
     (read,) = formats.converted([("here", {"prompt": "A text. Why?", "completion": "b", "context": "A text."})], "sft")
     assert read["messages"][0] == user("A text. Why?"), "a question that has its passage is left as it is"
     (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
@@ -309,7 +309,7 @@ def test_arguments_of_the_template_are_read(more, options):
 PROMPTS_OF_PAIRS = {
     "conversations": ({"conversations": [{"from": "human", "value": "May I?"}]}, "May I?"),
     "messages": ({"messages": [user("May I?")]}, "May I?"),
-    "instruction": ({"instruction": "May I?", "input": "Tea."}, "May I?\n\nTea."),
+    "instruction": ({"instruction": "May I?", "input": "Tea."}, "May I?\nTea."),
     "empty input": ({"instruction": "May I?", "input": ""}, "May I?"),
     "prompt before others": ({"prompt": "May I?", "messages": [user("no")], "conversations": None}, "May I?"),
     "null prompt": ({"prompt": None, "instruction": "May I?"}, "May I?"),

@@ -57,7 +57,7 @@ def main(file: Path, gpus: int | None, nodes: int | None, changes: list[str], pa
     print("\n".join(shown))
     if page:
         write(found, file, page)
-        print(f"\nwritten: {page}; to run it: {command('launch')} {_typed(page)} {variant(found)}")
+        print(f"\nwritten: {page}; to run it: {_launch(page, found)}")
     return 1 if found.missing else 0
 
 
@@ -120,7 +120,7 @@ def read(file: Path) -> Json:
 
 def _unknown(values: JsonView) -> str:
     if SWIFT & values.keys():
-        return "a file of ms-swift, which is not translated; most of its keys can be typed as they are (recipes/README)."
+        return "a file of ms-swift, which is not translated; key=value reads most of its keys (recipes/README.md)."
     if "distributed_type" in values:
         return "a configuration of accelerate, which starts ranks and trains nothing; give the training file."
     if "recipes" in values or "policy" in values or "trainer" in values:
@@ -226,7 +226,7 @@ def _filled(first: str, words: list[str]) -> list[str]:
 
 PAGE = '''"""{family}: {model}, as {source} ({tool}) trained it.
 
-    {launch} {typed} {variant}
+    {launch}
 """
 
 from deepspeed_recipes import launch
@@ -269,8 +269,7 @@ def write(found: Translation, file: Path, page: Path) -> None:
         model=found.model,
         source=file.name,
         tool=found.tool,
-        launch=command("launch"),
-        typed=_typed(page),
+        launch=_launch(page, found),
         variant=rest[0],
         start=start,
         size=pages.split(start)[1],
@@ -280,8 +279,10 @@ def write(found: Translation, file: Path, page: Path) -> None:
     files.write_text(page, text)
 
 
-def _typed(page: Path) -> str:
-    return str(page) if page.is_absolute() else f"./{page}"
+def _launch(page: Path, found: Translation) -> str:
+    """Return the command for a page, with the options that no page holds."""
+    typed = str(page) if page.is_absolute() else f"./{page}"
+    return f"{command('launch')} {shlex.join([typed, variant(found), *found.options])}"
 
 
 def _short(value: object) -> str:

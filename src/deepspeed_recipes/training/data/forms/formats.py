@@ -401,7 +401,7 @@ def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
                 raise UserError(
                     f"{where}: {name!r} follows a question that is text; put it into the turns of {field!r}."
                 )
-            asked = [said("user", f"{asked[0]['content']}\n\n{passage}")]
+            asked = [said("user", f"{asked[0]['content']}\n{passage}")]  # as LLaMA-Factory and ms-swift join them
     history = example.get("history") or []
     if isinstance(history, str):
         history = keys.parsed(f"{where}: 'history'", history)
