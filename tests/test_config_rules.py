@@ -324,6 +324,11 @@ CASES: dict[str, tuple[Facts, object, object]] = {
     ),
     "logged-twice": (HF, {"wandb": {"enabled": True}}, {"wandb": {"enabled": False}}),
     "section-unused": (HF, {"pipeline": {"stages": 2}}, {"data_efficiency": {"enabled": False}}),
+    "autotuning-ends-the-run": (
+        HF,
+        {**zero(2), "autotuning": {"enabled": True}},
+        {**zero(2), "autotuning": {"enabled": False}},
+    ),
     "timers-on": (HF, {"wall_clock_breakdown": True}, {"wall_clock_breakdown": False}),
     "bucket-too-large": (
         Facts(gpu_memory_gib=8),
@@ -414,8 +419,23 @@ def test_a_section_that_deepspeed_does_not_read_is_not_checked():
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 103
+    assert len(RULES) == len({rule.id for rule in RULES}) == 104
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
+
+
+@pytest.mark.parametrize(
+    ("ignored", "used"),
+    [
+        ({"dataloader_drop_last": True}, {"dataloader_drop_last": False}),
+        ({"steps_per_print": 2000}, {"steps_per_print": "auto"}),
+        (
+            {"zero_allow_untested_optimizer": False},
+            {"zero_allow_untested_optimizer": False, "optimizer": {"type": "AdamW"}},
+        ),
+    ],
+)
+def test_keys_that_the_trainer_replaces_or_does_not_read_are_named(ignored, used):
+    assert "section-unused" in found(ignored, HF) and "section-unused" not in found(used, HF)
 
 
 @pytest.mark.parametrize("rule", [rule.id for rule in RULES if rule.kind == REJECTED and rule.id in CASES])

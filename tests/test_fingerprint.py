@@ -6,10 +6,13 @@ A damaged checkpoint is named and skipped; an intact one is not.
 import json
 import os
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 from datasets import Dataset
-from transformers import AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.launching import restarts
 from deepspeed_recipes.recipe import pages
@@ -69,6 +72,29 @@ def test_another_models_checkpoint_is_never_accepted(checkpoint, change, said):
     for changed in (False, True):
         with pytest.raises(UserError, match=said):
             fingerprint.check(MARK | change, checkpoint, changed)
+
+
+def test_other_weights_of_a_base_are_refused_whichever_files_hold_them(checkpoint, tmp_path, model_folder):
+    """Checkpoints of adapters have none of their base, which an earlier run may have overwritten in place."""
+    base, paths = tmp_path / "base", {"path": str(tmp_path / "base")}
+    shutil.copytree(model_folder, base)
+    recipe = pages.find("tiny", "lora")
+    recipe = replace(recipe, model=replace(recipe.model, **paths))
+    before = fingerprint.of_bases(recipe)
+    whole = pages.find("tiny", "full")
+    assert before and fingerprint.of_bases(replace(whole, model=replace(whole.model, **paths))) is None
+    held = load_file(base / "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(base, max_shard_size="200KB")
+    (base / "model.safetensors").unlink()
+    assert (base / "model.safetensors.index.json").exists() and fingerprint.of_bases(recipe) == before
+    shutil.copytree(model_folder, base, dirs_exist_ok=True)
+    (base / "model.safetensors.index.json").unlink()
+    save_file({name: one * 1.001 for name, one in held.items()}, base / "model.safetensors", {"format": "pt"})
+    after = fingerprint.of_bases(recipe)
+    write_json(checkpoint / COMPLETE, {"fingerprint": MARK | {"base": before}})
+    with pytest.raises(UserError, match=r"other weights of its base.*put back the weights with which it began"):
+        fingerprint.check(MARK | {"base": after}, checkpoint, changed=True)
+    fingerprint.check(MARK | {"base": None}, checkpoint, changed=False)  # not on this machine before it is loaded
 
 
 def test_the_digest_of_data_is_that_of_its_content_and_order(tmp_path, conversations):

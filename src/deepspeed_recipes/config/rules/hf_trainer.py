@@ -43,6 +43,13 @@ def _zero_missing(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("zero_optimization",), None, what, 'add "zero_optimization": {"stage": 0}', edits)
 
 
+@rule("autotuning-ends-the-run", "warning", FAILS_LATER)
+def _tuned(config: Config, facts: Facts) -> Iterator[Hit]:
+    if config.on("autotuning", "enabled"):
+        what = "DeepSpeed ends the run after the profiled steps"
+        yield Hit(("autotuning", "enabled"), True, what, "remove it; it is for `deepspeed --autotuning`")
+
+
 @rule("unmanaged-accumulation", "error", FAILS_LATER)
 def _managed(config: Config, facts: Facts) -> Iterator[Hit]:
     path = ("managed_gradient_accumulation",)
@@ -163,6 +170,15 @@ def _ignored_sections(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("data_efficiency", "enabled"):
         what = "affects only a data loader that deepspeed.initialize creates; the Trainer creates its own"
         yield Hit(("data_efficiency",), config.get("data_efficiency"), what, "remove it")
+    if config.on("dataloader_drop_last"):
+        what = "affects only a data loader that deepspeed.initialize creates; the Trainer creates its own"
+        yield Hit(("dataloader_drop_last",), True, what, "set dataloader_drop_last=True in TrainingArguments")
+    if (every := config.number("steps_per_print")) is not None and math.isfinite(every):
+        what = "accelerate replaces it by infinity, and DeepSpeed prints nothing"
+        yield Hit(("steps_per_print",), every, what, "remove it, and set logging_steps in TrainingArguments")
+    if config.get("zero_allow_untested_optimizer") is False and not config.has("optimizer"):
+        what = "accelerate replaces it by true for an optimizer of the Trainer's"
+        yield Hit(("zero_allow_untested_optimizer",), False, what, "remove it")
     if config.has("pipeline"):
         what = "the Trainer creates no pipeline, so the section is ignored"
         yield Hit(("pipeline",), config.get("pipeline"), what, "remove it")

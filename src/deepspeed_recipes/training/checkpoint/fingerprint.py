@@ -11,26 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
+import torch
 import torch.distributed as dist
 import xxhash
 from datasets import Dataset
+from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from ...recipe import own_code
 from ...recipe.errors import UserError
 from ...recipe.files import Json
+from ...recipe.methods.texts import Distill
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
 from ..data.load import Datasets
 from ..data.tokenize import Stream
+from ..model import stored
 from ..model.load import load_config
+from ..model_folder import weights
 from .universal import dimensions
 
+SAMPLED = 256
+"""Number of a base's tensors of which a part is compared: training changes all of them."""
 FIRST = 64
 """Number of a stream's sequences that are compared; its end is unknown."""
 MEANT = {
     "recipe": "another recipe",
     "model": "a model with other dimensions",
+    "base": "other weights of its base, its reference or its teacher",
     "tokenizer": "another tokenizer or chat template",
     "data": "other data",
     "transform": "another data.transform",
@@ -57,6 +65,7 @@ def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Dataset
             {
                 "recipe": recipe.name,
                 "model": dimensions(load_config(recipe).to_dict()),
+                "base": of_bases(recipe),
                 "tokenizer": of_tokenizer(tokenizer),
                 "data": of_data(datasets.training),
                 "transform": own_code.digests(recipe).get("data.transform"),
@@ -78,11 +87,35 @@ def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
     for name, meaning in MEANT.items():
         now = fingerprint.get(name)
         then = saved.get(name, now)
-        if then == now or (changed and name in ACCEPTABLE):
+        if then == now or (changed and name in ACCEPTABLE) or (name == "base" and None in (then, now)):
             continue
         pairs = "" if isinstance(now, str) and name != "recipe" else f" ({_shown(then)}, now {_shown(now)})"
         fix = "data.changed=true accepts it" if name in ACCEPTABLE else "remove that checkpoint, or start a new run"
+        fix = "put back the weights with which it began, or start a new run" if name == "base" else fix
         raise UserError(f"{checkpoint} was trained with {meaning}{pairs}: resuming would not continue it; {fix}.")
+
+
+def of_bases(recipe: Recipe) -> str | None:
+    """Return a digest of the models on disk that a run reads again when it resumes, or None if there are none here.
+
+    Checkpoints of adapters have no weights of their base. Whichever files hold the weights, the digest is the same.
+    """
+    again = recipe.lora is not None or recipe.method.asks_reference
+    teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
+    paths = [path for path in (recipe.model.path if again else None, teacher) if path]
+    if not paths or None in (folders := [stored.folder_of(path) for path in paths]):
+        return None
+    digest = xxhash.xxh3_128()
+    for folder in filter(None, folders):
+        held = {name: file for file in weights.files(folder) for name in weights.header(file)}
+        for name in sorted(held)[:: -(-len(held) // SAMPLED)]:
+            with safe_open(held[name], "pt") as opened:
+                part = opened.get_slice(name)
+                shape = part.get_shape()
+                row = part[tuple(slice(0, 1) for _ in shape[:-1])] if shape[1:] else opened.get_tensor(name)
+            digest.update(f"{name} {part.get_dtype()} {shape}".encode())
+            digest.update(row.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
