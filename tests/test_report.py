@@ -471,6 +471,9 @@ def test_a_comparison_says_where_the_held_out_examples_differ(run, tmp_path):
     assert not note("learning_rate=5e-4")
     [said] = note("data.validation=other.jsonl", held_out={"examples": 20})
     assert "so the held-out scores do not compare" in said and "20 of other.jsonl" in said
+    run = a_run(tmp_path / "first", changes=("data.path=own.jsonl",))
+    assert not note("data.path=own.jsonl", "seed=7"), "the seed does not choose them"
+    assert note("data.path=own.jsonl", "data.validation_share=0.2")
 
 
 def test_the_two_accuracies_of_pairs_have_two_names(tmp_path):

@@ -218,6 +218,8 @@ def test_keys_that_are_read_on_the_command_line_are_read_in_a_file(place):
     found = translate.translate(written(place, json.dumps(arguments | {"lora_r": 8, "lora_alpha": 32}), "a.json"), 1)
     assert (found.overrides["lora.rank"], found.overrides["lora.alpha"], found.adapter) == ("8", "32", "lora")
     assert {"temperature", "num_tokens"} <= found.missing.keys(), "a setting of GRPO, and an unknown one"
+    trl = yaml.safe_dump({"model_name_or_path": TINY_MODEL, "no_remove_unused_columns": True})
+    assert "remove_unused_columns" in translate.translate(written(place, trl), 1).off, "as TRL's own examples switch"
 
 
 def test_saved_training_arguments_become_what_the_user_set(place):

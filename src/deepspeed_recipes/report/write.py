@@ -183,7 +183,7 @@ def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]
     keys = ("examples", "dropped", "tokens", "loss_tokens")
     for run in found:
         counts, data = run.data.get("held_out") or {}, run.recipe.data
-        drawn = None if data.validation else (data.validation_share, run.recipe.seed)
+        drawn = None if data.validation else data.validation_share  # by a seed of its own
         sets.append(((data.validation or data.path, drawn), tuple(counts.get(key) for key in keys)))
     if len({((PurePath(path).name, drawn), counts) for (path, drawn), counts in sets}) > 1:  # of any checkout
         each = (

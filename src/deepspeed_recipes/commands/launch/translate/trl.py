@@ -84,6 +84,9 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
     given, kind = _set_by_the_user(values) if saved else (values, "")
+    # TRL's command line has `--no_X` for every switch X that is on by default.
+    off = {name for name, value in given.items() if name.startswith("no_") and value is True}
+    given = {name: value for name, value in given.items() if name not in off} | {name[3:]: False for name in off}
     own = bool(kind) or (not saved and "model_name_or_path" in values)
     method, told = (kind, True) if kind else _method(given)
     found = Translation(
