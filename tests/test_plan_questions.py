@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from datasets import Dataset
 from pyarrow import Table, parquet
 
 from deepspeed_recipes.commands import main, plan
@@ -469,9 +470,9 @@ MISTAKES = {
     ("llama3-8b", *EIGHT, "--tokens", "0"): "--tokens 0: must be a number above 0",
     ("llama3-8b", *EIGHT, "--tokens", "1.2.3"): "--tokens 1.2.3: must be a number",
     ("llama3-8b", *EIGHT, "--tokens", "1B", "epochs=3"): "--tokens 1B and epochs=...: give one of them",
-    ("llama3-8b", *EIGHT, "data.path=nobody/none"): "data.path=nobody/none: only local .jsonl, .json",
+    ("llama3-8b", *EIGHT, "data.path=nobody/none"): "data.path=nobody/none: only local files can be counted",
     ("llama3-8b", *EIGHT, "data.path=none.jsonl"): "data.path=none.jsonl: no such file.",
-    ("llama3-8b", *EIGHT, "data.path=/dev/null"): "data.path=/dev/null: only local .jsonl, .json",
+    ("llama3-8b", *EIGHT, "data.path=/dev/null"): "data.path=/dev/null: only local files can be counted",
     ("llama3-8b", *EIGHT, "--price", "2,50", "--tokens", "1B"): "--price 2,50: use a decimal point: 2.50.",
     ("llama3-8b", "--gpu", "8xH100"): "--gpu H100 --gpus 8.",
     ("llama3-8b", *EIGHT, "--tokens", "2B", "--deadline", "1m"): "nodes of H100 finishes within 1 min.",
@@ -602,6 +603,20 @@ def test_the_size_of_large_files_is_estimated_from_their_first_examples(tmp_path
         found = size(path)
         assert found.estimated and found.examples == pytest.approx(whole.examples, rel=0.02)
         assert found.tokens == pytest.approx(whole.tokens, rel=0.03)
+    counted = workload.tokens_of(replace(page, data=replace(page.data, path=str(source), max_examples=None)))
+    for name in ("hub/data/train-00000-of-00001.parquet", "saved/data-00000-of-00001.arrow", "named/train.jsonl"):
+        file, folder = tmp_path / name, tmp_path / name.partition("/")[0]
+        file.parent.mkdir(parents=True)
+        (folder / "README.md").write_text("# Not data")
+        if file.suffix == ".jsonl":
+            (folder / "test.jsonl").write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+            file.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
+        elif file.suffix == ".parquet":
+            parquet.write_table(Table.from_pylist(rows), file)
+        else:
+            Dataset.from_list(rows).save_to_disk(folder)
+        found = workload.tokens_of(replace(page, data=replace(page.data, path=str(folder), max_examples=None)))
+        assert found == pytest.approx(counted, rel=0.03), name
     many = tmp_path / "many.jsonl"
     many.write_text(source.read_text(encoding="utf-8") * 3, encoding="utf-8")
     assert size(many).examples - size(many).documents == 500  # at most

@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,6 @@ from typing import Any
 
 from ..config import lint
 from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code, sections
-from ..recipe import files as spec_files
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
@@ -27,7 +25,6 @@ from ..recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, bubble, draft_key_value_
 from ..recipe.methods import Distill, Grpo
 from ..recipe.project import python_path
 from ..recipe.recipe import Data, Recipe, names
-from ..recipe.run_folder import read_json
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
 from ..training.methods.distillation import vocabulary
@@ -39,10 +36,6 @@ UNKNOWN = "only the ranks will know"
 """Key for the number of sources that only the ranks read."""
 UNNAMED = Data(path="")
 """Data whose examples are read as they are."""
-SAVED = ("state.json", "dataset_dict.json")
-"""Files of a folder that `save_to_disk` has written."""
-SPLITS = re.compile(r"(?i)(^|[^a-z])(train|training|valid|validation|val|dev|test|testing|eval|evaluation)([^a-z]|$)")
-"""Parts of names that show the Hub's splits."""
 STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
 REFERENCES = 4
@@ -302,7 +295,7 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()
         for name in names(path):
-            files, whole = _examples_of(Path(name), recipe.data.split)
+            files, whole = text_files.files_of(Path(name), recipe.data.split)
             found, unread = Counter[object](), Counter[str]()
             if not reads_columns or recipe.model.vision:  # images in columns are the ranks'
                 files = [file for file in files if text_files.suffix(file) not in text_files.COLUMNAR]
@@ -324,36 +317,6 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     if len(known) < len(counts) or recipe.data.streaming:
         return None
     return min(sum(known), recipe.data.max_examples or sum(known))
-
-
-def _examples_of(place: Path, split: str) -> tuple[list[Path], bool]:
-    """Return the files of a source that are checked, and whether they are text and all of its examples."""
-    if place.is_file():
-        return [place], text_files.suffix(place) not in text_files.COLUMNAR
-    if not place.is_dir():
-        return [], False
-    files = [Path(file) for file in sorted(spec_files.below(place))]
-    # The Hub's rules leave out hidden files and folders, such as .ipynb_checkpoints.
-    found = [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(place).parts)]
-    if not any(text_files.suffix(file) in text_files.READ for file in found):
-        raise UserError(f"{place}: no data files in this folder or below ({', '.join(text_files.READ)}).")
-    sharded: dict[str, list[Path]] = {}
-    for file in found:
-        if named := text_files.SHARDED.fullmatch(file.relative_to(place).as_posix()):
-            sharded.setdefault(named[1], []).append(file)
-    if (saved := place / SAVED[1]).exists():
-        sharded |= {name: [] for name in read_json(saved)["splits"]}
-    if sharded and split not in sharded:
-        raise text_files.no_split(place, split, sharded)
-    if any((place / state).exists() for state in SAVED):
-        return sorted((place / split if (place / SAVED[1]).exists() else place).glob("data-*.arrow")), False
-    if sharded:
-        return sharded[split], False
-    if any(SPLITS.search(str(file.relative_to(place))) for file in found):
-        return [], False  # the ranks know the Hub's rules for the names of splits
-    examples = [file for file in found if text_files.suffix(file) in text_files.SUFFIXES]
-    examples = examples or [file for file in found if text_files.suffix(file) in text_files.PLAIN]
-    return examples, not any(text_files.suffix(file) in text_files.COLUMNAR for file in examples)
 
 
 def unchecked(recipe: Recipe) -> str:

@@ -24,7 +24,6 @@ CHARACTERS = 4
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
-PARQUET = ".parquet"
 FIRST = 2000
 """Examples of a large file from which its size is estimated."""
 SAMPLED = 100
@@ -116,26 +115,32 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
     Raises:
         UserError: the data is not local text, or not in a format that the method reads.
     """
-    lengths = [_characters(example) for file in _files(recipe) for example in _examples(file, recipe)]
-    if not sum(lengths):
+    lengths = [
+        (_characters(example), times)
+        for file in _files(recipe)
+        for examples, times in [_sampled(file, recipe) if _is_columnar(file) else (_examples(file, recipe), 1.0)]
+        for example in examples
+    ]
+    characters, examples = sum(times * length for length, times in lengths), sum(times for _, times in lengths)
+    if not characters:
         raise UserError(f"data.path={' '.join(names(recipe.data.path))}: has no text to train on; give --tokens.")
-    share = min(1.0, (recipe.data.max_examples or len(lengths)) / max(1, len(lengths)))
+    share = min(1.0, (recipe.data.max_examples or examples) / examples)
     whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
-    attended = sum(length * min(length, whole) for length in lengths) / sum(lengths)
-    return max(1.0, share * sum(lengths) / CHARACTERS), max(1.0, attended / CHARACTERS)
+    attended = sum(times * length * min(length, whole) for length, times in lengths) / characters
+    return max(1.0, share * characters / CHARACTERS), max(1.0, attended / CHARACTERS)
 
 
 def size_of(recipe: Recipe) -> updates.Size | None:
     """Return the approximate size of the training data, or None if it is not local or not readable.
 
-    Parquet and text of more than `QUICK` bytes are estimated from the first examples of each file.
+    Files of columns and text of more than `QUICK` bytes are estimated from the first examples of each file.
     """
     lengths: list[tuple[int, float]] = []  # with the number of examples that each stands for
     try:
-        files = list(_files(recipe, with_parquet=True))
-        large = sum(file.stat().st_size for file in files if file.suffix != PARQUET) > QUICK
+        files = list(_files(recipe))
+        large = sum(file.stat().st_size for file in files if not _is_columnar(file)) > QUICK
         for file in files:
-            sample, times = _sampled(file, recipe) if large or file.suffix == PARQUET else (_examples(file, recipe), 1)
+            sample, times = _sampled(file, recipe) if large or _is_columnar(file) else (_examples(file, recipe), 1)
             lengths += [(_characters(example), times) for example in sample]
         per_token = _characters_per_token(recipe)
     except UserError:
@@ -154,7 +159,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
         documents *= recipe.method.group_size * recipe.method.iterations
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
-    estimated = large or any(file.suffix == PARQUET for file in files)
+    estimated = large or any(map(_is_columnar, files))
     return updates.Size(examples, documents, max(1, min(sequences, documents)), counted, estimated)
 
 
@@ -165,8 +170,7 @@ def _characters_per_token(recipe: Recipe) -> float:
         return CHARACTERS
     from tokenizers import Tokenizer  # does not import torch
 
-    files = _files(recipe, with_parquet=True)
-    samples = (_sampled(file, recipe)[0] if file.suffix == PARQUET else _examples(file, recipe) for file in files)
+    samples = (_sampled(one, recipe)[0] if _is_columnar(one) else _examples(one, recipe) for one in _files(recipe))
     examples = islice((one for sample in samples for one in sample), SAMPLED)
     texts = [json.dumps(one, ensure_ascii=False, default=str) for one in examples]
     try:
@@ -179,7 +183,7 @@ def _characters_per_token(recipe: Recipe) -> float:
 def document_length(recipe: Recipe) -> float | None:
     """Return the average length of the document to which a token belongs, or None without packing or for large data."""
     try:
-        small = recipe.packs and sum(file.stat().st_size for file in _files(recipe)) <= QUICK
+        small = recipe.packs and sum(0 if _is_columnar(one) else one.stat().st_size for one in _files(recipe)) <= QUICK
         return tokens_of(recipe)[1] if small else None
     except UserError:
         return None
@@ -191,16 +195,9 @@ def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
     Raises:
         UserError: a file that is not readable, or one large JSON array, which would have to be read whole.
     """
-    if file.suffix == PARQUET:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile  # a tenth of a second, for such files only
-
-        try:
-            opened = ParquetFile(file)
-            rows = next(opened.iter_batches(FIRST)).to_pylist()
-        except (ArrowException, OSError, StopIteration) as error:
-            raise UserError(f"{file}: not readable as Parquet: {error}") from None
-        return list(_converted(((str(file), row) for row in rows), recipe)), opened.metadata.num_rows / len(rows)
+    if _is_columnar(file):
+        rows = list(islice(text_files.read(file), FIRST))
+        return list(_converted(iter(rows), recipe)), text_files.rows(file) / max(1, len(rows))
     if file.suffix == ".json":
         raise UserError(f"{file}: too large to estimate; save it as JSON Lines.")
     if file.suffix in text_files.PLAIN:  # documents of a megabyte
@@ -221,22 +218,26 @@ def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
     return found, max(1.0, file.stat().st_size / max(1, read))
 
 
-def _files(recipe: Recipe, with_parquet: bool = False) -> Iterator[Path]:
+def _is_columnar(file: Path) -> bool:
+    return text_files.suffix(file) in text_files.COLUMNAR
+
+
+def _files(recipe: Recipe) -> Iterator[Path]:
+    """Yield the files that the run would read, without the ranks' knowledge of the names of splits."""
     if recipe.data.transform:  # it may import torch
         raise UserError(f"data.transform={recipe.data.transform}: plans do not run it; give --tokens.")
     for name in names(recipe.data.path):
-        path = Path(name) if Path(name).exists() else None
-        files = sorted(each for each in path.iterdir() if each.is_file()) if path and path.is_dir() else [path]
-        readable = [suffix for suffix in text_files.READ if suffix not in text_files.COLUMNAR]
-        readable += [PARQUET] if with_parquet else []
-        local = [file for file in files if file and file.suffix in readable]
-        if path is None and (name.startswith(("/", ".", "~")) or Path(name).suffix in readable):
+        path, split = Path(name), recipe.data.split
+        if not path.exists() and (name.startswith(("/", ".", "~")) or text_files.suffix(path) in text_files.READ):
             raise UserError(f"data.path={name}: no such file.")
-        if not local:
-            raise UserError(
-                f"data.path={name}: only local .jsonl, .json, .csv and .txt files can be counted; give --tokens."
-            )
-        yield from local
+        files, _ = text_files.files_of(path, split)
+        if path.is_dir() and not files:
+            words = ((file, text_files.SPLITS.search(str(file.relative_to(path)))) for file in path.rglob("*.*"))
+            files = sorted(file for file, word in words if word and word[2].lower() in (split, f"{split}ing"))
+        readable = [file for file in files if text_files.suffix(file) in text_files.READ]
+        if not readable or (importlib.util.find_spec("pyarrow") is None and any(map(_is_columnar, readable))):
+            raise UserError(f"data.path={name}: only local files can be counted, Parquet with pyarrow; give --tokens.")
+        yield from readable
 
 
 def _examples(file: Path, recipe: Recipe) -> Iterator[Json]:

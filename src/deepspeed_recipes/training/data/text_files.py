@@ -17,8 +17,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json
+from ...recipe.files import Json, below
 from ...recipe.recipe import Data, names
+from ...recipe.run_folder import read_json
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -48,6 +49,10 @@ BINARY = {
     b"\xfe\xff": "UTF-16",
 }
 """First bytes of files that are not UTF-8."""
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of a folder that `save_to_disk` has written."""
+SPLITS = re.compile(r"(?i)(^|[^a-z])(train|training|valid|validation|val|dev|test|testing|eval|evaluation)([^a-z]|$)")
+"""Parts of names that show the Hub's splits."""
 SHARDED = re.compile(r"data/(\w+(?:\.\w+)*)-\d{5}-of-\d{5}.*\..*")
 """A file of a split, relative to its folder, as `push_to_hub` of `datasets` names it."""
 DOCUMENT = 2**20
@@ -77,6 +82,39 @@ def no_split(folder: Path, split: str, has: Iterable[str]) -> UserError:
     return UserError(
         f"data.split={split}: {folder} has the splits {', '.join(known)}; use one of them, as in data.split={known[0]}."
     )
+
+
+def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
+    """Return the files of a source that can be read without `datasets`, and whether they are text and all of it.
+
+    Only the ranks know the Hub's rules for the names of splits: where files have such names, there are none.
+    """
+    if place.is_file():
+        return [place], suffix(place) not in COLUMNAR
+    if not place.is_dir():
+        return [], False
+    files = [Path(file) for file in sorted(below(place))]
+    # The Hub's rules leave out hidden files and folders, such as .ipynb_checkpoints.
+    found = [file for file in files if not any(part.startswith((".", "__")) for part in file.relative_to(place).parts)]
+    if not any(suffix(file) in READ for file in found):
+        raise UserError(f"{place}: no data files in this folder or below ({', '.join(READ)}).")
+    sharded: dict[str, list[Path]] = {}
+    for file in found:
+        if named := SHARDED.fullmatch(file.relative_to(place).as_posix()):
+            sharded.setdefault(named[1], []).append(file)
+    if (saved := place / SAVED[1]).exists():
+        sharded |= {name: sorted((place / name).glob("data-*.arrow")) for name in read_json(saved)["splits"]}
+    if sharded and split not in sharded:
+        raise no_split(place, split, sharded)
+    if (place / SAVED[0]).exists():
+        return sorted(place.glob("data-*.arrow")), False
+    if sharded:
+        return sharded[split], False
+    if any(SPLITS.search(str(file.relative_to(place))) for file in found):
+        return [], False
+    examples = [file for file in found if suffix(file) in SUFFIXES]
+    examples = examples or [file for file in found if suffix(file) in PLAIN]
+    return examples, not any(suffix(file) in COLUMNAR for file in examples)
 
 
 class BadExamples:
@@ -169,6 +207,17 @@ def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:
         batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE) if kind == "parquet" else _arrow(path)[1]
         rows = (row for batch in batches for row in batch.to_pylist())
         yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def rows(path: Path) -> int:
+    """Return the number of rows of a file of columns."""
+    from pyarrow.parquet import ParquetFile
+
+    kind = COLUMNAR[suffix(path)]
+    with damage_named(path, kind):
+        if kind == "parquet":
+            return int(ParquetFile(path).metadata.num_rows)
+        return sum(batch.num_rows for batch in _arrow(path)[1])
 
 
 @contextmanager
