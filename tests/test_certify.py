@@ -23,6 +23,7 @@ from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.compatibility import EXPERT_COUNTS
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Draft
+from deepspeed_recipes.recipe.run_folder import read_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training import server as client
@@ -95,7 +96,7 @@ def change(folder: Path, change_weights) -> None:
 
 
 def edit(folder: Path, name: str, **values) -> None:
-    content = json.loads((folder / name).read_text())
+    content = json.loads((folder / name).read_text()) if (folder / name).exists() else {}
     (folder / name).write_text(json.dumps(content | values))
 
 
@@ -350,12 +351,28 @@ def test_an_adapter_without_a_tensor_is_refused(adapter, tmp_path):
         ("adapter", "adapter_config.json", {"use_rslora": True}, "use_rslora is True"),
         ("whole", "config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}}, "rope_parameters"),
         ("whole", "generation_config.json", {"eos_token_id": 5}, "eos_token_id is 5"),
+        ("whole", "generation_config.json", {"suppress_tokens": [5]}, "suppress_tokens is [5], and was None"),
+        ("adapter", "generation_config.json", {"repetition_penalty": 1.3}, "repetition_penalty is 1.3, and was None"),
     ],
 )
 def test_other_settings_are_found(kind, name, values, cause, request, tmp_path, capsys):
     edit(folder := copied(request.getfixturevalue(kind), tmp_path), name, **values)
     assert certify.main([str(folder)]) == 1
     assert cause in capsys.readouterr().out
+
+
+def test_another_tokenizer_is_found_and_the_same_end_in_a_list_is_none(whole, tmp_path, capsys):
+    folder = copied(whole, tmp_path)
+    end = read_json(folder / "generation_config.json")["eos_token_id"]
+    edit(folder, "generation_config.json", eos_token_id=[end])
+    assert certify.main([str(folder)]) == 0
+    model = read_json(folder / "tokenizer.json")["model"]
+    ids = list(model["vocab"].values())
+    words = dict(zip(model["vocab"], [*ids[:300], *ids[:299:-1]], strict=True))
+    edit(folder, "tokenizer.json", model=model | {"vocab": words})
+    assert certify.main([str(folder)]) == 1
+    shown = capsys.readouterr().out
+    assert "500 of 500 likeliest" in shown and "the tokenizer makes other tokens of 'The capital" in shown, shown
 
 
 def test_a_quantised_layer_of_another_group_size_is_found(whole, tmp_path):
@@ -464,7 +481,9 @@ ANSWERS = {
     "its log-probabilities are of other tokens": {"choices": [{"prompt_logprobs": [None, None]}]},
     "the answer broke off (KeyError": {"error": "busy"},
     "the answer broke off (JSONDecodeError": "<html>",
+    "AttributeError": {"choices": ["x"]},
     "the server answered 404: no model other": None,
+    f"the server answered 401: no model other; set {client.KEY} to its key": None,
 }
 
 
@@ -475,13 +494,15 @@ def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys, 
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            self.rfile.read(int(self.headers["Content-Length"] or 0))
             asked.add(self.headers["Authorization"])
             answer = ANSWERS[message]
-            self.send_response(404 if answer is None else 200)
+            self.send_response(200 if answer else 404 if "404" in message else 401)
             self.end_headers()
             text = answer if isinstance(answer, str) else json.dumps(answer) if answer else "no model other"
             self.wfile.write(text.encode())
+
+        do_GET = do_POST
 
         def log_message(self, *arguments):
             pass
@@ -489,11 +510,19 @@ def test_a_server_that_answers_something_else_is_a_line(whole, message, capsys, 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         words = [f"http://ada:a%20b@127.0.0.1:{server.server_port}", "--folder", str(whole), "--model", "other"]
-        assert run_command("certify", words) == 2
+        assert run_command("certify", words[: -2 if "JSON" in message else None]) == 2
         server.shutdown()
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and "a%20b" not in said, said
     assert asked == {f"Basic {base64.b64encode(b'ada:a b').decode()}"}
+
+
+@pytest.mark.parametrize("key", ["secret\nx", "sécret"])
+def test_a_key_that_no_header_can_have_is_not_printed(key, whole, monkeypatch):
+    monkeypatch.setenv(client.KEY, key)
+    with pytest.raises(UserError, match=f"{client.KEY}: has characters that no header can have") as caught:
+        certify.main(["http://127.0.0.1:9", "--folder", str(whole)])
+    assert "cret" not in str(caught.value)
 
 
 def test_another_version_is_refused(whole, tmp_path):

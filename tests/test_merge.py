@@ -114,6 +114,7 @@ WRONG = {
         "has values that are not finite",
     ),
     "some tokens": ({"alora_invocation_tokens": [5]}, None, {}, "it acts on some tokens only"),
+    "a bias": ({"lora_bias": True}, None, {}, "lora_bias=true adds a bias to layers that have none"),
     "at random": ({"init_lora_weights": "pissa_niter_4"}, None, {}, "takes a random part of the base model away"),
 }
 

@@ -303,6 +303,10 @@ def test_the_ready_lines_ask_for_the_first_adapter(models):
         (["one", "--adapter", "one=other"], "give each its own name"),
         (["one", "--adapter", "x=elsewhere"], "is served"),
         (["one", "--engine", "transformers", "--adapter", "x=other"], "several adapters need vLLM"),
+        (["one", "--adapter", "x=templated"], "x: was trained with another chat template than one, and a server has"),
+        (["one", "--adapter", "x=stopping"], "x: was trained with other tokens at the end of an answer than one"),
+        (["one", "--adapter", "x=ia3"], "an adapter of PEFT's type IA3, and servers apply LoRA"),
+        (["dora", "--engine", "vllm"], "an adapter with use_dora, which vLLM does not load; merge it first"),
         (["whole", "--name", "a/b"], "without a slash"),
         (["whole", "--port", "70000"], "between 1 and 65535"),
         (["whole", "--tensor-parallel", "0"], "--tensor-parallel 0: must be at least 1"),
@@ -319,6 +323,14 @@ def test_what_cannot_be_served_is_refused(words, said, models, tmp_path, capsys,
     other = tmp_path / "elsewhere" / base_model.ADAPTER
     write_json(other, read_json(other) | {base_model.KEY: "../one"})
     write_json(tmp_path / "four_bits" / "base_quantization.json", {})
+    for name in ("templated", "stopping", "ia3", "dora"):
+        shutil.copytree(models / "other", tmp_path / name)
+    (tmp_path / "templated" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    write_json(tmp_path / "stopping" / "generation_config.json", {"eos_token_id": [7]})
+    write_json(tmp_path / "ia3" / base_model.ADAPTER, {"peft_type": "IA3", base_model.KEY: "../whole"})
+    write_json(
+        tmp_path / "dora" / base_model.ADAPTER, read_json(tmp_path / "dora" / base_model.ADAPTER) | {"use_dora": True}
+    )
     monkeypatch.chdir(tmp_path)
     assert run_command("serve", words) == 2
     error = capsys.readouterr().err

@@ -118,7 +118,8 @@ def shown(name: str, found: "Certificate") -> list[str]:
     lines += [f"  {cause}" for cause in found.causes]
     if not found.causes and not found.like_base:
         lines.append(
-            "  the folder is as it was written: look for the cause in the server (version, dtype, quantisation)"
+            "  the folder is as it was written: look for the cause in the server (version, dtype, quantisation), or in "
+            "the base model of an adapter"
         )
     worst = sorted(found.results, key=lambda result: -result.difference)[:WORST]
     return lines + [

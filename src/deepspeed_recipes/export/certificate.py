@@ -184,7 +184,7 @@ def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: boo
 
 
 def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterator[str]:
-    """Yield what is in a folder otherwise than it was written: tensors, settings, end tokens, the chat template."""
+    """Yield what is in a folder otherwise than it was written: tensors, settings, end tokens, template, tokenizer."""
     now = expected.described(folder, read_tensors)
     before, after = (wanted["tensors"], now["tensors"]) if read_tensors else ({}, {})
     for title, names in (
@@ -194,17 +194,37 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
     ):
         if names:
             yield f"the folder {title} {names[0]}{weights.more(names)}"
-    for title, key in (("config.json", "config"), ("adapter_config.json", "adapter")):
-        old, new = wanted[key] or {}, now[key] or {}
+    for title, key in (
+        ("config.json", "config"),
+        ("adapter_config.json", "adapter"),
+        ("generation_config.json", "generation"),
+    ):
+        old, new = wanted.get(key, now[key]) or {}, now[key] or {}  # earlier versions did not write `generation`
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
                 yield f"{title}: {name} is {new.get(name)}, and was {old.get(name)}"
     if wanted["base"] and now["base"] and wanted["base"] != now["base"]:
         yield "the adapter's base model is another one"
-    if wanted["end_tokens"] != now["end_tokens"]:
+    ends = [one if isinstance(one, list) else [one] for one in (wanted["end_tokens"], now["end_tokens"])]
+    if set(ends[0]) != set(ends[1]):
         yield f"generation_config.json: eos_token_id is {now['end_tokens']}, and was {wanted['end_tokens']}"
-    if wanted["chat_template"] != now["chat_template"]:
+    if other := wanted["chat_template"] != now["chat_template"]:
         yield "chat_template.jinja is another one"
+    if any(folder.glob("tokenizer*")):  # GGUF files have their own
+        yield from _tokenized(wanted, folder, answers_only=other)
+
+
+def _tokenized(wanted: JsonView, folder: Path, answers_only: bool) -> Iterator[str]:
+    """Yield a cause if a folder's tokenizer makes other tokens of the texts, or of their answers alone."""
+    from ..training import export
+
+    tokenizer = export.load_tokenizer(folder)
+    answers_only |= "strftime_now" in (tokenizer.chat_template or "")  # a prompt with today's date
+    for text, now in zip(wanted["texts"], expected.sequences(tokenizer), strict=True):
+        old, new = (one["tokens"][one["start"] * answers_only :] for one in (text, now))
+        if old != new:
+            yield f"the tokenizer makes other tokens of {now['answer']!r}"
+            return
 
 
 def _prompts(server: Server, wanted: JsonView) -> Iterator[str]:

@@ -425,6 +425,10 @@ def _check_mergeable(adapted: PeftModel, folder: Path) -> None:
         why = "it acts on some tokens only, and is no change of the weights; serve it as an adapter"
     elif getattr(config, "layer_replication", None):
         why = "layer_replication gives layers of the base model several changes; serve it as an adapter"
+    elif getattr(config, "lora_bias", False) and any(
+        layer.get_base_layer().bias is None for layer in adapted.modules() if hasattr(layer, "lora_bias")
+    ):
+        why = "lora_bias=true adds a bias to layers that have none; serve it as an adapter"
     elif kind.startswith("pissa_niter"):
         why = (
             f"init_lora_weights={kind} takes a random part of the base model away each time it is loaded; convert it "

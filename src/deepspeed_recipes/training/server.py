@@ -46,7 +46,8 @@ def connect(address: str, model: str | None = None) -> Server:
     address = address.rstrip("/").removesuffix("/v1")
     if model:
         return Server(address, model)
-    names = [str(one["id"]) for one in json.loads(_request(address, "/v1/models", None).read())["data"]]
+    with _unbroken(Server(address, "")):
+        names = [str(one["id"]) for one in json.loads(_request(address, "/v1/models", None).read())["data"]]
     if len(names) > 1:
         raise UserError(f"{address}: has several models ({', '.join(names)}); name one with --model NAME.")
     # `transformers serve MODEL` lists the Hub's cache only, and answers a request without a name with its model.
@@ -182,7 +183,7 @@ def prompt_tokens(server: Server, messages: list[Json]) -> int | None:
 def _unbroken(server: Server) -> Iterator[None]:
     try:
         yield
-    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(f"{server.address}: the answer broke off ({type(error).__name__}: {error}).") from None
 
 
@@ -192,6 +193,8 @@ def _request(address: str, path: str, body: JsonView | None) -> Any:
     try:
         parts = urllib.parse.urlsplit(address)
         if key := os.environ.get(KEY):
+            if not (key.isascii() and key.isprintable()):  # the error would print it
+                raise UserError(f"{KEY}: has characters that no header can have; set it to the server's key alone.")
             headers["Authorization"] = f"Bearer {key}"
         elif parts.username:  # urllib would take the name and the password for a part of the host's name
             pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
@@ -200,7 +203,8 @@ def _request(address: str, path: str, body: JsonView | None) -> Any:
         return urllib.request.urlopen(urllib.request.Request(address + path, content, headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         text = " ".join(error.read(500).decode(errors="replace").split())[:200]
-        raise UserError(f"{address}{path}: the server answered {error.code}: {text}") from None
+        fix = f"; set {KEY} to its key" if error.code in (401, 403) else ""
+        raise UserError(f"{address}{path}: the server answered {error.code}: {text}{fix}") from None
     except (urllib.error.URLError, OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UserError(f"{address}: no answer ({reason}); is a server running there?") from None

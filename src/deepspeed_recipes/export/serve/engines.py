@@ -21,6 +21,13 @@ from .served import Served
 ENGINES = ("auto", "vllm", "transformers")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The maximum LoRA ranks that vLLM can be started with."""
+NOT_IN_VLLM = (
+    *("trainable_token_indices", "modules_to_save", "use_dora", "bias", "lora_bias"),
+    *("layer_replication", "alora_invocation_tokens", "use_bdlora", "use_qalora"),
+)
+"""Settings of adapter_config.json that vLLM 0.32 does not load: rows of new tokens, whole modules, DoRA and others."""
+UNSET: tuple[object, ...] = (None, False, "none", [], {})
+"""Values with which they change nothing."""
 MIXED = "--enable-mixed-moe-lora-format"
 WEB = ("fastapi", "uvicorn", "openai", "multipart")
 """Packages that `transformers serve` imports in addition to transformers."""
@@ -88,17 +95,16 @@ def choose(engine: str, served: Served) -> str:
     runs = not is_packed(served.model) or has_packed_kernels()
     adapts = not (served.adapters and has_experts(served.model)) or _on_gpu()
     held = {one.folder: read_json(one.folder / ADAPTER) for one in served.adapters}
-    beside = [
-        folder for folder, one in held.items() if one.get("trainable_token_indices") or one.get("modules_to_save")
-    ]
+    unread = [(folder, name) for folder, one in held.items() for name in NOT_IN_VLLM if one.get(name) not in UNSET]
     if engine == "auto":
-        can = runs and adapts and not beside
+        can = runs and adapts and not unread
         engine = "vllm" if can and environment.python("vllm") else "transformers"
     if engine == "vllm":
-        if beside:
+        if unread:
+            folder, name = unread[0]
             raise UserError(
-                f"{beside[0]}: an adapter with rows of new tokens or whole modules, which vLLM does not load; merge it "
-                f"first (ds-recipes export {beside[0]} --merge --output DIR), or use --engine transformers."
+                f"{folder}: an adapter with {name}, which vLLM does not load; merge it first (ds-recipes export "
+                f"{folder} --merge --output DIR), or use --engine transformers."
             )
         if not adapts:
             folder = served.adapters[0].folder

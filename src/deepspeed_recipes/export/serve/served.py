@@ -1,7 +1,9 @@
 """The model that a server serves: a whole model, or one or more adapters on their base model."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...recipe.errors import UserError
@@ -35,6 +37,23 @@ class Served:
     def asked(self) -> str:
         """The name that the examples use: the first adapter's, or the model's."""
         return self.adapters[0].name if self.adapters else self.name
+
+
+def _read(name: str, folder: Path, base: Path) -> bytes:
+    """Return the content of an adapter's file, which is its base model's if it has none."""
+    return next((file.read_bytes() for place in (folder, base) if (file := place / name).is_file()), b"")
+
+
+def _ends(folder: Path, base: Path) -> set[int]:
+    ends = (json.loads(_read("generation_config.json", folder, base) or "{}")).get("eos_token_id") or []
+    return set(ends if isinstance(ends, list) else [ends])
+
+
+SHARED: Mapping[str, Callable[[Path, Path], object]] = {
+    "another chat template": partial(_read, "chat_template.jinja"),
+    "other tokens at the end of an answer": _ends,
+}
+"""Settings that a server has once, although each adapter was trained with its own."""
 
 
 def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
@@ -72,6 +91,14 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
         other = whole(adapter.folder)
         if other != base and not _same(other, base):
             raise UserError(f"--adapter {adapter.name}: its base model is {other}, but {base} is served; leave it out.")
+        first = found[0]
+        if title := next(
+            (title for title, of in SHARED.items() if of(adapter.folder, base) != of(first.folder, base)), ""
+        ):
+            raise UserError(
+                f"--adapter {adapter.name}: was trained with {title} than {first.name}, and a server has one for "
+                "all its adapters; serve it on another port."
+            )
     return Served("base" if own in names else own, base, found[0].folder, tuple(found))
 
 
@@ -120,7 +147,11 @@ def _adapter(name: str, folder: Path) -> Adapter:
             f"{folder}: was trained on a 4-bit base model, and a server would add it to another base model; merge it "
             f"first: ds-recipes export {folder} --merge --output DIR."
         )
-    return Adapter(name, folder, int(read_json(folder / base_model.ADAPTER)["r"]))
+    config = read_json(folder / base_model.ADAPTER)
+    if "r" not in config:
+        kind = config.get("peft_type")
+        raise UserError(f"{folder}: an adapter of PEFT's type {kind}, and servers apply LoRA; serve a merged copy.")
+    return Adapter(name, folder, int(config["r"]))
 
 
 def _same(one: Path, other: Path) -> bool:

@@ -76,6 +76,8 @@ ADAPTED = (
     "trainable_token_indices",
 )
 """Keys of adapter_config.json that change what an adapter adds."""
+UNUSED = ("transformers_version", "_from_model_config", "use_cache", "output_attentions", "output_hidden_states")
+"""Keys of generation_config.json that change no answer."""
 
 
 def sequences(tokenizer: PreTrainedTokenizerBase) -> list[Json]:
@@ -203,7 +205,8 @@ def described(folder: Path, tensors: bool = True) -> Json:
         "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
         "adapter": adapted,
         "base": _base_digest(folder) if adapter.exists() else None,
-        "end_tokens": generation.get("eos_token_id"),
+        "end_tokens": generation.pop("eos_token_id", None),
+        "generation": {key: value for key, value in generation.items() if key not in UNUSED},
         "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
         **({"tensors": digests(folder)} if tensors else {}),
     }
