@@ -9,6 +9,8 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -16,7 +18,7 @@ import pytest
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.launching import node
 from deepspeed_recipes.machine import run_lock
-from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe import pages, run_folder
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import COMPLETE, RunFolder, write_json, write_recipe
 
@@ -236,3 +238,13 @@ def test_a_rank_whose_launcher_has_lost_the_lock_ends(tmp_path):
         lock.check()
         (tmp_path / run_lock.NAME).unlink()
         lock.check()  # removed by hand: nobody else writes
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path, monkeypatch):
+    """As when a script starts several, or in autumn, when an hour comes twice: a finished run is no checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "datetime", SimpleNamespace(now=lambda: datetime(2026, 10, 25, 2, 30)))
+    for end in ("", "-2", "-3"):
+        folder = run_folder.new(pages.find("tiny", "full"), None).path
+        assert folder.name == f"20261025-023000{end}"
+        folder.mkdir(parents=True)

@@ -143,7 +143,10 @@ def write_json(path: Path, value: object) -> None:
 def new(recipe: Recipe, output_dir: Path | None) -> RunFolder:
     """Return the folder for a new run: `output_dir`, or a dated one in `runs/`."""
     if output_dir is None:
-        return at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S"))
+        dated = at(runs() / recipe.name / datetime.now().strftime("%Y%m%d-%H%M%S")).path
+        others = (dated.with_name(f"{dated.name}-{number}") for number in range(2, 1000))
+        # In autumn an hour comes twice, and scripts start several runs in a second.
+        return RunFolder(next(path for path in (dated, *others) if not path.exists()))
     run = at(output_dir.resolve())
     try:
         taken = run.recipe.exists()
