@@ -107,7 +107,7 @@ def test_a_plan_on_a_full_or_read_only_disk(full, capsys):
     words = ["plan", "llama3-8b", "--gpu", "H100", "--gpus", "8", "--write", full / "plan"]
     assert "the disk is full" in refused(capsys, *words)
     subprocess.run(["mount", "-o", "remount,ro", str(full)], check=True)
-    assert "this disk is read-only" in refused(capsys, *words)
+    assert "this disk is read-only; choose a folder on another disk" in refused(capsys, *words)
 
 
 def test_ranks_whose_disk_fills_up(ranks, tmp_path, request, model_folder, conversations):

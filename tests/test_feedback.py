@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_recipes.recipe.methods import Kto
 from deepspeed_recipes.recipe.recipe import Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl, write_recipe
 from deepspeed_recipes.report.page import Chart
 from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import curves
 from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.methods import kto
 from tests.parity import gate
 from tests.small import small
 from tests.tiers import tiered
@@ -37,3 +39,9 @@ def test_it_resumes_exactly_and_its_numbers_are_in_the_report(ranks, tmp_path, m
             assert row[name] == pytest.approx(before[name], rel=1e-6, abs=1e-9), (row["step"], name)
     drawn = {block.title for block in curves.section(read(run.path)).blocks if isinstance(block, Chart)}
     assert drawn >= {curves.named(recipe, name) for name in NUMBERS[method]}
+
+
+def test_judged_answers_of_which_one_kind_outweighs_the_other_are_named():
+    assert kto.unbalanced(Kto(), 10, 10) is kto.unbalanced(Kto(good_weight=4.0), 5, 20) is None
+    assert "count 0.067 times" in (few := kto.unbalanced(Kto(), 1, 15)) and "kto.good_weight=15 makes" in few
+    assert "kto.bad_weight=4 makes" in kto.unbalanced(Kto(), 20, 5)

@@ -156,7 +156,8 @@ def cannot_write(error: BaseException, where: object = None) -> str | None:
         number = number or next((known for text, known in _FULL_TEXTS.items() if text in str(cause)), None)
         if number:
             file = _file_of(cause) or where or "a file"
-            return f"{file}: cannot be written, {_FULL[number]}; free some space or choose a folder on another disk."
+            fix = "" if number == errno.EROFS else "free some space or "
+            return f"{file}: cannot be written, {_FULL[number]}; {fix}choose a folder on another disk."
         cause = cause.__cause__ or cause.__context__
     return None
 

@@ -108,10 +108,26 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     if not 0 < good < len(kept):
         raise UserError(f"data.path: of {len(kept)} judged answers {good} are good; KTO needs good and bad ones.")
     say(f"training: {len(kept)} judged answers, {good} of them good{report.left_out(len(fits) - len(kept), together)}")
+    if warning := unbalanced(Kto.of(recipe), good, len(kept) - good):
+        say(warning)
     paired = kept.map(_mismatched, batched=True, batch_size=together)
     size = updates.Size(len(found), len(kept), len(kept), None)
     sample = kept[0]["prompt_ids"] + kept[0]["completion_ids"]
     return load.Datasets(paired, held_out, None, sample, size, {"shown": shown})
+
+
+def unbalanced(kto: Kto, good: int, bad: int) -> str | None:
+    """Return a warning if one kind of answers outweighs the other, or None near the range of the paper's equation 8."""
+    ratio = kto.good_weight * good / (kto.bad_weight * bad)
+    if 2 / 3 <= ratio <= 2:
+        return None
+    key, value = "good_weight", kto.bad_weight * bad / good
+    if ratio > 1:
+        key, value = "bad_weight", kto.good_weight * good / bad
+    return (
+        f"warning: training: with their weights, the good answers count {ratio:.2g} times as much as the bad ones; the "
+        f"paper advises 1 to 1.33, and kto.{key}={value:.3g} makes them count alike"
+    )
 
 
 def with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase) -> Json:
