@@ -329,6 +329,18 @@ def test_pairs_of_llama_factory_are_read(case):
     ]
 
 
+def calls(*named, **more):
+    made = [
+        {"function": {"name": name, "arguments": arguments}, **({"id": number} if number else {})}
+        for name, arguments, number in named
+    ]
+    return assistant("", tool_calls=made, **more)
+
+
+def result(number, content="1"):
+    return tool(content) | {"tool_call_id": number}
+
+
 UNREAD = [
     ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": 1}, "preference", "dpo", ["margin"]),
     (
@@ -355,6 +367,18 @@ UNREAD = [
         *("messages", "sft", ["id", "turns.mood", "turns.name", "chat_template_kwargs.a"]),
     ),
     ({"messages": [*SHORT, {"role": "tool", "content": "a", "name": "f"}]}, "messages", "sft", []),
+    (
+        {
+            "messages": [
+                user([{"type": "image_url", "image_url": {"url": "a.png", "detail": "low"}}, {"type": "text"}]),
+                user([{"type": "image", "image": "a.png", "max_pixels": 9, "min_pixels": None}]),
+                calls(("look", {}, "")),
+            ],
+            "tools": [{"name": "find"}],
+        },
+        *("messages", "sft"),
+        ["images.detail", "images.max_pixels", "inconsistent at: here", "inconsistent: 'look' is not in 'tools'"],
+    ),
     ({"messages": SHORT, "label": "a", "train": False}, "labelled_messages", "classify", ["train"]),
 ]
 
@@ -366,18 +390,6 @@ def test_keys_that_nothing_reads_are_found(row, form, method, keys):
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "unit": {}}, "required": ["city"]}
 OF_XLAM = [{"name": "look", "parameters": {"city": {"type": "str"}, "day": {"type": "str, optional"}}}]
-
-
-def calls(*named, **more):
-    made = [
-        {"function": {"name": name, "arguments": arguments}, **({"id": number} if number else {})}
-        for name, arguments, number in named
-    ]
-    return assistant("", tool_calls=made, **more)
-
-
-def result(number, content="1"):
-    return tool(content) | {"tool_call_id": number}
 
 
 @pytest.mark.parametrize(

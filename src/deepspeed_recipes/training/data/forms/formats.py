@@ -328,6 +328,7 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         role = ROLES.get(str(turn.get("role", turn.get("from"))).lower())
         read_here = known if role in ("tool", "call") else known - {"name"}  # templates write a tool's name only
         found += [f"turns.{key}" for key, value in turn.items() if value not in (None, []) and key not in read_here]
+        found += keys.unread_of_parts(turn.get("content"))
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
     odd = [

@@ -39,6 +39,8 @@ MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 """Fields with media."""
 TEXTS = (None, "text", "input_text", "output_text")
 """Types of content parts whose `text` is the turn's text; a `reasoning` or an `image` may have a text too."""
+OF_PART = ("type", "text", "image", "image_url", "path", "url", "bytes", "base64")
+"""Keys of content parts that are read."""
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
 WORDS = {
@@ -111,6 +113,17 @@ def refuse_parts(where: str, parts: Iterable[object]) -> None:
                 f"{where} has 'content' parts that are not text ({kind}), which is all that this recipe reads; "
                 f"{vision if 'image' in str(kind) else REWRITE}."
             )
+
+
+def unread_of_parts(content: object) -> list[str]:
+    """Return the keys of a turn's images that nothing reads, such as OpenAI's `detail` and Qwen's `max_pixels`."""
+    found = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict):
+            found += [f"images.{key}" for key, value in part.items() if key not in OF_PART and value not in EMPTY]
+            link = part.get("image_url")
+            found += [f"images.{key}" for key in link if key != "url"] if isinstance(link, dict) else []
+    return found
 
 
 def is_learned(where: str, turn: JsonView) -> bool:

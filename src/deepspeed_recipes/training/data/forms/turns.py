@@ -175,7 +175,7 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
     for field in fields:
         if "call" not in str(example.get(field)):  # most examples, which are not read twice
             continue
-        turns = read_side(where, example, field, "assistant")
+        turns = read_side(where, {**example, field: _without_images(example[field])}, field, "assistant")
         for at, calls, results in _called(turns):
             ids = [call["id"] for call in calls if "id" in call]
             answered = [turn["tool_call_id"] for turn in results if turn.get("tool_call_id")]
@@ -199,6 +199,17 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
             found += [f"{name!r} is called without {one!r}" for one in required if one not in arguments]
             found += [f"{name!r} has no {one!r}" for one in arguments if known is not None and one not in known]
     return list(dict.fromkeys(found))
+
+
+def _without_images(value: Any) -> Any:
+    """Return turns whose questions hold neither images nor their placeholders, which text recipes refuse."""
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        return value
+    asked = [ROLES.get(str(turn.get("role", turn.get("from"))).lower()) == "user" for turn in value]
+    return [
+        {key: "." if user and key in ("content", "value") else one for key, one in turn.items()}
+        for user, turn in zip(asked, value, strict=True)
+    ]
 
 
 _WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
