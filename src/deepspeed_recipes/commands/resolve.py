@@ -19,7 +19,7 @@ from ..config.lint import first_error, judge
 from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
 from ..config.rule import Facts, hidden_size, model_config
-from ..recipe import overrides
+from ..recipe import deepspeed_file, overrides
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import CONFIGS
@@ -67,8 +67,8 @@ def main(words: Sequence[str] | None = None) -> int:
         if idle := unused(document.value, numbers, arguments.settings):
             print(f"{', '.join(idle)}: not in the result: {arguments.template} has no key for it", file=sys.stderr)
         if "optimizer" not in resolved:
-            to = resolved.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
-            forced = to != "none" and resolved.get("zero_force_ds_cpu_optimizer", True)
+            offloads = deepspeed_file.parse(resolved).offload_optimizer != "none"
+            forced = offloads and resolved.get("zero_force_ds_cpu_optimizer", True)
             yours = "optimizer=DeepSpeedCPUAdam(...), as it offloads" if forced else "your optimizer=..."
             print(f"without an optimizer block: give deepspeed.initialize {yours}", file=sys.stderr)
     except Unresolvable as error:
