@@ -489,6 +489,16 @@ MISTAKES = {
         "sft",
         ":1: turn 3 of 'messages' answers the tool call 'c2', which no turn before it makes (those have c1)",
     ),
+    "answer with a question": (
+        line(prompt="a", chosen=[assistant("b"), user("c")], rejected="d"),
+        "dpo",
+        ":1: 'chosen' ends with a turn of the user, not of the assistant, whose answers are compared; remove",
+    ),
+    "judged question": (
+        line(prompt="a", completion=[assistant("b"), user("c")], label=True),
+        "kto",
+        ":1: 'completion' ends with a turn of the user",
+    ),
     "prompt of another pair": (
         line(prompt="Why?", chosen=SHORT, rejected=[user("Hi?"), assistant("No.")]),
         "dpo",

@@ -444,10 +444,20 @@ def _preference(where: str, example: Example) -> Example:
                 f"{where}: {field!r} must continue the prompt with an assistant turn; give 'prompt', and in 'chosen' "
                 "and 'rejected' only the answers, or two conversations that diverge at an assistant turn."
             )
+        _check_end(where, field, answer)
         whole = as_conversation(where, example, field, prompt + answer, given=len(prompt))
         sides |= whole | {"prompt": whole["messages"][: whole["given"]], field: answer}
     del sides["messages"], sides["given"]
     return sides
+
+
+def _check_end(where: str, field: str, answer: list[Turn]) -> None:
+    """Refuse an answer to compare that ends with another's words, which would be learned as the model's."""
+    if answer[-1]["role"] != "assistant":
+        raise UserError(
+            f"{where}: {field!r} ends with a turn of the {answer[-1]['role']}, not of the assistant, whose answers are "
+            "compared; remove that turn."
+        )
 
 
 def _check_repeated(where: str, pair: Example, start: list[Turn]) -> None:
@@ -478,6 +488,7 @@ def _judged(where: str, example: Example, form: str = "prompt_completion") -> Ex
     given = whole.pop("given") or len(turns) - 1
     if not given or turns[given]["role"] != "assistant":
         raise UserError(f"{where}: must end with the assistant's answer, which the label judges, after a question.")
+    _check_end(where, "completion", turns[given:])
     return {**whole, "prompt": turns[:given], "completion": turns[given:], "label": label}
 
 
