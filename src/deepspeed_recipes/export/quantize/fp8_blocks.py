@@ -28,14 +28,14 @@ def write(whole: Path, folder: Path) -> None:
     folder.mkdir()
     held = weights.tensors(whole)
     if stacked := [name for name, one in held.items() if len(one.shape) == 3 and "experts" in name]:
-        raise UserError(f"{whole}: {stacked[0]} stacks experts, which FP8 in blocks cannot scale; use --quantize int8.")
+        raise UserError(f"{whole}: {stacked[0]} stacks experts, which FP8 in blocks cannot scale; use --gguf q8_0.")
     chosen = {name for name, one in held.items() if len(one.shape) == 2 and LINEAR.search(name)}
     if not chosen:
-        raise UserError(f"{whole}: has no linear layer that FP8 in blocks can hold; use --quantize int8.")
+        raise UserError(f"{whole}: has no linear layer that FP8 in blocks can hold; use --gguf q8_0.")
     if uneven := sorted(name for name in chosen if any(side % BLOCK for side in held[name].shape)):
         raise UserError(
             f"{whole}: {uneven[0]} {list(held[uneven[0]].shape)} is not a multiple of {BLOCK} on each side, and "
-            "transformers reads whole blocks only; use --quantize int8."
+            "transformers reads whole blocks only; use --quantize int8 (of an MoE model int4)."
         )
     places: dict[str, str] = {}
     for file in weights.files(whole):

@@ -13,7 +13,7 @@ from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model, complete, expected, record
-from ..serve import environment
+from ..serve import engines, environment, served
 from . import KINDS, UNROUNDED, Kind
 
 if TYPE_CHECKING:
@@ -24,6 +24,13 @@ COMPRESS, CONVERT, ANSWER = (
 )
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 """Files that a quantised model has its own version of; all others in the folder are copied."""
+LEFT = "bitsandbytes leaves experts, which one tensor holds, in 16 bits"
+EXPERTS = {
+    "nf4": LEFT,
+    "int8-bitsandbytes": LEFT,
+    "int8": "transformers 5.22, which compares the copy, does not load experts in int8 again",
+}
+"""Kinds that cannot hold experts, with the reason."""
 MODELFILE = "Modelfile"
 MIB = 2**20
 
@@ -31,6 +38,11 @@ MIB = 2**20
 def check(source: Path, output: Path, kind: Kind) -> None:
     """Refuse a model of which no such copy can be written, before anything is loaded."""
     complete.check_smaller(source, output, kind.option)
+    if kind.name in EXPERTS and engines.has_experts(served.whole(source)):
+        raise UserError(
+            f"{kind.typed}: {source} is an MoE model, and {EXPERTS[kind.name]}; use --quantize int4, fp8 or fp8-block, "
+            "or --gguf q8_0."
+        )
     if kind.quantizer == "llm-compressor":
         try:
             environment.require("llmcompressor", kind.typed)
