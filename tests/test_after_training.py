@@ -13,7 +13,10 @@ import pytest
 
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.export import quantize
+from deepspeed_recipes.export.evaluate import held_out
+from deepspeed_recipes.export.quantize import measure, write
 from deepspeed_recipes.export.serve import engines, environment
+from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json
 from deepspeed_recipes.training import server
 from deepspeed_recipes.training.model_folder import card, record
@@ -118,6 +121,17 @@ def test_llama_cpp_answers_as_trained(kind, folder, tmp_path):
     assert result["bytes_after"] < {"f16": 0.6, "q8_0": 0.4, "q4_k_m": 0.35}[kind] * result["bytes_before"]
     assert f'Llama("model-{kind}.gguf"' in (tmp_path / "file" / card.FILE).read_text()
     assert run_command("publish", [str(tmp_path / "file"), "OWNER/NAME", "--dry-run"]) == 0
+
+
+@pytest.mark.skipif(not environment.has_llama_cpp(), reason="needs `make gguf`")
+def test_llama_cpp_has_the_loss_of_the_model_where_the_metric_is_the_loss():
+    recipe = overrides.apply(pages.find("tiny", "full"), ["data.metric=loss"])
+    with held_out.alone():
+        known = held_out.read(recipe, None, None, 20)
+        whole = Path(recipe.model.path)
+        found = measure.losses(whole, known, print, lambda sequences: write.log_probabilities(whole, sequences))
+    assert found.metric == "loss" and found.examples == 20 and found.same > 0.999
+    assert found.after == pytest.approx(found.before, rel=1e-4), "the unrounded file"
 
 
 @pytest.mark.skipif(environment.python("llmcompressor") is None, reason="needs the environment of `make serving`")

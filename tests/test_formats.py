@@ -9,6 +9,7 @@ import pytest
 from datasets import Dataset
 
 from deepspeed_recipes.launching import paths, preflight
+from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
@@ -777,6 +778,15 @@ def test_options_that_contradict_each_other_are_named(mistake, tmp_path, monkeyp
     with pytest.raises(UserError) as caught:
         preflight.check_data(replace(small(tmp_path, tmp_path), data=data, **changes))
     assert hint in str(caught.value)
+
+
+def test_the_sample_reward_needs_prompts_with_answers(tmp_path):
+    (tmp_path / "a.jsonl").write_text(line(prompt="Hi?", answer="Yes."))
+    grpo = replace(pages.find("tiny", "grpo"), data=Data(str(tmp_path / "a.jsonl")))
+    with pytest.raises(UserError, match="no prompt has an answer, with which the reward exact_match compares"):
+        preflight.check_data(grpo)
+    assert preflight.check_data(replace(grpo, data=replace(grpo.data, columns="answer:completion"))) == 1
+    assert preflight.check_data(replace(grpo, reward=grpo.reward.replace("exact_match", "short"))) == 1
 
 
 def test_judged_answers_are_of_both_kinds(tmp_path):

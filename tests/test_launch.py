@@ -218,8 +218,11 @@ MISTAKES = {
     "no data": (["tiny", "full", f"data.path={ROOT / '.ci'}"], "no data files in this folder"),
     "nothing": ([], "--list"),
     "key": (["tiny", "full", "learning_rat=1"], "learning_rate"),
-    "another launcher's option": (["tiny", "full", "--learning_rate", "1e-4"], "learning_rate=VALUE"),
-    "foreign keys": (["tiny", "full", "loss_type=ipo", "a", "bf16=true"], "'dpo.loss'.\nunknown key 'bf16'; use 'prec"),
+    "another launcher's option": (["tiny", "full", "--learning_rate", "a"], "learning_rate=a: must be a number"),
+    "foreign keys": (
+        ["tiny", "full", "loss_type=ipo", "a", "bf16=false"],
+        "'dpo.loss'.\nunknown key 'bf16'; use 'prec",
+    ),
     "a section": (["tiny", "full", "data=a", "wandb=false"], "'data.path'.\nunknown key 'wandb'; use 'tracking'"),
     "not an override": (["tiny", "full", "fast"], "key=value"),
     "type": (["tiny", "full", "epochs=many"], "epochs=many"),

@@ -96,6 +96,14 @@ def test_keys_can_be_typed_as_options(capsys):
     keys = ["learning_rate=1e-4", "lora.dora=true", "seed=7", "schedule.warmup=0.1", "packing=false", "lora.rank=4"]
     assert found.overrides == keys
     assert "warmup_ratio is read as schedule.warmup" in capsys.readouterr().err
+    found = options.parse(["tiny", "lora", "--bf16", "output_dir=x", "load_in_4bit=true"], "")
+    assert found.overrides == ["model.quantization=nf4", "precision=bf16"] and found.output_dir == Path("x")
+    batch = ["tiny", "full", "gradient_accumulation_steps=4", "micro_batch_size=2", "--gpus", "2", "--dry-run"]
+    assert launch.main(batch) == 0
+    assert "is read as global_batch_size=16: 2 x 4 x 2 data-parallel ranks" in capsys.readouterr().err
+    assert main.run("launch", [*batch, "global_batch_size=8"]) == 2
+    assert "use 'global_batch_size'" in capsys.readouterr().err
+    assert shown(capsys, "--help", "num_train_epochs").startswith("epochs: ")
     for word, said in (("--beta=0.1", "unknown key 'beta'; use 'dpo.beta'"), ("--seed", "seed=true: must be")):
         assert main.run("launch", ["tiny", "full", "--dry-run", word]) == 2
         assert said in capsys.readouterr().err

@@ -491,6 +491,13 @@ def test_a_file_that_is_no_training_file_is_a_line(place, text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_data_sets_with_other_columns_do_not_go_together(place):
+    entries = {name: {"file_name": "train.jsonl", "columns": {"prompt": name}} for name in ("ours", "theirs")}
+    (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
+    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,theirs"})), 1)
+    assert "for all sources" in found.missing["dataset.columns"]
+
+
 def test_anchors_are_read(place):
     text = (
         "base: &base\n  path: ours.jsonl\n  type: alpaca\nbase_model: x\ndatasets:\n  - <<: *base\n    split: train\n"

@@ -184,6 +184,10 @@ _GUESSES = {
 """Options that people guess: other words for options of these commands; the first that a command has is named."""
 
 
+OUTPUT = "output_dir"
+"""TrainingArguments' name of an option of ours, which users type as a key, too."""
+
+
 class Parser(argparse.ArgumentParser):
     """The command line of one command."""
 
@@ -243,6 +247,11 @@ class Parser(argparse.ArgumentParser):
         while left:
             word = left.pop()
             name, equals, value = word.partition("=")
+            dashed = f"--{name.removeprefix('--').replace('_', '-')}"
+            ours = name.startswith("--") or (name == OUTPUT and equals)
+            if ours and dashed != name and dashed in self._option_string_actions:
+                found.append(f"{dashed}{equals}{value}")
+                continue
             key = name.removeprefix("--").replace("-", "_")
             own = any(one.startswith(name) for one in self._option_string_actions) or self._guessed(name)
             if not name.startswith("--") or own or key not in {**overrides.FOREIGN_NAMES, **overrides.override_keys()}:

@@ -30,10 +30,11 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     )
     model = replace(recipe.model, path=_absolute("model.path", recipe.model.path, mount))
     if Path(model.path).exists() and not Path(model.path, "config.json").is_file():
-        raise UserError(
-            f"model.path={recipe.model.path}: this folder has no config.json. Give a Hugging Face model folder, for "
-            "instance a run's export/; merge an adapter first with ds-recipes export --merge."
-        )
+        what = "this folder has no config.json. Give a Hugging Face model folder, for instance a run's export/."
+        if Path(model.path, "adapter_config.json").is_file():
+            merged = f"ds-recipes export {recipe.model.path} --merge --output DIR"
+            what = f"an adapter, which has to be merged first: {merged}; then give model.path=DIR."
+        raise UserError(f"model.path={recipe.model.path}: {what}")
     if model.new_tokens is not None:  # the ranks and a later resume need no file
         model = replace(model, new_tokens=new_tokens.as_text(new_tokens.read(model.new_tokens)))
     if model.chat_template == "none":

@@ -23,7 +23,7 @@ from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, bubble, draft_key_value_heads, gradient_accumulation_steps
 from ..recipe.methods import Distill, Grpo
-from ..recipe.project import python_path
+from ..recipe.project import SAMPLES, python_path
 from ..recipe.recipe import Data, Recipe, names
 from ..training.data import classes, images, text_files, updates
 from ..training.data.forms import formats
@@ -38,6 +38,9 @@ UNNAMED = Data(path="")
 """Data whose examples are read as they are."""
 STREAMED = 1000
 """Number of examples of a streamed file that are checked."""
+REWARDS = SAMPLES / "rewards.py"
+COMPARES = ("exact_match", "same_facts", "number_and_unit")
+"""Its functions that compare with an expected answer."""
 REFERENCES = 4
 """Number of references on which the user's own metrics are tried."""
 
@@ -350,6 +353,13 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
         elif examples == "matching texts":
             classes.check_negatives(key, counts[True], counts.total())
     training = known.get("data.path")
+    if training and examples == "prompts" and not training[True]:
+        for one in own_code.functions("reward", recipe.reward or ""):
+            if one.name in COMPARES and Path(one.path) == REWARDS:
+                raise UserError(
+                    f"data.path: no prompt has an answer, with which the reward {one.name} compares; name the answers' "
+                    "column, as in data.columns=answer:completion, or give reward=FILE.py:FUNCTION."
+                )
     if training and examples == "matching texts":
         classes.check_pairs("data.path", training.total(), recipe.global_batch_size)
     elif training and examples == "labelled texts":
@@ -390,8 +400,8 @@ def check_file(
 ) -> Counter[Any]:
     """Check a file's first `most` examples (all if None) for a method, and return their number by kind.
 
-    `data` says how they are read. An example's kind is its label, or a flag for a `negative`. With `vision` an example
-    may have images, and every image is opened.
+    `data` says how they are read. An example's kind is its label, or a flag for a `negative` or a prompt's answer. With
+    `vision` an example may have images, and every image is opened.
     `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example. `unread`
     counts the keys that nothing reads.
     """
@@ -430,6 +440,8 @@ def check_file(
 
 
 def _kind(example: formats.Example) -> Any:
+    if "fields" in example:
+        return len(example["messages"]) > example["given"]
     return example["negative"] is not None if "negative" in example else example.get("label")
 
 

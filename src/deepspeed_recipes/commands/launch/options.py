@@ -65,6 +65,7 @@ def overview() -> str:
 def explained(word: str) -> str:
     """Return the explanation of a key, or of each key of a section such as `lora`."""
     known = keys()
+    word = overrides.FOREIGN_NAMES[word] if word in overrides.SAME else word
     found = [known[word]] if word in known else [key for name, key in known.items() if name.startswith(f"{word}.")]
     if not found:
         raise UserError(overrides.unknown(word, list(known)))

@@ -17,7 +17,7 @@ from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile import counts
 from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
-from ...recipe import compatibility, deepspeed_file, overrides, own_code, pages, run_folder
+from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
@@ -114,6 +114,28 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     if not options.dry_run or (options.output_dir and not machines.elsewhere):
         run_folder.check_writable(folder)
     return LaunchPlan(options, recipe, folder, machines, estimate)
+
+
+ACCUMULATION = "gradient_accumulation_steps"
+
+
+def with_batch(options: LaunchOptions) -> LaunchOptions:
+    """Return the options with the global batch for the accumulation steps that other tools ask for, on these ranks."""
+    given = [word.partition("=")[2] for word in options.overrides if word.startswith(f"{ACCUMULATION}=")]
+    others = tuple(word for word in options.overrides if not word.startswith(f"{ACCUMULATION}="))
+    both = options.resume or "global_batch_size" in overrides.keys_of(others)
+    if both or len(given) != 1 or not given[0].isdecimal():
+        return options
+    found = borrowed.borrow(options.model, options.variant) if options.model else None
+    recipe = overrides.apply(found or pages.find(options.recipe, options.variant), others)
+    copies = layout.data_parallel_size(recipe.layout, machines_of(options, recipe.name).ranks)
+    word = f"global_batch_size={recipe.micro_batch_size * int(given[0]) * copies}"
+    print(
+        f"{ACCUMULATION}={given[0]} is read as {word}: {recipe.micro_batch_size} x {given[0]} x {copies} data-parallel "
+        f"rank{'s' * (copies != 1)}",
+        file=sys.stderr,
+    )
+    return replace(options, overrides=(*others, word))
 
 
 def requested(options: LaunchOptions) -> Request:

@@ -25,11 +25,12 @@ from ...report.profiler import verdict, window
 from ...report.sections import settings
 from ...training.model_folder import base_model
 from ...training.tracking import writer
-from .plan import LaunchPlan, plan_launch, requested
+from .plan import LaunchPlan, plan_launch, requested, with_batch
 
 
 def run(options: LaunchOptions) -> int:
     """Plan the run, start it, or do what the options ask for instead, and return the exit status."""
+    options = with_batch(options)
     request = requested(options)
     options.check()
     if cluster.is_dashboard(options.address):  # the launcher on the cluster makes the plan

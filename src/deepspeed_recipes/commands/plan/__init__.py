@@ -103,7 +103,7 @@ def _remarks(
     if arguments.longest:
         yield extremes.longest_in_words(request, result.best)
     if arguments.deadline and work:
-        yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline))
+        yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline), arguments.nodes)
     if work and (few := workload.few_steps(result.best, work)):
         yield few
     yield from suggestions.remarks(request, result.best)

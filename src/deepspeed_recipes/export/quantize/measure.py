@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 from datasets import Dataset
 
@@ -102,6 +103,23 @@ def _preferred(folder: Path, sequences: list[list[int]]) -> torch.Tensor:
         model(input_ids=torch.tensor([sequence], device=model.device)).logits[0].argmax(-1) for sequence in sequences
     ]
     return torch.cat(found).cpu()
+
+
+def losses(
+    whole: Path, held_out: HeldOut, say: Callable[[str], None], scored: Callable[[list[Json]], list[Json]]
+) -> Comparison:
+    """Compare a model's loss with that of its GGUF file, whose log-probabilities of sequences `scored` returns."""
+    say(f"measuring both on {len(held_out.examples)} held-out examples")
+    found, _ = tokenize.tokenized(held_out.examples, tokenize.alone(held_out.recipe), export.load_tokenizer(whole))
+    sequences = [list(one) for one in found["input_ids"]]
+    theirs = scored([{"tokens": one, "start": 1} for one in sequences])
+    learned = [np.array(labels[1:]) != -100 for labels in found["labels"]]
+    chosen = [np.array(one["logprobs"])[here] for one, here in zip(theirs, learned, strict=True)]
+    after = -float(np.concatenate(chosen).mean())
+    # The last token's successor is in neither.
+    preferred = _preferred(whole, [one[:-1] for one in sequences]).numpy()
+    same = float((preferred == np.concatenate([one["likeliest"] for one in theirs])).mean())
+    return Comparison("loss", len(sequences), score.of(whole, held_out).value, after, same, "token")
 
 
 def answers(

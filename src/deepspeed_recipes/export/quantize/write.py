@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,12 @@ def write(
         say(f"writing {kind.title} with {kind.quantizer}")
         if kind.quantizer == "llama.cpp":
             file = _convert(whole, part, kind, place)
-            found = measure.answers(whole, held_out, say, lambda asked: _answer(file, asked, kind, place))
+            ask = partial(_answer, file, kind=kind, place=place)
+            found: measure.Comparison | None
+            if held_out and held_out.metric == "loss":
+                found = measure.losses(whole, held_out, say, lambda sequences: ask({"sequences": sequences}))
+            else:
+                found = measure.answers(whole, held_out, say, ask)
         else:
             _quantize(whole, part, kind, held_out, place)
             found = measure.tokens(whole, part, held_out, say)
@@ -109,7 +115,8 @@ def write(
         }
         complete.of_quantized(part, output, results | (found.recorded() if found else {}))
         export.move(part, output)
-    measured = found.lines() if found else ["not measured: no held-out examples known"]
+    why = f"llama.cpp has no {held_out.metric}" if held_out else "no held-out examples known"
+    measured = found.lines() if found else [f"not measured: {why}"]
     return [f"{before / MIB:,.1f} -> {after / MIB:,.1f} MiB of weights; loads in {kind.loads_in}", *measured]
 
 

@@ -266,8 +266,12 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), name)
     if renamed and key == "data.path":
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
-        if len(words) > 1:
-            found.remarks.append(f"{name}: data.columns renames the columns of every source")
+        if len({str(listed[word].get("columns")) for word in words if word in listed}) > 1:
+            found.lack(
+                f"{name}.columns",
+                "data.columns is for all sources; where their columns differ, rename them in the files, or in "
+                "data.transform=FILE.py:FUNCTION",
+            )
 
 
 def _problems(entry: JsonView) -> Iterator[str]:

@@ -607,7 +607,10 @@ def renamed_columns(
         # A pair with another field is read as the beginning of the next column's name.
         if unknown := re.match(r"[^:]+:\s*([^:,]+?)\s*,", missing[0]):
             raise UserError(f"{where}: data.columns: {unknown[1]!r} is not a field; {HOW_TO_RENAME}")
-        raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
+        raise UserError(
+            f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}. All sources of "
+            "data.path need the columns; data.transform=FILE.py:FUNCTION can change the examples of some."
+        )
     for where, example in chain(first, located):
         kept = {name: value for name, value in example.items() if name in columns or name not in columns.values()}
         yield where, {columns.get(name, name): value for name, value in kept.items()}
