@@ -20,6 +20,7 @@ from deepspeed_recipes.recipe.recipe import Draft
 from deepspeed_recipes.recipe.run_folder import read_json, write_json
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
+from deepspeed_recipes.training import server as client
 from deepspeed_recipes.training.model import draft
 from deepspeed_recipes.training.model_folder import base_model, complete, expected
 from deepspeed_recipes.training.server import Server
@@ -152,6 +153,46 @@ def test_vllm_answers_as_lfm2_only_without_its_kernel_that_rotates(tmp_path):
     with vllm(served.find(folder, "mine", []), tmp_path) as url:
         found = certificate.of_server(Server(url, "mine"), folder)
     assert found.agrees and found.difference < 1e-4, str(found)
+
+
+def test_vllm_drafts_with_the_head_for_a_further_token(tmp_path):
+    """Each token of this model follows from the one before it alone, so that a head that is read right is never off.
+
+    Of DeepSeek V3's draft it reads the head, too, and then has no kernel on CPUs for its small latent attention.
+    """
+    folder, recipe = tmp_path / "model", pages.find("glm4_5-air", "full")
+    model = replace(recipe.model, train_mtp=True)
+    draft.write(replace(recipe, model=model, draft=Draft(enabled=True, hidden_size=128)), folder, torch.float32)
+
+    def follow_alone(tensors):
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+            elif name.endswith("eh_proj.weight"):
+                tensor.copy_(torch.eye(*tensor.shape))  # the next token's embedding, and nothing of the hidden state
+        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+
+    change(folder, follow_alone)
+    whole = export.load(folder).eval()
+    examples, measured, _ = answers(whole, export.load_tokenizer(folder))
+    expected.write(folder, examples, whole.dtype, measured)
+    port, found = free_port(), served.find(folder, "mine", [])
+    engine = engines.build("vllm", found, "127.0.0.1", port, tmp_path)
+    words = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
+    with process.running(replace(engine, command=engine.command + words), "mine", "127.0.0.1", port, tmp_path / "log"):
+        url = process.address("127.0.0.1", port)
+        certified = certificate.of_server(Server(url, "mine"), folder)
+        client.answers(
+            Server(url, "mine"), [[{"role": "user", "content": "Hello"}]], {"temperature": 0, "max_tokens": 32}
+        )
+        lines = urllib.request.urlopen(f"{url}/metrics").read().decode().splitlines()
+    assert certified.agrees and certified.difference < 1e-4, str(certified)
+    drafted, accepted = (
+        sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:spec_decode_num_{kind}_tokens_total"))
+        for kind in ("draft", "accepted")
+    )
+    assert drafted > 8 and accepted > 0.9 * drafted, (drafted, accepted)
 
 
 def test_a_head_that_was_untied_and_is_served_tied_differs(tmp_path):
