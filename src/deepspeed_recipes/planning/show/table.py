@@ -354,8 +354,8 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
 
 
 def _range(low: float, high: float) -> str:
-    """Return a range of speeds: `103 to 429`, `2.0 to 8.2k`."""
-    return f"{low:,.0f} to {high:,.0f}" if high < 1000 else f"{low / 1000:,.1f} to {high / 1000:,.1f}k"
+    """Return a range of speeds: `303 to 1,229`, `2.0 to 8.2k`."""
+    return f"{low:,.0f} to {high:,.0f}" if low < 1000 else f"{low / 1000:,.1f} to {high / 1000:,.1f}k"
 
 
 def _size(size: float) -> str:
