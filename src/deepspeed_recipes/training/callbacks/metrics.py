@@ -109,7 +109,7 @@ def step_line(record: Json, last_step: int) -> str:
     if "kl" in record:
         preference += f"KL {record['kl']:.2f}  "
     return (
-        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:.4f}  {preference}"
+        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:z.4f}  {preference}"
         f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
         f"{speed:,.0f} tokens/s  {duration(left)} left"
     )
