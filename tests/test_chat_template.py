@@ -103,14 +103,14 @@ CASES = {
         "drops reasoning, in 'reasoning_content' of turn 2",
     ),
     "judged": ("kto_lora", "llama3", {"prompt": [ASKED], "completion": [REASONED], "label": True}, "drops reasoning"),
-    "prompts": ("grpo", "gemma", {"prompt": [SYSTEM, ASKED], "answer": "4"}, "System role not supported"),
+    "prompts": ("grpo", "gemma", {"prompt": [SYSTEM, ASKED], "completion": "4"}, "System role not supported"),
     "distil": ("distill", "gemma", {"messages": [SYSTEM, ASKED, SAID]}, "System role not supported"),
     "classes": ("classify", "gemma", {"messages": [SYSTEM, ASKED], "label": "sum"}, "System role not supported"),
 }
 CUT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content[:1] }}<|end|>{% endfor %}"
 IMPORTING = "{% import 'x' as y %}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
 USUAL = {"full": SFT, "dpo_lora": PAIR, "kto_lora": {"prompt": "2 + 2?", "completion": "5", "label": False}}
-USUAL |= {"grpo": {"prompt": "2 + 2?", "answer": "4"}, "distill": SFT}
+USUAL |= {"grpo": {"prompt": "2 + 2?", "completion": "4"}, "distill": SFT}
 USUAL |= {"classify": {"messages": [ASKED], "label": "other"}}
 
 

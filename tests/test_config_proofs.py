@@ -207,6 +207,7 @@ NOT_RUN = {
     "fp16-without-zero": "tests/test_upstream.py shows it, on processors that have fp16",
     "scheduler-block": "a warning; the Trainer's own documentation says so",
     "nvme-folder": "about the machine",
+    "autotuning-ends-the-run": "ends the process in which it is on",
     "swap-buffer-too-small": "needs a parameter of more than 1e8 elements",
     "sequence-parallel-below-stage-3": "two ranks: tests/test_config_proofs_ranks.py",
     "sequence-parallel-without-scatter": "two ranks: tests/test_config_proofs_ranks.py",

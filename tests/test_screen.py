@@ -65,7 +65,7 @@ def test_help_of_a_key_says_everything_about_it(capsys):
     assert "which hold most activations" in " ".join(screen.split()), "all of it, and not the first sentence"
     assert len(re.findall(r"^lora\.", shown(capsys, "tiny", "full", "--help", "lora"), re.MULTILINE)) == 11
     assert "refused: fp8=true with lora!=none: adapters' products" in shown(capsys, "--help", "fp8")
-    for word, said in (("learning_rat", "Did you mean 'learning_rate'"), ("lr", "use 'learning_rate'")):
+    for word, said in (("learning_rat", "Did you mean 'learning_rate'"), ("beta", "use 'dpo.beta'")):
         assert main.run("launch", ["--help", word]) == 2
         assert said in capsys.readouterr().err
 
