@@ -263,10 +263,15 @@ def test_vllm_is_told_what_the_model_was_trained_with(models, tmp_path, monkeypa
     assert "--generation-config" not in words
     ends = models / "ends"  # an adapter whose answers end with another token than the base's
     shutil.copytree(models / "one", ends)
-    (ends / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
-    words = list(engines.vllm(served.find(ends, None, []), "127.0.0.1", 8000).command)
+    write_json(ends / "generation_config.json", {"eos_token_id": [2, 7], "suppress_tokens": [5], "min_length": 0})
+    adapter = read_json(ends / base_model.ADAPTER)
+    write_json(ends / base_model.ADAPTER, adapter | {"rank_pattern": {"q_proj": 9}})
+    found = served.find(ends, None, [])
+    words = list(engines.vllm(found, "127.0.0.1", 8000).command)
+    unread = [engines.unread_settings(engine, found) for engine in ("vllm", "transformers")]
     shutil.rmtree(ends)
-    assert value("--generation-config") == str(ends)
+    assert value("--generation-config") == str(ends) and value("--max-lora-rank") == "16"
+    assert unread == [["suppress_tokens"], []]
 
 
 def test_a_split_is_passed_to_vllm(models, monkeypatch):

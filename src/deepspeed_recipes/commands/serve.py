@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     engine = engines.choose(options.engine, found)
     split = engines.Split(options.tensor_parallel, options.pipeline_parallel)
     engines.check_split(engine, found, split)
+    if unread := engines.unread_settings(engine, found):
+        print(f"warning: vLLM does not read {', '.join(unread)} in generation_config.json; send them in each request")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background processes with SIGINT ignored
     with children.scratch("ds-recipes-serve-") as place:

@@ -28,6 +28,12 @@ NOT_IN_VLLM = (
 """Settings of adapter_config.json that vLLM 0.32 does not load: rows of new tokens, whole modules, DoRA and others."""
 UNSET: tuple[object, ...] = (None, False, "none", [], {})
 """Values with which they change nothing."""
+TRANSFORMERS_ONLY = (
+    *("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"),
+    *("no_repeat_ngram_size", "min_length", "min_new_tokens", "sequence_bias", "stop_strings"),
+    "exponential_decay_length_penalty",
+)
+"""Settings of generation_config.json that change an answer, and that vLLM 0.32 does not read."""
 MIXED = "--enable-mixed-moe-lora-format"
 WEB = ("fastapi", "uvicorn", "openai", "multipart")
 """Packages that `transformers serve` imports in addition to transformers."""
@@ -125,6 +131,14 @@ def choose(engine: str, served: Served) -> str:
     if len(served.adapters) > 1:
         raise UserError(f"transformers serve serves only one model; several adapters need vLLM: {environment.how()}")
     return engine
+
+
+def unread_settings(engine: str, served: Served) -> list[str]:
+    """Return the settings of the model's generation_config.json that would change an answer and that vLLM ignores."""
+    places = (folder / "generation_config.json" for folder in (served.tokenizer, served.model))
+    file = next((place for place in places if place.is_file()), None)
+    found = read_json(file) if engine == "vllm" and file else {}
+    return [name for name in TRANSFORMERS_ONLY if found.get(name) not in UNSET]
 
 
 def build(engine: str, served: Served, host: str, port: int, place: Path, split: Split = Split()) -> Engine:

@@ -19,6 +19,7 @@ class Adapter:
     name: str
     folder: Path
     rank: int
+    """The largest of its layers."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _adapter(name: str, folder: Path) -> Adapter:
     if "r" not in config:
         kind = config.get("peft_type")
         raise UserError(f"{folder}: an adapter of PEFT's type {kind}, and servers apply LoRA; serve a merged copy.")
-    return Adapter(name, folder, int(config["r"]))
+    return Adapter(name, folder, max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 1))
 
 
 def _same(one: Path, other: Path) -> bool:
