@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from deepspeed.accelerator import get_accelerator
 
 from deepspeed_recipes.machine import ops
 from deepspeed_recipes.recipe.deepspeed_file import read
+from deepspeed_recipes.recipe.recipe import Lora
+from deepspeed_recipes.recipe.run_folder import RunFolder, write_recipe
+from deepspeed_recipes.training import run as training_run
 from tests.launching import BIN, ROOT, WORKERS, accelerate_launch, gpus, run
-from tests.ranks import free_port
+from tests.ranks import free_port, read_logs
+from tests.small import small
 from tests.tiers import tiered
 
 LIBAIO = Path("/usr/include/libaio.h").exists()
@@ -182,3 +187,20 @@ def test_template_has_no_finding(path: Path):
 
     found = [finding.rule for finding in lint(path, gpu_memory_gib=24)]
     assert found == (["step-of-zeros"] if path.stem == "zero0" else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("zeropp", {}, "zeropp.json: zero_quantized_weights is computed by GPUs, of which this machine has none"),
+        ("zero3_lora", {"lora": Lora()}, "zero_quantized_nontrainable_weights is computed by GPUs"),
+        ("fp16", {"precision": "fp16"}, "precision=fp16: the processors of this machine do not compute in fp16"),
+    ],
+)
+def test_what_only_gpus_compute_is_refused_on_others(ranks, tmp_path, model_folder, conversations, name, changes, said):
+    if name == "fp16" and get_accelerator().is_fp16_supported():
+        pytest.skip("processors with AVX512-FP16 compute in fp16")
+    folder = RunFolder(tmp_path / "run")
+    write_recipe(folder, small(model_folder, conversations, f"{name}.json", **changes))
+    assert ranks.run(training_run.main, str(folder.path), log=tmp_path / "log") == [2, 2]
+    assert said in read_logs(tmp_path / "log")[0]

@@ -19,10 +19,12 @@ from deepspeed.accelerator import get_accelerator
 
 from ..machine import readings
 from ..recipe import layout as layouts
+from ..recipe.compatibility import Case, refusal
+from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import PACKAGE
-from ..recipe.recipe import Layout
+from ..recipe.recipe import Layout, Recipe
 from . import upstream
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -63,6 +65,20 @@ def stop() -> None:
 def on_gpu() -> bool:
     """Return whether this run computes on GPUs."""
     return get_accelerator().device_name() != "cpu"
+
+
+QUANTISED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
+"""Keys of a DeepSpeed file for which it has kernels for GPUs only."""
+
+
+def check_device(recipe: Recipe, file: DeepSpeedFile) -> None:
+    """Refuse what this machine's processors cannot compute, which DeepSpeed finds while it loads the model or later."""
+    if recipe.precision == "fp16" and not get_accelerator().is_fp16_supported():
+        raise refusal("no fp16 here")
+    case = Case(recipe, file)
+    quantised = (key for key in QUANTISED if case.value(f"file.zero_optimization.{key}") is True)
+    if not on_gpu() and (key := next(quantised, None)):
+        raise refusal("no GPU here", name=file.name, key=key)
 
 
 def device() -> torch.device:

@@ -180,6 +180,7 @@ def checked(recipe: Recipe, file: DeepSpeedFile, tokenizer: PreTrainedTokenizerB
     config = load.load_config(recipe).to_dict()
     limits.check(replace(recipe, model=replace(recipe.model, config=config)), dist.get_world_size(), file)
     upstream.check_version(recipe.layout)
+    distributed.check_device(recipe, file)
     transforms.check(recipe, file, distributed.on_gpu())
     optimizer.check(recipe)
     attention = probe.check_packing(recipe, tokenizer, distributed.on_gpu(), say)
