@@ -81,18 +81,20 @@ def test_how_much_may_be_lost(metric, before, after, allowed, refused):
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_loaded(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(environment.VARIABLE, str(tmp_path / "nowhere"))
-    full, failed, scores, small, experts = (
-        tmp_path / name for name in ("full", "failed", "scores", "small", "experts")
+    full, failed, scores, small, experts, embeds = (
+        tmp_path / name for name in ("full", "failed", "scores", "small", "experts", "embeds")
     )
-    for folder in (full, failed, scores, small, experts):
+    for folder in (full, failed, scores, small, experts, embeds):
         folder.mkdir()
         write_json(folder / "config.json", read_json(model / "config.json"))
     write_json(failed / CHECK_FAILED, {})
     write_json(scores / "config.json", {"architectures": ["Qwen3ForSequenceClassification"]})
     write_json(small / "config.json", {"quantization_config": {}})
     write_json(experts / "config.json", {"num_experts": 4})
+    write_json(embeds / "config.json", {"architectures": ["Qwen3Model"]})
     new = tmp_path / "new"
     for source, kind, output, words in (
+        (embeds, "nf4", new, "returns embeddings"),
         (experts, "nf4", new, "is an MoE model, and bitsandbytes leaves experts"),
         (experts, "int8-bitsandbytes", new, "is an MoE model, and bitsandbytes leaves experts"),
         (model, "int3", new, "choose int8, int4, fp8, nf4"),
