@@ -56,7 +56,7 @@ def of_a_run(folder: str, mistake: str | None) -> None:
         trainer.add_callback(Count(Path(folder), (lambda _: MISTAKES[mistake](trainer)) if mistake else None))
         return trainer
 
-    module.trainer = with_count
+    object.__setattr__(module, "trainer", with_count)  # the methods on pairs are frozen
     run.main(folder)
 
 
