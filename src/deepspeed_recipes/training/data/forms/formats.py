@@ -305,7 +305,7 @@ def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Exa
 
 
 FOR_REWARD, ODD, ODD_AT = "reward: ", "inconsistent: ", "inconsistent at: "
-"""How keys that only a reward function gets begin in `unread`, and what does not fit together, with its place."""
+"""Beginnings of keys of reward functions in `unread`, of inconsistencies and of their places."""
 RATED = re.compile(r"(?=.*chosen).*(score|rating|reward)", re.IGNORECASE)
 """Keys with a number for a pair's better answer; the same with `rejected` has that of the other."""
 OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"

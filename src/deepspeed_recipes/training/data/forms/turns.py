@@ -166,7 +166,7 @@ def _names(calls: list[Json]) -> list[str]:
 
 
 def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
-    """Return what does not fit in an example's tool calls: with its `tools`, and with the results that follow.
+    """Return the mistakes in an example's tool calls: against its `tools`, and against the results that follow.
 
     Public data has such examples, so they are counted and not refused.
     """
