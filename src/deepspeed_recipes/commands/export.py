@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the folder, print its contents, and return 0, or 1 if a merged model differs from the trained one."""
+    """Write the folder, print its contents, and return 0, or 1 if the model differs from the trained one."""
     parser = Parser("export", __doc__)
     parser.add_argument(
         "source", type=Path, metavar="RUN_FOLDER_OR_CHECKPOINT", help="a run's folder, or a checkpoint in it"
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quantize", metavar="KIND", help=f"{', '.join(names('--quantize'))}; merges adapters")
     parser.add_argument("--gguf", metavar="KIND", help="one file for llama.cpp and Ollama: f16, q8_0 or q4_k_m")
     parser.add_argument(
-        "--no-certify", action="store_true", help="with --merge: do not compare the result with the trained model"
+        "--no-certify", action="store_true", help="do not compare a merged or smaller model with the trained model"
     )
     parser.add_argument("--data", type=Path, metavar="FILE", help="examples to compare a smaller model on")
     parser.add_argument("--limit", type=int, default=200, metavar="N", help="examples to measure on (default: 200)")
@@ -75,23 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def certified(folder: Path) -> int:
-    """Compare a merged model with what was trained, print the result, and return 1 if it differs."""
-    from ..export import certificate
+    """Compare a merged or smaller model with what was trained, print the result, and return 1 if it differs."""
     from ..training.model_folder.base_model import EXPECTED
-    from .certify import shown
+    from .certify import certificate_of, shown
 
     if not (folder / EXPECTED).exists():
-        print(f"not compared with the trained model: the adapter has no {EXPECTED}")
+        print(f"not compared with the trained model: the export that it is from has no {EXPECTED}")
         return 0
-    found = certificate.of_folder(folder.resolve())
+    found = certificate_of(folder.resolve(), "none")
     print("\n".join(shown(str(folder), found)))
     if found.agrees:
-        found.record(folder, "transformers")
+        found.record(folder, "llama.cpp" if any(folder.glob("*.gguf")) else "transformers")
     return 0 if found.agrees else 1
 
 
 def smaller(options: argparse.Namespace, source: Path) -> int:
-    """Write a quantised copy or a GGUF file, print its loss in quality, and return 0."""
+    """Write a quantised copy or a GGUF file, print its loss in quality, and return as `certified` does."""
     if options.add:
         raise UserError("--quantize, --gguf and --add: write the sum first, then name that folder.")
     if options.weight is not None:
@@ -116,8 +115,8 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     with known_examples(options, source) as known:
         lines = write.write(source, output, kind, known, options.allow_drop, print)
     form = f"GGUF, {kind.title}" if options.gguf else kind.title
-    print("\n".join([f"{options.output}: {form}, from {source}", *lines]))
-    return 0
+    print("\n".join([f"{options.output}: {form}, from {source}", *lines]), flush=True)
+    return 0 if options.no_certify else certified(options.output)
 
 
 @contextlib.contextmanager
