@@ -314,7 +314,8 @@ class Parser(argparse.ArgumentParser):
             elif near := self.nearest(name):
                 hint = f"did you mean {near}?"
             else:
-                prints = self.nearest("--out") is None and name in ("--out", "--output", "-o", "--output-file")
+                writes = self.nearest("--out") is not None or any(action.dest == "folder" for action in self._actions)
+                prints = not writes and name in ("--out", "--output", "-o", "--output-file")
                 hint = "it prints the result: add > FILE." if prints else f"{self.prog} --help lists the options."
             return f"{name}: no such option; {hint}"
         if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):

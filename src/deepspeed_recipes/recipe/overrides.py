@@ -178,9 +178,10 @@ def _settle_data(data: Json, given: set[str], resumed: bool) -> None:
 def word(text: str) -> str:
     """Return a word of the command line, with our key for another tool's that takes the same values; says so."""
     key, equals, value = text.partition("=")
-    if key in OTHER_TOOLS["switches"] and SWITCHES.get(value.lower()):
-        print(f"{text} is read as {OTHER_TOOLS['switches'][key]}", file=sys.stderr)
-        return str(OTHER_TOOLS["switches"][key])
+    known, switched = OTHER_TOOLS["settings"], f"{key}={str(SWITCHES.get(value.lower())).lower()}"
+    if ours := known.get(text.lower()) or known.get(switched):
+        print(f"{text} is read as {ours}", file=sys.stderr)
+        return str(ours)
     if not equals or key not in SAME:
         return text
     print(f"{key} is read as {FOREIGN_NAMES[key]}", file=sys.stderr)
@@ -190,7 +191,7 @@ def word(text: str) -> str:
 def takes(key: str, text: str) -> bool:
     """Return whether the word after an option that is named like a key is its value; a switch may have none."""
     hint = override_keys().get(FOREIGN_NAMES.get(key, key))
-    if key in OTHER_TOOLS["switches"] or bool in (hint, *typing.get_args(hint)):
+    if f"{key}=true" in OTHER_TOOLS["settings"] or bool in (hint, *typing.get_args(hint)):
         return text.lower() in SWITCHES
     return not text.startswith("--")
 

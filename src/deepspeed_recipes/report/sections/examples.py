@@ -46,6 +46,8 @@ def _why_none(run: RunData) -> str:
         return "None: the run has no held-out examples; data.validation=FILE names some."
     if recipe.data.sample_answers == 0:
         return "None: data.sample_answers=0."
+    if recipe.method.name == "grpo":
+        return "None: held-out answers get a reward and are not kept; ds-recipes generate asks the model."
     return "This run stored none: no held-out example was short enough, the model cannot generate, or it is older."
 
 
@@ -61,7 +63,7 @@ def differences(expected: str, answer: str) -> Pieces:
 
 COUNTS = {
     "examples": "examples read",
-    "dropped": "dropped, longer than the sequence length or unusable",
+    "dropped": "left out: too long, unusable, or more than fill the last batch",
     "unlearnable": "dropped, without a token in the loss",
     "extra_pieces": "pieces beyond one per text",
     "sequences": "sequences",

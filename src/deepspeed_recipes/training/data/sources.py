@@ -354,7 +354,8 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
     elif source.name.count("/") == 1 and not folder.exists():  # on the Hub
         splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
     if unread := [one for one in splits if one != split and folder / one not in read]:
-        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / unread[0])}"
+        for_measuring = min(unread, key=lambda name: name.startswith("train"))
+        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / for_measuring)}"
     if images or not _is_of_files(folder):
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
@@ -364,7 +365,9 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
         return None
     named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])
     named += f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else ""
-    of_splits = [Path(one) for kind, found in _splits(folder).items() if kind != split for one in found]
+    of_splits = [
+        Path(one) for kind, found in _splits(folder).items() if not kind.startswith((split, "train")) for one in found
+    ]
     return (
         f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
         f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
