@@ -98,9 +98,15 @@ def test_keys_can_be_typed_as_options(capsys):
     assert "warmup_ratio is read as schedule.warmup" in capsys.readouterr().err
     found = options.parse(["tiny", "lora", "--bf16", "output_dir=x", "load_in_4bit=true"], "")
     assert found.overrides == ["model.quantization=nf4", "precision=bf16"] and found.output_dir == Path("x")
-    habits = ["train_on_inputs=False", "optim=adamw_torch", "metric_for_best_model=eval_loss", "eval_strategy=no"]
+    habits = [
+        "train_on_inputs=False",
+        "optim=adamw_torch",
+        "metric_for_best_model=eval_loss",
+        "eval_strategy=no",
+        "save_strategy=steps",
+    ]
     ours = ["loss_on=assistant", "optimizer=adamw", "data.metric=loss", "eval_steps=none"]
-    assert options.parse(["tiny", "lora", *habits], "").overrides == ours
+    assert options.parse(["tiny", "lora", *habits, "save_strategy=steps"], "").overrides == ours
     assert options.parse(["tiny", "lora", "bf16=false"], "").overrides == ["bf16=false"], "which is answered"
     batch = ["tiny", "full", "gradient_accumulation_steps=4", "micro_batch_size=2", "--gpus", "2", "--dry-run"]
     assert launch.main(batch) == 0

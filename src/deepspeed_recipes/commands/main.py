@@ -260,7 +260,8 @@ class Parser(argparse.ArgumentParser):
             if not equals:
                 value = left.pop() if left and overrides.takes(key, left[-1]) else "true"
             keys.append(f"{key}={value}")
-        return found + keys  # after the words that name a recipe
+        # Keys come after the words that name a recipe.
+        return [word for word in found + keys if not overrides.is_redundant(word)]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return an option's values; only the system prompt may be empty, and argparse would take the last of several.

@@ -188,6 +188,13 @@ def word(text: str) -> str:
     return f"{FOREIGN_NAMES[key]}={value}"
 
 
+def is_redundant(text: str) -> bool:
+    """Return whether a word of the command line is a setting of another tool that says nothing more here; says so."""
+    if why := OTHER_TOOLS["redundant"].get(text.lower()):
+        print(f"{text} is left out: {why}", file=sys.stderr)
+    return bool(why)
+
+
 def takes(key: str, text: str) -> bool:
     """Return whether the word after an option that is named like a key is its value; a switch may have none."""
     hint = override_keys().get(FOREIGN_NAMES.get(key, key))

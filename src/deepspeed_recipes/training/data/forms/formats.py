@@ -155,7 +155,7 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
             f'each: {{"messages": [{{"role": ..., "content": ...}}, ...]}}. data.roles renames the values of {turn!r}.'
         )
     if found:
-        raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}.")
+        raise UserError(f"{where}: is in the form {found[0]}, {_serves(found[0])}; {_needs(method)}. {keys.REWRITE}.")
     raise UserError(
         f"{where}: its fields ({fields_of(example)}) belong to no known form; {_needs(method)}. Say which is which, as "
         f"in {_named_columns(example, METHODS[method].examples)}."
