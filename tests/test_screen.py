@@ -119,6 +119,15 @@ def test_keys_can_be_typed_as_options(capsys):
         assert said in capsys.readouterr().err
 
 
+def test_a_command_that_is_interrupted_ends_with_a_line(monkeypatch, capsys):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("deepspeed_recipes.commands.generate.main", interrupted)
+    assert main.run("generate", ["a"]) == 130
+    assert capsys.readouterr().err.endswith("generate.py: stopped.\n")
+
+
 def test_one_family_is_listed(capsys):
     assert launch.main(["--list", "gpt2"]) == 0
     screen = capsys.readouterr().out

@@ -110,6 +110,9 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
             raise
         print(f"{typed}: {without(missing)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # where a command does not end what it has begun
+        print(f"\n{typed}: stopped.", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader (head, less) has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -151,7 +151,9 @@ def supervise(
         def forward(number: int, frame: object) -> None:
             signals.append(number)
             if len(signals) == 1:
-                print("\nstopping: the ranks are writing a checkpoint (repeat to end at once)", flush=True)
+                print(
+                    "\nstopping: the ranks write a checkpoint if they have trained (repeat to end at once)", flush=True
+                )
                 watcher.signal(number)
             else:
                 os.killpg(launcher.pid, signal.SIGKILL)

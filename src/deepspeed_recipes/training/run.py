@@ -3,12 +3,16 @@
 deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.training.run RUN_FOLDER
 """
 
+import signal
+
+if __name__ == "__main__":  # the imports take up to a minute, and Ctrl-C would print hundreds of lines of them
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 from . import peft_without_bitsandbytes  # noqa: F401  # first: before anything imports PEFT
 
 # isort: split
 import gc
 import os
-import signal
 import sys
 import time
 from dataclasses import asdict, replace
