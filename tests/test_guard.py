@@ -14,7 +14,7 @@ from transformers import TrainerState
 from deepspeed_recipes.machine import system
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
-from deepspeed_recipes.recipe.recipe import Layout
+from deepspeed_recipes.recipe.recipe import Layout, Schedule
 from deepspeed_recipes.recipe.run_folder import (
     REWIND,
     RunFolder,
@@ -86,7 +86,7 @@ def test_a_damaged_base_is_named_and_not_the_data(ranks, tmp_path, model_folder,
 
 def test_weights_that_an_update_has_broken_are_named(ranks, tmp_path, model_folder, conversations):
     run = RunFolder(tmp_path / "run")
-    recipe = recipe_of((model_folder, conversations), "zero1.json", learning_rate=1e38, lr_schedule="constant")
+    recipe = recipe_of((model_folder, conversations), "zero1.json", learning_rate=1e38, schedule=Schedule("constant"))
     statuses, said = train(ranks, run, recipe, tmp_path / "log")
     assert statuses == [2, 2] and "holds NaN or infinity before step" in said and "sequences" not in said[-400:], said
 
