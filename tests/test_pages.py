@@ -226,6 +226,7 @@ def test_a_page_made_from_the_template_has_no_problems_once_filled_in(tmp_path):
             "parameters=1,235,814,400, but its dimensions give",
         ),
         ("parameters=1_235_814_400", "parameters=1_640_000_000", "parameters=1,640,000,000, but its dimensions give"),
+        ('"max_position_embeddings": 131072', '"max_position_embeddings": 512', "but the model has 512 positions"),
         (
             "a model of our own, made of the template.",
             "a model.",

@@ -209,8 +209,8 @@ BAD = {
     no_examples: "a.parquet: contains no examples",
     no_files: "void: no file of the split 'train'",
     no_such_split: "is named for the split",
-    no_saved_split: "has the splits test; use one of them, as in data.split=test",
-    other_names: "has the splits train_prefs, train_sft, test_sft; use one of them, as in data.split=train_prefs",
+    no_saved_split: "has the splits test; name one",
+    other_names: "has the splits train_prefs, train_sft, test_sft; name one, as data.split=NAME.",
 }
 
 
@@ -463,7 +463,7 @@ def test_copies_are_counted_and_held_out_ones_named(tmp_path):
     once, thrice, other = read("a.jsonl", CHATS[:3]), read("b.jsonl", CHATS[:3] * 3), read("c.jsonl", CHATS[2:5])
     assert sources.repeated(once, [], 1) == sources.repeated(once, read("d.jsonl", CHATS[3:5]), 1) == []
     assert sources.repeated(thrice, [], 1) == ["training: 6 of 9 examples are copies of others (67%)"]
-    assert sources.repeated([*once, *other], [], 1) == ["training: 1 of 6 examples are copies of others (17%)"]
+    assert sources.repeated([*once, *other], [], 1) == ["training: 1 of 6 examples is a copy of another (17%)"]
     (line,) = sources.repeated(once, other, 1)
     assert line.startswith("warning: held out: 1 of 3 examples are in the training data too")
 

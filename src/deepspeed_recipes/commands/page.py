@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ..recipe import files, overrides, pages
+from ..recipe.compatibility import positions
 from ..recipe.errors import UserError, first_line
 from ..recipe.files import JsonView
 from ..recipe.project import PAGES, command, require
@@ -101,7 +102,7 @@ def check_pages(names: Sequence[str]) -> bool:
 
 def problems(module: ModuleType) -> list[str]:
     """Return the problems of a page, one sentence each."""
-    checks = (_placeholders, _first_lines, _parameters, _commands)
+    checks = (_placeholders, _first_lines, _parameters, _lengths, _commands)
     return [problem for check in checks for problem in check(module)]
 
 
@@ -133,6 +134,15 @@ def _parameters(module: ModuleType) -> Iterator[str]:
         counted = profile_of(model.config).parameters
         if abs(counted - model.parameters) > TOLERANCE * model.parameters:
             yield f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}"
+
+
+def _lengths(module: ModuleType) -> Iterator[str]:
+    for size, model in module.SIZES.items():
+        most = positions(model.config)
+        for variant in pages.variants(module):
+            if (length := pages.build(module, size, variant).sequence_length) > most:
+                yield f"{size} {variant}: sequence_length={length}, but the model has {most:,} positions"
+                break
 
 
 def _commands(module: ModuleType) -> Iterator[str]:

@@ -337,10 +337,11 @@ def check_moved(trainer: Trainer) -> None:
     recipe, steps = trainer.context.recipe, trainer.state.global_step
     sampled, moved = distributed.total(len(trainer.start), holdings.moved(trainer.start, trainer.model))
     if sampled and not moved and not trainer.context.checkpoint:
+        why = ", as where all answers to a prompt get the same reward" if recipe.method.name == "grpo" else ""
         raise UserError(
             f"the trained weights have not changed after {counted(steps, 'step')}, so there is nothing to export: "
-            f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}, every update was "
-            f"skipped, or all gradients are 0 ({trainer.context.run.metrics} has their norms)."
+            f"all gradients are 0{why} ({trainer.context.run.metrics} has their norms), every update was skipped, or "
+            f"learning_rate={recipe.learning_rate} is too small for {recipe.precision}."
         )
 
 

@@ -94,7 +94,7 @@ def too_long(
     return (
         f"warning: {most}{name}: {share} are dropped, longer than sequence_length={sequence_length}; the longest has "
         f"{longest:,} tokens. {enough(longest)} keeps all, if the model's positions and memory "
-        f"allow it; otherwise raise it less: {otherwise}."
+        f"allow it; otherwise raise it less, and {otherwise}."
     )
 
 

@@ -505,9 +505,8 @@ def repeated(training: Sequence[Source], held_out: Sequence[Source], seed: int) 
     trained = np.concatenate([_ranks(source.examples, seed) for source in training])
     lines = []
     if copies := len(trained) - len(np.unique(trained)):
-        lines.append(
-            f"training: {copies} of {len(trained)} examples are copies of others ({copies / len(trained):.0%})"
-        )
+        are = "is a copy of another" if copies == 1 else "are copies of others"
+        lines.append(f"training: {copies} of {len(trained)} examples {are} ({copies / len(trained):.0%})")
     if held_out:
         measured = np.concatenate([_ranks(source.examples, seed) for source in held_out])
         if known := int(np.isin(measured, trained).sum()):

@@ -79,9 +79,7 @@ def weights(data: Data) -> list[float] | None:
 def no_split(folder: Path, split: str, has: Iterable[str]) -> UserError:
     """Return the error that a folder lacks `data.split`."""
     known = sorted(has, key=lambda name: (not name.startswith(split), name))
-    return UserError(
-        f"data.split={split}: {folder} has the splits {', '.join(known)}; use one of them, as in data.split={known[0]}."
-    )
+    return UserError(f"data.split={split}: {folder} has the splits {', '.join(known)}; name one, as data.split=NAME.")
 
 
 def files_of(place: Path, split: str) -> tuple[list[Path], bool]:

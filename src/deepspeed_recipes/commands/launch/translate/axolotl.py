@@ -378,7 +378,9 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             ("train_on_eos", ("turn",)),
             ("chat_template", ("tokenizer_default", found.values.get("chat_template"))),
         ):
-            if entry.get(key) and entry[key] in usual:
+            if entry.get(key) and key == "roles_to_train" and found.given("train_on_inputs"):
+                found.lack(f"{start}{key}", "train_on_inputs became loss_on=all, which is for all sources")
+            elif entry.get(key) and entry[key] in usual:
                 found.note(f"{start}{key}", "the same here")
     if roles:
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()))
