@@ -301,9 +301,9 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
             files, whole = text_files.files_of(Path(name), recipe.data.split)
             found, unread = Counter[object](), Counter[str]()
             if not reads_columns or recipe.model.vision:  # images in columns are the ranks'
-                files = [file for file in files if text_files.suffix(file) not in text_files.COLUMNAR]
+                files = [file for file in files if not text_files.is_columnar(file)]
             for file in files:
-                columnar = text_files.suffix(file) in text_files.COLUMNAR
+                columnar = text_files.is_columnar(file)
                 most = STREAMED if columnar or (recipe.data.streaming and trained) else None
                 found += check_file(file, *method, most, bad, rendering.check, unread if listed else None)
             labels += found if whole else Counter({UNKNOWN: found.total() if files else 1})
@@ -326,7 +326,7 @@ def unchecked(recipe: Recipe) -> str:
     """Return a line with what neither this module nor `--dry-run` reads, and the run checks when it starts."""
     left = []
     for name in names(recipe.data.path) + names(recipe.data.validation):
-        columnar = text_files.suffix(Path(name)) in text_files.COLUMNAR
+        columnar = text_files.is_columnar(Path(name))
         if columnar or not Path(name).is_file():
             left.append(name + f" after row {STREAMED:,}" * columnar)
     if recipe.data.streaming:

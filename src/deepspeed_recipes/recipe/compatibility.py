@@ -126,12 +126,13 @@ FURTHER_TOKEN_TYPES = ("deepseek_v3", "glm4_moe")
 
 
 def positions(config: JsonView) -> float:
-    """Return a model's number of positions, or infinity if its config does not limit it."""
+    """Return a model's number of positions, or infinity if its config, or its text model's, does not limit it."""
+    config = config.get("text_config") or config
     return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
 
 
 def _too_long(case: Case, _: str) -> Values | None:
-    most = positions(case.recipe.model.config.get("text_config") or case.recipe.model.config)
+    most = positions(case.recipe.model.config)
     return {"most": most} if case.recipe.sequence_length > most else None
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -118,7 +118,7 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
     lengths = [
         (_characters(example), times)
         for file in _files(recipe)
-        for examples, times in [_sampled(file, recipe) if _is_columnar(file) else (_examples(file, recipe), 1.0)]
+        for examples, times in [_read(file, recipe)]
         for example in examples
     ]
     characters, examples = sum(times * length for length, times in lengths), sum(times for _, times in lengths)
@@ -138,9 +138,9 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     lengths: list[tuple[int, float]] = []  # with the number of examples that each stands for
     try:
         files = list(_files(recipe))
-        large = sum(file.stat().st_size for file in files if not _is_columnar(file)) > QUICK
+        large = _text_bytes(files) > QUICK
         for file in files:
-            sample, times = _sampled(file, recipe) if large or _is_columnar(file) else (_examples(file, recipe), 1)
+            sample, times = _read(file, recipe, large)
             lengths += [(_characters(example), times) for example in sample]
         per_token = _characters_per_token(recipe)
     except UserError:
@@ -159,7 +159,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
         documents *= recipe.method.group_size * recipe.method.iterations
     sequences = -(-counted // recipe.sequence_length) if recipe.packs else documents
-    estimated = large or any(map(_is_columnar, files))
+    estimated = large or any(map(text_files.is_columnar, files))
     return updates.Size(examples, documents, max(1, min(sequences, documents)), counted, estimated)
 
 
@@ -170,7 +170,7 @@ def _characters_per_token(recipe: Recipe) -> float:
         return CHARACTERS
     from tokenizers import Tokenizer  # does not import torch
 
-    samples = (_sampled(one, recipe)[0] if _is_columnar(one) else _examples(one, recipe) for one in _files(recipe))
+    samples = (_read(file, recipe)[0] for file in _files(recipe))
     examples = islice((one for sample in samples for one in sample), SAMPLED)
     texts = [json.dumps(one, ensure_ascii=False, default=str) for one in examples]
     try:
@@ -183,10 +183,15 @@ def _characters_per_token(recipe: Recipe) -> float:
 def document_length(recipe: Recipe) -> float | None:
     """Return the average length of the document to which a token belongs, or None without packing or for large data."""
     try:
-        small = recipe.packs and sum(0 if _is_columnar(one) else one.stat().st_size for one in _files(recipe)) <= QUICK
+        small = recipe.packs and _text_bytes(_files(recipe)) <= QUICK
         return tokens_of(recipe)[1] if small else None
     except UserError:
         return None
+
+
+def _read(file: Path, recipe: Recipe, large: bool = False) -> tuple[Iterable[Json], float]:
+    """Return a file's examples, of `large` files and of columns the first, and how many times as many it has."""
+    return _sampled(file, recipe) if large or text_files.is_columnar(file) else (_examples(file, recipe), 1.0)
 
 
 def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
@@ -195,7 +200,7 @@ def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
     Raises:
         UserError: a file that is not readable, or one large JSON array, which would have to be read whole.
     """
-    if _is_columnar(file):
+    if text_files.is_columnar(file):
         rows = list(islice(text_files.read(file), FIRST))
         return list(_converted(iter(rows), recipe)), text_files.rows(file) / max(1, len(rows))
     if file.suffix == ".json":
@@ -218,8 +223,8 @@ def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
     return found, max(1.0, file.stat().st_size / max(1, read))
 
 
-def _is_columnar(file: Path) -> bool:
-    return text_files.suffix(file) in text_files.COLUMNAR
+def _text_bytes(files: Iterable[Path]) -> int:
+    return sum(file.stat().st_size for file in files if not text_files.is_columnar(file))
 
 
 def _files(recipe: Recipe) -> Iterator[Path]:
@@ -235,7 +240,7 @@ def _files(recipe: Recipe) -> Iterator[Path]:
             words = ((file, text_files.SPLITS.search(str(file.relative_to(path)))) for file in path.rglob("*.*"))
             files = sorted(file for file, word in words if word and word[2].lower() in (split, f"{split}ing"))
         readable = [file for file in files if text_files.suffix(file) in text_files.READ]
-        if not readable or (importlib.util.find_spec("pyarrow") is None and any(map(_is_columnar, readable))):
+        if not readable or (importlib.util.find_spec("pyarrow") is None and any(map(text_files.is_columnar, readable))):
             raise UserError(f"data.path={name}: only local files can be counted, Parquet with pyarrow; give --tokens.")
         yield from readable
 

@@ -1,6 +1,5 @@
 """The model that a server serves: a whole model, or one or more adapters on their base model."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -46,8 +45,9 @@ def _read(name: str, folder: Path, base: Path) -> bytes:
 
 
 def _ends(folder: Path, base: Path) -> set[int]:
-    ends = (json.loads(_read("generation_config.json", folder, base) or "{}")).get("eos_token_id") or []
-    return set(ends if isinstance(ends, list) else [ends])
+    from ...training.model import generate  # imports torch, which --help does without
+
+    return {*generate.ends_in(folder if (folder / generate.FILE).is_file() else base)}
 
 
 SHARED: Mapping[str, Callable[[Path, Path], object]] = {

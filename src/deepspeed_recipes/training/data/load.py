@@ -199,7 +199,7 @@ def _tokenized(
         return tokenize.stream(examples, recipe, tokenizer), None
     key = "data.path" if name == "training" else "held-out examples (data.validation names others, or none)"
     sequences, report = tokenize.tokenized(examples, recipe, tokenizer, key)
-    say("\n".join(report.lines(name, recipe.sequence_length)))
+    say("\n".join(report.lines(name, recipe.sequence_length, recipe.model.vision)))
     if name == "training":
         say("\n".join(report.bars()))
     return sequences, report

@@ -45,8 +45,8 @@ class Report:
     cut: int = 0
     """Number of examples of which only the beginning is used."""
 
-    def lines(self, name: str, sequence_length: int) -> list[str]:
-        """Return the report as text for a person."""
+    def lines(self, name: str, sequence_length: int, images: bool = False) -> list[str]:
+        """Return the report as text for a person; documents with images cannot be cut."""
         share = self.loss_tokens / self.tokens
         learned = "over 99%" if 0.995 <= share < 1 else f"{share:.0%}"
         filled = 100 * self.tokens / (self.sequences * sequence_length)
@@ -54,7 +54,7 @@ class Report:
         first += f"{counted(self.sequences, 'sequence')} of at most {sequence_length} tokens, {filled:.0f}% filled"
         notes = []
         if self.dropped:
-            notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length, CUT))
+            notes.append(too_long(name, self.dropped, self.examples, self.longest, sequence_length, not images))
         if self.cut:
             few = f"{self.cut} of {self.examples} examples ({self.cut / self.examples:.0%})"
             notes.append(
@@ -82,13 +82,11 @@ class Report:
         ]
 
 
-CUT = "truncate=true cuts the others"
-
-
 def too_long(
-    name: str, dropped: int, examples: int, longest: int, sequence_length: int, otherwise: str = "shorten the others"
+    name: str, dropped: int, examples: int, longest: int, sequence_length: int, can_be_cut: bool = False
 ) -> str:
     """Return the warning that examples are dropped because they are too long."""
+    otherwise = "truncate=true cuts the others" if can_be_cut else "shorten the others"
     share = f"{dropped} of {examples} examples ({dropped / examples:.0%})"
     most = "MOST OF THE DATA IS NOT USED: " if dropped > examples / 2 else ""
     return (

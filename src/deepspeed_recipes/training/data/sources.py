@@ -110,13 +110,15 @@ class Source:
         """Return a line for the screen that describes the source."""
         count = counted(len(self.examples), "example") if isinstance(self.examples, Dataset) else "streamed"
         dropped = f"; {self.dropped} dropped by data.transform" if self.dropped else ""
-        return f"{self._short()}: {count} in the form {self.form}{dropped}"
+        return f"{self.short}: {count} in the form {self.form}{dropped}"
 
     def unread_line(self, template: str) -> str | None:
         """Return a line with the keys that neither this project nor the chat template reads, or None."""
-        return formats.unread_line(self._short(), self.unread, template)
+        return formats.unread_line(self.short, self.unread, template)
 
-    def _short(self) -> str:
+    @property
+    def short(self) -> str:
+        """The last two parts of its name, for display."""
         return "/".join(Path(self.name).parts[-2:])
 
 
@@ -244,7 +246,7 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
         yield from _numbered(name, _as_files(_from_hub(name, split, streaming)))
     elif path.is_file():
         yield from _from_file(path, bad)
-    elif any((path / state).exists() for state in ("state.json", "dataset_dict.json")):
+    elif any((path / state).exists() for state in text_files.SAVED):
         yield from _from_disk(path, split)
     else:
         for file in _files(path, split):
@@ -349,7 +351,7 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
     """
     folder, split, read = Path(source.name), data.split, {Path(name) for name in names(data.validation)}
     splits: Iterable[str] = ()
-    if (saved := folder / "dataset_dict.json").is_file():
+    if (saved := folder / text_files.SAVED[1]).is_file():
         splits = read_json(saved)["splits"]
     elif source.name.count("/") == 1 and not folder.exists():  # on the Hub
         splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
@@ -397,7 +399,7 @@ def empty_files(source: Source, split: str) -> str | None:
 
 
 def _is_of_files(folder: Path) -> bool:
-    return folder.is_dir() and not any((folder / state).exists() for state in ("state.json", "dataset_dict.json"))
+    return folder.is_dir() and not any((folder / state).exists() for state in text_files.SAVED)
 
 
 def _from_disk(folder: Path, split: str) -> Located:
@@ -450,8 +452,7 @@ def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) ->
 def mixed_line(sources: Sequence[Source], shares: Sequence[float], examples: int) -> str:
     """Return how often the examples of each source occur among those that `mix` has drawn by `shares`."""
     parts = (
-        f"{share:.0%} of them from {source.line().partition(':')[0]} ({share * examples / len(source.examples):.2g} "
-        "times each)"
+        f"{share:.0%} of them from {source.short} ({share * examples / len(source.examples):.2g} times each)"
         for source, share in zip(sources, shares, strict=True)
     )
     return f"training: {examples:,} examples by data.weights, on average {', '.join(parts)}"

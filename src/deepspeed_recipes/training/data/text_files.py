@@ -88,7 +88,7 @@ def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
     Only the ranks know the Hub's rules for the names of splits: where files have such names, there are none.
     """
     if place.is_file():
-        return [place], suffix(place) not in COLUMNAR
+        return [place], not is_columnar(place)
     if not place.is_dir():
         return [], False
     files = [Path(file) for file in sorted(below(place))]
@@ -112,7 +112,7 @@ def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
         return [], False
     examples = [file for file in found if suffix(file) in SUFFIXES]
     examples = examples or [file for file in found if suffix(file) in PLAIN]
-    return examples, not any(suffix(file) in COLUMNAR for file in examples)
+    return examples, not any(map(is_columnar, examples))
 
 
 class BadExamples:
@@ -194,6 +194,11 @@ def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
 def suffix(path: Path) -> str:
     """Return a file's suffix in small letters; some programs write .CSV or .JSONL."""
     return path.suffix.lower()
+
+
+def is_columnar(path: Path) -> bool:
+    """Return whether a file is one that pyarrow reads."""
+    return suffix(path) in COLUMNAR
 
 
 def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:

@@ -47,7 +47,7 @@ def check(teacher: str, ours: Mapping[str, int], theirs: Mapping[str, int]) -> N
 
 def check_positions(teacher: str, config: JsonView, recipe: Recipe) -> None:
     """Refuse a teacher with fewer positions than a sequence has tokens; `config` is its config.json."""
-    most = positions(config.get("text_config") or config)
+    most = positions(config)
     if recipe.sequence_length > most:
         raise UserError(
             f"distill.teacher={teacher}: the teacher has {most:,} positions, and sequence_length is "
