@@ -80,7 +80,10 @@ def newest_intact(run: RunFolder) -> Path | None:
         name = truncated(checkpoint) or damaged(checkpoint)
         if name is None:
             for one, file in bad.items():
-                aside, why = _free_name(one), harm(one, file)
+                # The run will write the checkpoint of this step again, so a damaged one needs another name.
+                free = (f"{one.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+                aside = next(place for place in map(one.with_name, free) if not place.exists())
+                why = harm(one, file)
                 with explained(one):
                     one.rename(aside)
                 print(
@@ -98,9 +101,3 @@ def newest_intact(run: RunFolder) -> Path | None:
             "and no older checkpoint is intact; restore one from a copy, or start a new run."
         )
     return None
-
-
-def _free_name(checkpoint: Path) -> Path:
-    """Return a free name for a damaged checkpoint; the run will write the checkpoint of this step again."""
-    names = (f"{checkpoint.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
-    return next(one for one in map(checkpoint.with_name, names) if not one.exists())

@@ -128,7 +128,8 @@ def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
 def of_data(training: Dataset | Stream) -> str:
     """Return a digest of all training data in its order; 1 GB of tokens takes a second."""
     if isinstance(training, Stream):
-        return of_sequences(islice(training.sequences, FIRST))
+        first = list(islice(training.sequences, FIRST))
+        return xxhash.xxh3_128_hexdigest(json.dumps(first, sort_keys=True, default=str).encode())
     digest = xxhash.xxh3_128()
     for table in training.with_format("arrow").iter(batch_size=1000):
         for name in sorted(table.column_names):
@@ -136,11 +137,6 @@ def of_data(training: Dataset | Stream) -> str:
             for part in _bytes(table[name].combine_chunks()):
                 digest.update(part)
     return digest.hexdigest()
-
-
-def of_sequences(sequences: Iterable[Json]) -> str:
-    """Return a digest of sequences as they are read."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(list(sequences), sort_keys=True, default=str).encode())
 
 
 def _bytes(column: Any) -> Iterable[bytes]:

@@ -65,7 +65,14 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"DeepSpeed cannot load it under another; use a file with stage {saved_file.stage}."
         )
     saved, asked = Layout(**complete["layout"]), recipe.layout
-    for name in _unchangeable(saved, asked, saved_file.stage):
+    changed = {
+        "pipeline": saved.pipeline != asked.pipeline,
+        # AutoEP's experts have other parameters than whole ones.
+        "expert": (saved.expert > 1) != (asked.expert > 1),
+        # A checkpoint of whole matrices does not say how to split them; and only ZeRO's states can be converted.
+        "tensor": saved.tensor == 1 < asked.tensor or (not file.stage and saved.tensor != asked.tensor),
+    }
+    if name := next((name for name, is_so in changed.items() if is_so), None):
         size = getattr(saved, name)
         raise refusal("layout of a checkpoint", name=name, size=getattr(asked, name), checkpoint=checkpoint, saved=size)
     _check_model(recipe, read_recipe(run), checkpoint)
@@ -76,17 +83,6 @@ def check(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int) 
             f"for another number; use --gpus {complete['world_size']} {as_overrides(saved)}".rstrip()
             + "."
         )
-
-
-def _unchangeable(saved: Layout, asked: Layout, stage: int) -> list[str]:
-    changed = {
-        "pipeline": saved.pipeline != asked.pipeline,
-        # AutoEP's experts have other parameters than whole ones.
-        "expert": (saved.expert > 1) != (asked.expert > 1),
-        # A checkpoint of whole matrices does not say how to split them; and only ZeRO's states can be converted.
-        "tensor": saved.tensor == 1 < asked.tensor or (not stage and saved.tensor != asked.tensor),
-    }
-    return [name for name, is_so in changed.items() if is_so]
 
 
 def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:

@@ -76,9 +76,15 @@ class ControlTokens:
         end = 0
         for found in [*self.markers.finditer(chat), None]:
             piece = chat[end : found.start() if found else None]
-            for token, (first, last) in _encoded(tokenizer, piece, first=not end):
-                ids.append(token)
-                places.append((end + first, end + last))
+            lead = "\n" if end else ""  # before a piece without it SentencePiece would put a space
+            alone = tokenizer(lead, add_special_tokens=False)["input_ids"]
+            read = tokenizer(lead + piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            if read["input_ids"][: len(alone)] != alone:  # the line break has become part of the first token
+                alone, lead = [], ""
+                read = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids += read["input_ids"][len(alone) :]
+            shift = end - len(lead)
+            places += [(shift + first, shift + last) for first, last in read["offset_mapping"][len(alone) :]]
             if found:
                 end = found.end()
                 as_text = encode_marked_chat(tokenizer, found[0], self.markers)
@@ -147,15 +153,3 @@ def _strings(value: object) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _strings(part)
-
-
-def _encoded(tokenizer: PreTrainedTokenizerBase, piece: str, first: bool) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the tokens of a piece of a conversation and their places; SentencePiece would put a space before it."""
-    lead = "" if first else "\n"
-    alone = tokenizer(lead, add_special_tokens=False)["input_ids"]
-    found = tokenizer(lead + piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    if found["input_ids"][: len(alone)] != alone:  # the line break has become part of the first token
-        alone, lead = [], ""
-        found = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    places = [(start - len(lead), end - len(lead)) for start, end in found["offset_mapping"]]
-    return zip(found["input_ids"][len(alone) :], places[len(alone) :], strict=True)

@@ -275,7 +275,7 @@ def _known_tokens(model: PreTrainedModel, config: GenerationConfig, path: str) -
     size = model.config.get_text_config().vocab_size
     for name in TOKENS:
         value = getattr(config, name, None)
-        many = value if isinstance(value, list) else [] if value is None else [value]
+        many = _listed(value)
         kept = [one for one in many if 0 <= one < size]
         if many and not kept and name == "eos_token_id":
             raise UserError(

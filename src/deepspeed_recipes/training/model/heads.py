@@ -98,10 +98,9 @@ def with_further_token(config: PreTrainedConfig, weight: float = 0.0) -> type[Pr
     In training, the head's cross-entropy times `weight` is added to the loss. Both sums are divided by the number of
     tokens in the main loss, as in the report. Evaluation and generation leave the head out.
     """
-    return _with_further_token(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config.num_hidden_layers, weight)
+    plain: type[PreTrainedModel] = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    index = config.num_hidden_layers
 
-
-def _with_further_token(plain: type[PreTrainedModel], index: int, weight: float) -> type[PreTrainedModel]:
     class WithFurtherToken(plain):
         # The head uses the main model's own ends.
         _keys_to_ignore_on_load_unexpected = tuple(rf"\.layers\.{index}\.{name}" for name in SHARED)

@@ -8,8 +8,7 @@ Triton could save more only by computing the base layer's product as well, which
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -210,7 +209,9 @@ def add(
         options = LoraConfig(**given | ({"exclude_modules": excluded} if excluded else {}))
         if lora.fused:
             options._register_custom_module(layers(getattr(model, "is_loaded_in_4bit", False)))
-        with _drawing(seed), upstream.reading_rows(model):
+        # PEFT's fast decomposition then draws the same numbers on every rank, and again when a run is resumed.
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())), upstream.reading_rows(model):
+            torch.manual_seed(seed)
             adapted = get_peft_model(model, options, autocast_adapter_dtype=False)
     except ValueError as error:
         targets = f"lora.target_modules={lora.target_modules}"
@@ -254,14 +255,6 @@ def _start_by_name(adapted: PeftModel, seed: int) -> None:
 
 SIDES = {"lora_A": 0, "lora_B": 1}
 """The parts of an adapter, and the dimension of each that is its rank."""
-
-
-@contextmanager
-def _drawing(seed: int) -> Iterator[None]:
-    """Make PEFT's fast decomposition draw the same numbers on every rank, and again when a run is resumed."""
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
 
 
 def export_pissa(model: PeftModel, folder: Path) -> None:

@@ -140,25 +140,18 @@ def tile_loss(model: PreTrainedModel) -> None:
     def forward(*arguments: object, labelled: torch.Tensor | None = None, **inputs: object) -> Any:
         if labelled is None:
             return fused(*arguments, **inputs, fused_lm_head=inputs.get("labels") is not None)
-        with _only(labelled, model.base_model):
+
+        def select(_: torch.nn.Module, __: object, output: Any) -> Any:
+            output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, labelled)[None]
+            return output
+
+        handle = model.base_model.register_forward_hook(select)  # the head gets [1, labelled tokens, width]
+        try:
             return fused(*arguments, **inputs, fused_lm_head=True)
+        finally:
+            handle.remove()
 
     model.forward = forward
-
-
-@contextlib.contextmanager
-def _only(places: torch.Tensor, backbone: torch.nn.Module) -> Iterator[None]:
-    """Make the decoder return only the hidden states of these tokens, [1, places, width], to the head."""
-
-    def select(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1).index_select(0, places)[None]
-        return output
-
-    handle = backbone.register_forward_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:

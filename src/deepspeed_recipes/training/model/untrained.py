@@ -73,7 +73,10 @@ def add(folder: Path, path: str, head: Head, trusted: bool) -> list[str]:
         for name, place in places.items()
         if place not in known and name not in names.values() and not place.endswith(stored.RECOMPUTED)
     ]
-    copies = {name: of for start in further for name, of in _copies(start, model).items() if name in left}
+    # Published files repeat the model's ends for the head for a further token.
+    ends = zip(heads.SHARED, (model.get_input_embeddings(), model.get_output_embeddings()), strict=True)
+    twice = {start + copy: f"{_name(model, end)}.weight" for copy, end in ends for start in further}
+    copies = {name: of for name, of in twice.items() if name in left}
     left = [name for name in left if name not in copies]
     if untrained := [name for name in left if name.startswith(tuple(further))]:
         raise RuntimeError(f"{folder}: {untrained[0]}{weights.more(untrained)} of a trained head is not in the export")
@@ -218,15 +221,6 @@ def _names(written: Mapping[str, str], held: Mapping[str, str]) -> dict[str, str
         if len(ours) == len(theirs):  # not so for a head that merging has separated from the embedding
             found |= dict(zip(ours, theirs, strict=True))
     return found
-
-
-def _copies(start: str, model: PreTrainedModel) -> dict[str, str]:
-    """Return the names of the model's ends that published files repeat for a head for a further token, by the copies'.
-
-    `start` is the beginning of the head's names.
-    """
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {start + copy: f"{_name(model, end)}.weight" for copy, end in zip(heads.SHARED, ends, strict=True)}
 
 
 def _rewrite(

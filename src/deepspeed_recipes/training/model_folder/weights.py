@@ -8,7 +8,7 @@ transformers and its libraries leave out the name of a damaged file, ignore it, 
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -257,29 +257,23 @@ def check_intact(place: str | Path) -> None:
     folder = Path(place)
     if not folder.is_dir():
         return
-    bad = []
-    for name in sorted(os.listdir(folder)):
-        read = next((read for pattern, read in _READERS.items() if pattern.fullmatch(name)), None)
-        if read and (error := _error(folder / name, read)):
-            bad.append(error)
+    bad: list[UserError] = []
+    for file in sorted(folder.iterdir()):
+        read = next((read for pattern, read in _READERS.items() if pattern.fullmatch(file.name)), None)
+        try:
+            if read:
+                read(file)
+        except UserError as error:
+            text = str(error)
+            bad.append(error if ";" in text else type(error)(f"{text.removesuffix('.')}; {_AGAIN}."))
+        except OSError as error:
+            bad.append(FileUnusable(of_system(error, file)))
     if len(bad) == 1:
         raise bad[0]
     if bad:
         shown = ", ".join(_short(error, folder) for error in bad[:_SHOWN])
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
         raise UserError(f"{folder}: {len(bad)} files cannot be used: {shown}{more}; copy or download them again.")
-
-
-def _error(file: Path, read: Callable[[Path], object]) -> UserError | None:
-    """Return why a file cannot be used, with the file's name and a fix."""
-    try:
-        read(file)
-    except UserError as error:
-        text = str(error)
-        return error if ";" in text else type(error)(f"{text.removesuffix('.')}; {_AGAIN}.")
-    except OSError as error:
-        return FileUnusable(of_system(error, file))
-    return None
 
 
 def _short(error: UserError, folder: Path) -> str:

@@ -61,9 +61,9 @@ def by_tensor(engine: DeepSpeedEngine, layout: Layout) -> dict[int, list[Fragmen
         # As DeepSpeed counts for the gradient norm: weights that ranks or stages hold twice count once.
         if (counted_elsewhere and weight not in split) or getattr(weight, "ds_pipe_replicated", False):
             continue
-        place = _sharded(engine, weight) if hasattr(weight, "ds_tensor") else _partitioned(engine, weight)
-        if place is None:
-            place = (whole[weight], 0, weight.numel()) if weight in whole else None
+        place = _place(engine, weight)
+        if place is None and weight in whole:
+            place = whole[weight], 0, weight.numel()
         if place and place[2]:
             found.setdefault(id(place[0]), []).append(Fragment(_layer(name), *place[1:]))
     return found
@@ -75,20 +75,21 @@ def copies(engine: DeepSpeedEngine, layout: Layout) -> int:
     return 1 if shared else dist.get_world_size() // (layout.tensor * layout.pipeline)
 
 
-def _sharded(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int]:
-    """Return the place of this rank's ZeRO-3 shard: the tensor, the first element and the number of elements."""
-    group, start, size = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
-    left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
-    return engine.optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
+def _place(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
+    """Return the place of this rank's part of a weight under ZeRO: the tensor, the first element and their number.
 
-
-def _partitioned(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
-    """Return the same for ZeRO 1 and 2, whose partitions cut through weights, or None for a weight of other ranks."""
-    mapping = getattr(weight, "_hp_mapping", None)
+    None without ZeRO and for a weight of other ranks.
+    """
+    optimizer = engine.optimizer
+    if hasattr(weight, "ds_tensor"):
+        group, start, size = optimizer.grad_position[optimizer.get_param_id(weight)]
+        left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
+        return optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
+    mapping = getattr(weight, "_hp_mapping", None)  # of ZeRO 1 and 2, whose partitions cut through weights
     if mapping is None:
         return None
-    of_zero = getattr(engine.optimizer, "single_partition_of_fp32_groups", None)
-    partitions = engine.optimizer.fp32_groups_flat_partition if of_zero is None else of_zero
+    of_zero = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    partitions = optimizer.fp32_groups_flat_partition if of_zero is None else of_zero
     address = mapping.get_hp_fragment_address()
     return partitions[mapping.param_group_index], address.start, address.numel
 

@@ -222,7 +222,10 @@ def styles(recipe: Recipe) -> Mapping[str, str]:
         return plan(config)
     path = recipe.model.path
     if path not in _found:
-        _check_heads(config, recipe.layout.tensor)
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            heads = getattr(config, name, None)  # also where the configuration maps another name to it
+            if heads and heads % recipe.layout.tensor:
+                raise refusal("heads of a type", size=recipe.layout.tensor, heads=heads, name=name)
         # Ranks 0 and 1 try all pairs, and all ranks get the result.
         answer, reason = probe.on_two_ranks(lambda group: split(config, recipe.model.attention, group))
         found, rest = answer or ({}, [])
@@ -233,13 +236,6 @@ def styles(recipe: Recipe) -> Mapping[str, str]:
         say(f"tensor parallelism of {config.model_type}: {', '.join(layers)}{whole}")
         _found[path] = found
     return _found[path]
-
-
-def _check_heads(config: PreTrainedConfig, size: int) -> None:
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(config, name, None)  # also where the configuration maps another name to it
-        if heads and heads % size:
-            raise refusal("heads of a type", size=size, heads=heads, name=name)
 
 
 def split(config: PreTrainedConfig, attention: str, group: dist.ProcessGroup) -> tuple[dict[str, str], list[str]]:
