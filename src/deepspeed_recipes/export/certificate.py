@@ -77,22 +77,16 @@ class Certificate:
         )
 
     def record(self, folder: Path, server: str) -> bool:
-        """Write that the model agrees into the folder's results and model card, or return False if it has none.
+        """Write that the model agrees into its folder's results and model card, or return False if it has none.
 
-        Args:
-            folder: the model's.
-            server: what computed the answers: `transformers`, `vllm` or `llama.cpp`.
+        `server` computed the answers: `transformers`, `vllm` or `llama.cpp`.
         """
         verdict = {"difference": self.difference, "bound": self.bound, "same": self.same, "places": self.places}
         return complete.of_certificate(folder, environment.titled(server), verdict)
 
 
 def read(folder: Path) -> Json:
-    """Return a folder's `expected.json`.
-
-    Raises:
-        UserError: the folder has none, or one of a later version.
-    """
+    """Return a folder's `expected.json`."""
     if not (folder / base_model.EXPECTED).exists():
         raise UserError(
             f"{folder}: has no {base_model.EXPECTED}: an older version exported it, it scores instead of writing, or "
@@ -105,11 +99,7 @@ def read(folder: Path) -> Json:
 
 
 def of_folder(folder: Path) -> Certificate:
-    """Return the certificate of a folder, loaded with transformers in this process.
-
-    Raises:
-        UserError: there is no `expected.json`, or the folder cannot be loaded.
-    """
+    """Return the certificate of a folder, loaded with transformers in this process."""
     import torch
     from transformers import utils
 
@@ -130,11 +120,7 @@ ROUNDED = "llama.cpp rounds the range of YaRN's frequencies, and config.json has
 
 
 def of_llama_cpp(folder: Path) -> Certificate:
-    """Return the certificate of a folder's GGUF file, or of its whole model in fp32, as llama.cpp computes it.
-
-    Raises:
-        UserError: llama.cpp is not installed, or cannot convert the model.
-    """
+    """Return the certificate of a folder's GGUF file, or of its whole model in fp32, as llama.cpp computes it."""
     from .quantize import write
 
     wanted = read(folder)
@@ -146,13 +132,7 @@ def of_llama_cpp(folder: Path) -> Certificate:
 def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certificate:
     """Return the certificate of a model on a server, against the `expected.json` of a folder on this machine.
 
-    Args:
-        server: the server.
-        folder: the model or adapter that it should serve.
-        read_tensors: compare the folder's tensors even if the answers agree, which reads all of its weights.
-
-    Raises:
-        UserError: the server does not answer, or gives no log-probabilities.
+    With `read_tensors` the folder's tensors, all of its weights, are compared even if the answers agree.
     """
     wanted = read(folder)
     found = expected.served(server, wanted["texts"])

@@ -135,7 +135,6 @@ def _check_base(folder: Path) -> None:
 
 HUBS_OWN = {".gitattributes"}
 """Files that the Hub itself adds to a new repository."""
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,8 @@ def look(name: str, files: Sequence[File], private: bool) -> Target:
     ours = {file.name for file in files}
     others = sorted({file.rfilename for file in found.siblings or ()} - ours - HUBS_OWN)
     if others:
-        more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        raise UserError(f"{name} exists, with other files: {', '.join(others[:_SHOWN])}{more}; choose another name.")
+        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
+        raise UserError(f"{name} exists, with other files: {', '.join(others[:_NAMED])}{more}; choose another name.")
     if private and not found.private:
         raise UserError(f"{name} exists and is public; make it private on the Hub first, or leave out --private.")
     return Target(name, found.sha)

@@ -88,10 +88,8 @@ def add(base: object, parts: Sequence[Part], folder: Path) -> None:
     """Write the sum of adapters to a new `folder`, after comparing every matrix with the sum of the parts.
 
     The rank of the sum is the sum of the ranks, so nothing is lost (PEFT's `add_weighted_adapter`, `cat`). `parts` are
-    accepted by `check`, and are added to `base`, the model on which they were trained.
-
-    Raises:
-        RuntimeError: a matrix differs from the sum of the parts.
+    accepted by `check`, and are added to `base`, the model on which they were trained. Raises RuntimeError if a matrix
+    differs from the sum of the parts.
     """
     from ..training.export import with_adapter
 

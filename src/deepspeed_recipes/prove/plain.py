@@ -108,18 +108,16 @@ def examples(
     data: Path, tokenizer: PreTrainedTokenizerBase, settings: Settings
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return each conversation's tokens and the mask of the learned ones, [1, length], padded to a multiple of 8."""
-    return [_example(json.loads(line)["messages"], tokenizer, settings) for line in data.read_text().splitlines()]
-
-
-def _example(
-    messages: list[Json], tokenizer: PreTrainedTokenizerBase, settings: Settings
-) -> tuple[torch.Tensor, torch.Tensor]:
-    chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    tokens = torch.tensor([chat["input_ids"]])
-    learned = torch.tensor([chat["assistant_masks"]]).bool()
-    learned = torch.ones_like(learned) if settings.learn_prompts else learned
-    padding = (0, -tokens.shape[1] % 8)  # not in the loss, but routed
-    return pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)
+    found = []
+    for line in data.read_text().splitlines():
+        messages = json.loads(line)["messages"]
+        chat = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        tokens = torch.tensor([chat["input_ids"]])
+        learned = torch.tensor([chat["assistant_masks"]]).bool()
+        learned = torch.ones_like(learned) if settings.learn_prompts else learned
+        padding = (0, -tokens.shape[1] % 8)  # not in the loss, but routed
+        found.append((pad(tokens, padding, value=tokenizer.pad_token_id), pad(learned, padding)))
+    return found
 
 
 def summed_loss(

@@ -48,10 +48,6 @@ class Finding:
     numbers: dict[str, dict[str, float]] = field(default_factory=dict)
     """For a technique: `found`, its distance from the plain loop, and `allowed`."""
 
-    def as_json(self) -> Json:
-        """Return the finding as JSON-like data."""
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class Workshop:
@@ -61,11 +57,6 @@ class Workshop:
     most: int
     gpus: int
     folder: Path
-
-    def environment(self) -> Json:
-        """Return versions and hardware, in the form of a run folder's."""
-        found: Json = read_json(self.folder / "environment.json")
-        return found
 
 
 @contextlib.contextmanager
@@ -135,13 +126,10 @@ def judged(found: dict[str, float], allowed: dict[str, float]) -> tuple[State, s
 
 def look_for(shop: Workshop, defect: Defect) -> Finding:
     """Run a defect's script on ranks."""
-    lacking = None
     if shop.gpus and shop.most < defect.ranks:
-        lacking = f"needs {defect.ranks} ranks"
-    elif defect.only == "cpu" and shop.gpus:
-        lacking = "shows on CPUs only"
-    if lacking:
-        return Finding(defect.name, "not tried", lacking)
+        return Finding(defect.name, "not tried", f"needs {defect.ranks} ranks")
+    if defect.only == "cpu" and shop.gpus:
+        return Finding(defect.name, "not tried", "shows on CPUs only")
     begun, folder = time.monotonic(), shop.folder / defect.name
     folder.mkdir()
     result = folder / "measured.json"
@@ -196,11 +184,8 @@ Named = TypeVar("Named", Technique, defects.Defect)
 def run(only: str | None, asked: int | None, result_file: str | None, reports: Path | None) -> int:
     """Run the proofs and the scripts for defects, show the results, and return the exit status.
 
-    Args:
-        only: the names of techniques and defects, or None for all.
-        asked: the number of ranks, or None for one on each GPU.
-        result_file: the file for the result as JSON, `-` for the screen, or None.
-        reports: the folder for reports of the defects that are found, or None.
+    `only` are names with commas, None for all; `asked` ranks, None for one on each GPU. `result_file` gets the result
+    as JSON, `-` is the screen; the folder `reports` gets a report of each defect that is found.
     """
     techniques, looked_for = chosen(only)
     gpus = visible_gpus()
@@ -219,7 +204,10 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
             proven.append(prove(shop, technique))
         for defect in announced(status, looked_for):
             found.append(look_for(shop, defect))
-        environment = shop.environment() | {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
+        environment = read_json(shop.folder / "environment.json") | {
+            "ranks": ranks,
+            "backend": "nccl" if gpus else "gloo",
+        }
     if not to_screen:
         print_findings(console, environment, proven, found)
     if reports:
@@ -228,8 +216,8 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
     if result_file:
         result = {
             "environment": dict(environment),
-            "techniques": [one.as_json() for one in proven],
-            "defects": [one.as_json() for one in found],
+            "techniques": [asdict(one) for one in proven],
+            "defects": [asdict(one) for one in found],
             "seconds": round(time.monotonic() - begun, 1),
             "status": exit_status(proven),
         }

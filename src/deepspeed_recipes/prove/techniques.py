@@ -135,9 +135,11 @@ class Technique:
             return "needs a GPU"
         if self.device == "cpu" and gpus:
             return "for CPUs"
-        if self.needs_package and not _is_installed(self.needs_package):
-            return f"{self.needs_package} is not installed"
-        return None
+        try:
+            absent = self.needs_package is not None and importlib.util.find_spec(self.needs_package) is None
+        except ModuleNotFoundError:  # its parent package is not installed either
+            absent = True
+        return f"{self.needs_package} is not installed" if absent else None
 
     def settings(self) -> Settings:
         """Return the settings that the plain loop and the run share."""
@@ -161,13 +163,6 @@ class Technique:
             **self.changes,
         }
         return of_settings(self.settings(), model, data, self.config, **changes)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent package is not installed either
-        return False
 
 
 TECHNIQUES = (

@@ -24,9 +24,11 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
     The DeepSpeed file is passed as it is: the Trainer fills its `"auto"` values from these arguments.
     """
     config = deepspeed_config(recipe, file)
+    if universal.is_needed(recipe.layout, run, world_size):
+        config["checkpoint"] = config.get("checkpoint", {}) | {"load_universal": True}
     return {
         "output_dir": str(run.checkpoints),
-        "deepspeed": universal.loading(config, recipe.layout, run, world_size),
+        "deepspeed": config,
         "use_cpu": not on_gpu,
         "per_device_train_batch_size": recipe.micro_batch_size,
         "per_device_eval_batch_size": recipe.micro_batch_size,

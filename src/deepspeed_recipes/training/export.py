@@ -149,15 +149,8 @@ def verify(
     """Reload the export with plain transformers and return the largest difference in logits, relative to the largest.
 
     Raises RuntimeError if the reloaded model computes different logits, so that the export is not the model that was
-    trained.
-
-    Args:
-        forward: maps token ids to the trained model's logits; every rank must call it, since under ZeRO-3 it is a
-            collective.
-        dtype: the trained model's.
-        folder: written by `save`.
-        tokens: token ids of one sequence for the comparison; where sequences are scored, several are made of it.
-        beside: a vision-language model's other inputs, for the images of the sequence.
+    trained, in its `dtype`. `forward` maps token ids to the trained model's logits, and is called by every rank. Where
+    sequences are scored, several are made of `tokens`; `beside` are a vision-language model's inputs for their images.
     """
     inputs = torch.tensor(_sequences(tokens, base_model.head_of(folder) == "scores"), device=distributed.device())
     trained = forward(inputs).float().cpu()
@@ -257,11 +250,6 @@ def host_map(folder: Path, dtype: torch.dtype, place: Path) -> Json:
 
     None for an adapter either, as PEFT 0.21 leaves out the adapters of layers on the disk. Its base model's files are
     mapped into the memory, not copied, where they have the dtype and the names that the model has.
-
-    Args:
-        folder: an export.
-        dtype: in which it is loaded.
-        place: an empty folder.
     """
     if (folder / ADAPTER).exists():
         return {}
@@ -329,14 +317,10 @@ def load_whole(
     of_adapter: Path | None = None,
     split: JsonView = MappingProxyType({}),
 ) -> PreTrainedModel:
-    """Return the whole model in `folder`, which may be a Hub id.
+    """Return the whole model in `folder`, which may be a Hub id, with any head or none.
 
-    Args:
-        folder: a language model, or one with another head or none.
-        dtype: of the weights.
-        quantization: None loads the weights as stored.
-        of_adapter: load the model for this adapter; a head that the files lack is random, and the adapter replaces it.
-        split: from `device_map`; without it the weights are on the host.
+    A model for an adapter, `of_adapter`, has a random head where the files lack one, and the adapter replaces it.
+    `split` is from `device_map`; without it the weights are on the host.
     """
     if of_adapter and (folder / ADAPTER).exists() and not (folder / "config.json").exists():
         raise UserError(
@@ -552,7 +536,6 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 untrained.add(part, base, trained, recipe.model.trust_remote_code)
             untrained.check(part)
             kind = "an adapter (add --merge for a whole model)" if is_adapter else "a whole model"
-        complete.copy_pooling(source, part)
         complete.of_copy(part, source, output)
         move(part, output)
     return kind

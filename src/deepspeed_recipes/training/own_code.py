@@ -103,11 +103,6 @@ def _kept(run: RunFolder | None) -> str:
     return f"{checkpoint} is kept; correct the file, and add --resume." if checkpoint else ""
 
 
-def _is_of_ranks(error: Exception) -> bool:
-    """Return True for an error of a collective, which a lost rank causes, not the user's code."""
-    return isinstance(error, dist.DistError)
-
-
 # ---- Loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -133,9 +128,9 @@ class Loss:
         given = outputs.logits if self.takes_logits else outputs
         try:
             loss = self.function(given, labels, num_items_in_batch=num_items_in_batch)
+        except (UserError, dist.DistError):
+            raise
         except Exception as error:
-            if _is_of_ranks(error) or isinstance(error, UserError):
-                raise
             raise failed("loss", self.named, error, when, self.run) from error
         if not torch.is_tensor(loss) or loss.numel() != 1:
             found = f"a tensor of shape {list(loss.shape)}" if torch.is_tensor(loss) else f"{type(loss).__name__}"
@@ -222,9 +217,9 @@ def _watched(named: Function, method: Callable[..., Any], run: RunFolder | None,
         before = set(logs)
         try:
             result = method(self, args, state, control, **kwargs)
+        except (UserError, dist.DistError):
+            raise
         except Exception as error:
-            if _is_of_ranks(error) or isinstance(error, UserError):
-                raise
             when = f"{method.__name__} at step {state.global_step}"
             raise failed("callbacks", named, error, when, run) from error
         for name in set(logs) - before:
@@ -251,9 +246,9 @@ def measured(
         function = own_code.load("data.metric", named)
         try:
             value = function(list(answers), list(references))
+        except dist.DistError:  # of a collective: a lost rank causes it, not the user's code
+            raise
         except Exception as error:
-            if _is_of_ranks(error):
-                raise
             raise failed("data.metric", named, error, when, run) from error
         try:
             if isinstance(value, Mapping) and value:

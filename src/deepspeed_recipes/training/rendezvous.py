@@ -104,20 +104,18 @@ def _found(environment: Mapping[str, str]) -> dict[str, str]:
         if local == found["WORLD_SIZE"]:
             found["MASTER_ADDR"] = "127.0.0.1"
         elif launcher.name == "srun":
-            found["MASTER_ADDR"] = first_host(environment.get("SLURM_STEP_NODELIST", ""))
+            nodes = environment.get("SLURM_STEP_NODELIST", "")
+            first = re.match(r"([\w.-]+)(?:\[(\d+))?", nodes)  # `gpu01` of `gpu[01-03,7],cpu1`
+            if not first:
+                raise UserError(
+                    f"SLURM_STEP_NODELIST={nodes}: not a list of nodes; set MASTER_ADDR to the host of rank 0."
+                )
+            found["MASTER_ADDR"] = first[1] + (first[2] or "")
         else:
             raise UserError("MASTER_ADDR: not set; add -x MASTER_ADDR=HOST, the host of rank 0, to mpirun.")
     job = environment.get(launcher.job, "")
     found["MASTER_PORT"] = environment.get("MASTER_PORT", str(PORTS[zlib.crc32(job.encode()) % len(PORTS)]))
     return found
-
-
-def first_host(nodes: str) -> str:
-    """Return the first name of a SLURM node list, such as `gpu01` of `gpu[01-03,7],cpu1`."""
-    match = re.match(r"([\w.-]+)(?:\[(\d+))?", nodes)
-    if not match:
-        raise UserError(f"SLURM_STEP_NODELIST={nodes}: not a list of nodes; set MASTER_ADDR to the host of rank 0.")
-    return match[1] + (match[2] or "")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -63,13 +63,7 @@ def _kind(character: str) -> str:
 
 
 def modelfile(tokenizer: Any, file: str, ends: Sequence[int] = ()) -> str:
-    """Return the Modelfile of the GGUF `file` in the same folder.
-
-    Args:
-        tokenizer: the model's; it has a chat template.
-        file: the file's name.
-        ends: tokens at which the model's generation settings stop.
-    """
+    """Return the Modelfile of the GGUF `file` in the same folder; `ends` are those of the generation settings."""
     lines = [f"FROM ./{file}"]
     if found := template(tokenizer):
         lines.append(f'TEMPLATE """{found}"""')

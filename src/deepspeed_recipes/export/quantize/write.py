@@ -61,15 +61,8 @@ def write(
     """Write a smaller copy of the model in `source`, completely or not at all.
 
     An adapter is merged first, and a model that cannot be converted or has lost more than `allowed` is refused. Returns
-    lines to print: the sizes, and the comparison with the original.
-
-    Args:
-        source: a whole model, or an adapter.
-        output: a new or empty folder.
-        kind: the kind of copy.
-        held_out: the examples on which both models are measured, or None if they are unknown.
-        allowed: percentage points of the metric that the copy may lose, or percent if the metric is the loss.
-        say: prints progress.
+    lines to print: the sizes, and the comparison with the original on the examples of `held_out`, if they are known.
+    `allowed` is in percentage points of the metric, or in percent if the metric is the loss.
     """
     from ...training import export
     from . import measure

@@ -63,11 +63,7 @@ class Split:
 
 
 def check_split(engine: str, served: Served, split: Split) -> None:
-    """Refuse a split that the server or the model cannot have.
-
-    Raises:
-        UserError: names the option and a size that fits.
-    """
+    """Refuse a split that the server or the model cannot have."""
     text = text_of(config_of(served.model))
     heads, layers = text.get("num_attention_heads") or text.get("n_head"), text.get("num_hidden_layers")
     for option, size in (("--tensor-parallel", split.tensor), ("--pipeline-parallel", split.pipeline)):
@@ -93,12 +89,10 @@ def check_split(engine: str, served: Served, split: Split) -> None:
 
 
 def choose(engine: str, served: Served) -> str:
-    """Return the engine, which for `auto` is vLLM if it is installed and can serve the model.
-
-    Raises:
-        UserError: no engine is installed, or the installed engine cannot serve this model.
-    """
-    runs = not is_packed(served.model) or has_packed_kernels()
+    """Return the engine, which for `auto` is vLLM if it is installed and can serve the model."""
+    groups = (config_of(served.model).get("quantization_config") or {}).get("config_groups") or {}
+    packed = any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())  # 4-bit weights
+    runs = not packed or has_packed_kernels()
     adapts = not (served.adapters and has_experts(served.model)) or _on_gpu()
     held = {one.folder: read_json(one.folder / ADAPTER) for one in served.adapters}
     unread = [(folder, name) for folder, one in held.items() for name in NOT_IN_VLLM if one.get(name) not in UNSET]
@@ -144,13 +138,7 @@ def unread_settings(engine: str, served: Served) -> list[str]:
 def build(engine: str, served: Served, host: str, port: int, place: Path, split: Split = Split()) -> Engine:
     """Return the server of a model: vLLM's, or `transformers serve`, which serves an adapter as a merged model.
 
-    Args:
-        engine: as `choose` returns it.
-        served: the model, with its adapters.
-        host: the address to listen on.
-        port: the port to listen on.
-        place: an empty folder that lives as long as the server.
-        split: the devices that share the model, for vLLM.
+    `engine` is as `choose` returns it, and `place` an empty folder that lives as long as the server.
     """
     if engine == "vllm":
         server = vllm(served, host, port, split)
@@ -214,14 +202,9 @@ def vllm(served: Served, host: str, port: int, split: Split = Split()) -> Engine
 
 
 def transformers(name: str, place: Path, host: str, port: int) -> Engine:
-    """Return `transformers serve` of a whole model.
+    """Return `transformers serve` of the whole model in `place`, which holds nothing else.
 
-    Args:
-        name: the model's name in requests, which is also its folder's name in `place`: the server names a model by its
-            path.
-        place: the folder that contains only the model; the server is started in it.
-        host: the address to listen on.
-        port: the port to listen on.
+    The server is started there and names a model by its path, so `name` is both its folder and its name in requests.
     """
     if "@" in name:
         raise UserError(f"{name}: transformers reads text after an @ as a revision; name the model with --name NAME.")
@@ -243,12 +226,6 @@ def _dtype(model: Path) -> str | None:
     config = config_of(model)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return "bfloat16" if dtype == "float32" and config.get("quantization_config") else dtype
-
-
-def is_packed(model: Path) -> bool:
-    """Return True if a model has 4-bit weights in compressed-tensors' format."""
-    groups = (config_of(model).get("quantization_config") or {}).get("config_groups") or {}
-    return any((group.get("weights") or {}).get("num_bits") == 4 for group in groups.values())
 
 
 def has_experts(model: Path) -> bool:

@@ -18,11 +18,7 @@ VARIABLE = "DS_RECIPES_SERVING"
 
 
 def folder() -> Path:
-    """Return the environment's folder, which may not exist.
-
-    Raises:
-        UserError: `VARIABLE` is set under its old name.
-    """
+    """Return the environment's folder, which may not exist."""
     return Path(variable(VARIABLE, os.environ) or Path(sys.prefix).with_name(".serving"))
 
 
@@ -45,11 +41,7 @@ def titled(server: str) -> str:
 
 
 def require(package: str, purpose: str) -> Path:
-    """Return the interpreter of the environment that has a package, this one or the serving environment.
-
-    Raises:
-        UserError: neither environment has the package; names the commands that install it.
-    """
+    """Return the interpreter of the environment that has a package, this one or the serving environment."""
     found = python(package)
     if found is None:
         raise UserError(f"{purpose} needs {package} in a separate environment: {how()}")
@@ -57,11 +49,7 @@ def require(package: str, purpose: str) -> Path:
 
 
 def require_llama_cpp(purpose: str) -> tuple[Path, Path]:
-    """Return the interpreter with llama.cpp, and the folder with its converter, both installed by `make gguf`.
-
-    Raises:
-        UserError: one of them is not installed; names the command that installs both.
-    """
+    """Return the interpreter with llama.cpp, and the folder with its converter, both installed by `make gguf`."""
     place = folder()
     converter = place / "llama.cpp"
     if not (converter / "convert_hf_to_gguf.py").exists() or not python("llama_cpp"):

@@ -23,11 +23,7 @@ GRACE = 20
 
 
 def check_port(host: str, port: int) -> None:
-    """Refuse an address on which a server cannot listen.
-
-    Raises:
-        UserError: another process has the port, or this machine has no such address.
-    """
+    """Refuse an address on which a server cannot listen."""
     if not 0 < port < 65536:
         raise UserError(f"--port {port}: must be between 1 and 65535.")
     with socket.socket() as probe:
@@ -42,17 +38,7 @@ def check_port(host: str, port: int) -> None:
 def running(engine: Engine, model: str, host: str, port: int, log: Path) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a server, yield once its model answers, and finally end the server and its child processes.
 
-    They also end, and leave no file behind, when this process is killed.
-
-    Args:
-        engine: the server to start.
-        model: the model's name in requests.
-        host: the address to listen on.
-        port: the port to listen on.
-        log: file for the server's output.
-
-    Raises:
-        UserError: the server ends, does not answer within `START` seconds, or its model cannot answer.
+    They also end, and leave no file behind, when this process is killed. `model` is its name in requests.
     """
     with children.scratch("ds-recipes-serve-") as place, log.open("wb") as out:
         options = {"env": {**engine.variables, "TMPDIR": str(place)}, "cwd": engine.start_in}  # vLLM leaves sockets

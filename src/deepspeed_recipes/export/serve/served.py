@@ -58,15 +58,10 @@ SHARED: Mapping[str, Callable[[Path, Path], object]] = {
 
 
 def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
-    """Return the model that the words of the command line name.
+    """Return the model that the words of the command line name: a run, a checkpoint, a model folder or an adapter's.
 
-    Args:
-        name: a run, a checkpoint, a model folder or an adapter folder.
-        called: the model's name in requests, or None for the recipe's or the folder's.
-        adapters: more adapters of the same base model, NAME=FOLDER each.
-
-    Raises:
-        UserError: there is no such model, it writes no text, or the adapters have different bases.
+    `called` is its name in requests, or None for the recipe's or the folder's; `adapters` of the same base model are
+    NAME=FOLDER each.
     """
     from ...training.model_folder import card  # a second's import, which --help does without
 
@@ -104,11 +99,7 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
 
 
 def whole(folder: Path) -> Path:
-    """Return the folder with the weights and config.json of a model or of an adapter's base; a Hub id if it has none.
-
-    Raises:
-        UserError: the adapter's base model is not on this machine.
-    """
+    """Return the folder with the weights and config.json of a model or an adapter's base; a Hub id if it has none."""
     from ...training.model import stored  # imports torch, which --help does without
 
     if not (folder / base_model.ADAPTER).exists():
@@ -124,11 +115,7 @@ def _check_name(option: str, name: str) -> None:
 
 
 def model_folder(name: Path) -> Path:
-    """Return the folder with the weights: a run's export or newest checkpoint, or the folder itself.
-
-    Raises:
-        UserError: no such folder, or no model in it.
-    """
+    """Return the folder with the weights: a run's export or newest checkpoint, or the folder itself."""
     found = candidates.find(str(name), None).model
     if not isinstance(found, Path):
         raise UserError(f"{name}: already served; name a folder.")

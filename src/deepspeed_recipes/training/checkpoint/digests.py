@@ -50,11 +50,7 @@ def damaged(checkpoint: Path, record: str = COMPLETE) -> str | None:
 
 
 def harm(checkpoint: Path, name: str) -> str:
-    """Return the kind of damage of a checkpoint's file, for messages.
-
-    Raises:
-        FileUnusable: it cannot be read now.
-    """
+    """Return the kind of damage of a checkpoint's file, for messages; FileUnusable if it cannot be read now."""
     file = checkpoint / name
     with explained(file):
         if not file.exists():

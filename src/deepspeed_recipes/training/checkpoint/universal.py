@@ -184,13 +184,6 @@ def is_needed(layout: Layout, run: RunFolder, world_size: int, checkpoint: Path 
     return (complete["world_size"], saved.tensor, saved.expert) != (world_size, layout.tensor, layout.expert)
 
 
-def loading(config: Json, layout: Layout, run: RunFolder, world_size: int) -> Json:
-    """Return the DeepSpeed configuration, which loads the universal form if these ranks need it."""
-    if not is_needed(layout, run, world_size):
-        return config
-    return config | {"checkpoint": config.get("checkpoint", {}) | {"load_universal": True}}
-
-
 def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: Path) -> None:
     """Convert `checkpoint`, and the best one that `keep_best` may export, if `world_size` ranks need it."""
     best = best_checkpoint(run, recipe) if recipe.keep_best else None

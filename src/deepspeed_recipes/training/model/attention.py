@@ -116,24 +116,13 @@ def varlen(
 ) -> tuple[torch.Tensor, None]:
     """Compute causal attention within documents, with the interface of transformers' implementations.
 
-    Args:
-        module: the attention layer.
-        query: [sequences, heads, length, width]; `key` and `value` may have fewer heads, and values another width.
-        key: see `query`.
-        value: see `query`.
-        attention_mask: None.
-        dropout: 0.
-        scaling: factor of the scores; None is 1 / sqrt(width).
-        sliding_window: number of tokens that a token attends to, including itself.
-        cu_seq_lens_q: starts of documents when all sequences are concatenated, and the end, [documents + 1], int32.
-        max_length_q: length of the longest document.
-        options: for other implementations.
+    Queries are [sequences, heads, length, width]; keys and values may have fewer heads, and values another width.
+    `scaling` is the factor of the scores, None for 1 / sqrt(width); a token attends to the `sliding_window` tokens up
+    to itself. `cu_seq_lens_q` are the starts of documents when all sequences are concatenated, and the end,
+    [documents + 1], int32; `max_length_q` is the longest one's length.
 
-    Returns:
-        [sequences, length, heads, width], and None instead of weights.
-
-    Raises:
-        ValueError: the kernel lacks what the layer needs: soft caps, sinks, biases, dropout, masks.
+    Returns [sequences, length, heads, width], and None instead of weights. Raises ValueError if the kernel lacks what
+    the layer needs: soft caps, sinks, biases, dropout, masks.
     """
     wanted = {name: options.get(name) for name in ("softcap", "s_aux", "position_bias")} | {"dropout": dropout or None}
     asked = [name for name, given in {**wanted, "attention_mask": attention_mask}.items() if given is not None]

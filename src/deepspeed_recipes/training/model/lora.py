@@ -175,14 +175,8 @@ def add(
 ) -> PeftModel:
     """Return the model with adapters in the model's dtype; everything else is frozen, except for a head that scores.
 
-    Args:
-        model: of the kind that the method trains.
-        lora: the adapters; their targets must be in the model.
-        seed: for their random values.
-        scores: the model scores sequences: a reward model or a classifier.
-        embeds: the model has no head.
-        excluded: modules without adapters, as a regular expression.
-        rows: PEFT's `trainable_token_indices`, or nothing.
+    `embeds` means that it has no head, `excluded` is a regular expression for modules without adapters, and `rows` are
+    PEFT's `trainable_token_indices`.
     """
     try:
         given = lora_options(lora, scores, embeds, model.config.model_type)

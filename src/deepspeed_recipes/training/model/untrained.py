@@ -177,11 +177,7 @@ def _add_processor(folder: Path, path: str) -> bool:
 
 
 def check(folder: Path) -> None:
-    """Compare the tensors that an export has from its base with their digests; without any, do nothing.
-
-    Raises:
-        RuntimeError: one of them is missing or differs.
-    """
+    """Compare the tensors that an export has from its base with their digests; RuntimeError if one differs."""
     if not (folder / PROVENANCE).exists():
         return
     expected = read_json(folder / PROVENANCE)["untouched"]

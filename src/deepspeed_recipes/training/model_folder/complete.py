@@ -54,11 +54,15 @@ def of_run(folder: Path, run: RunFolder, place: Path, results: JsonView, step: i
 def of_copy(folder: Path, source: Path, place: Path) -> None:
     """Do the same for weights that are copied from a run's export, one of its checkpoints, or any model folder.
 
-    A folder of another origin keeps its own card.
+    An embedding model keeps the files of its pooling. A folder of another origin keeps its own card.
     """
     from . import expected  # imports torch, without which `publish` reads a folder
 
     expected.copy(source, folder)
+    for name in FILES:
+        if (source / name).exists():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copy2(source / name, folder / name)
     if (source / record.FOLDER / record.RECIPE).exists():
         shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
     elif (run := RunFolder(source.parent)).recipe.exists():
@@ -142,14 +146,6 @@ def write_pooling(folder: Path, settings: Embed, hidden_size: int, longest: int)
     for name in FILES:
         (folder / name).parent.mkdir(exist_ok=True)
         write_json(folder / name, contents[name])
-
-
-def copy_pooling(source: Path, folder: Path) -> None:
-    """Copy the files if `source` has them."""
-    for name in FILES:
-        if (source / name).exists():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copy2(source / name, folder / name)
 
 
 CONFIG = "tokenizer_config.json"

@@ -106,11 +106,8 @@ def measured(
 ) -> list[Json]:
     """Return for each example the log-probability of each answer's token and the likeliest token at its place.
 
-    Args:
-        forward: maps token ids, [texts, length], to logits, [texts, length, vocabulary], each from the tokens up to it
-            alone, as shorter texts are padded at their end; a collective if ranks share a model.
-        examples: as `sequences` returns them.
-        device: of the token ids.
+    `forward` maps token ids, [texts, length], to logits, [texts, length, vocabulary], each from the tokens up to it
+    alone, as shorter texts are padded at their end; a collective if ranks share a model. `examples` are `sequences`'.
     """
     found = []
     for first in range(0, len(examples), TOGETHER):
@@ -127,11 +124,7 @@ def measured(
 
 
 def served(server: servers.Server, examples: Sequence[JsonView]) -> list[Json]:
-    """Return the answers of a server, in the form of `measured`.
-
-    Raises:
-        UserError: the server does not answer, or gives no log-probabilities.
-    """
+    """Return the answers of a server, in the form of `measured`."""
     return [servers.log_probabilities(server, one["tokens"], one["start"]) for one in examples]
 
 

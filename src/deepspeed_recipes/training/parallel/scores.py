@@ -93,16 +93,9 @@ def exact_match(
 ) -> dict[str, float]:
     """Return `exact_match`, the share of last answers that greedy decoding reproduces, and `cut_off` if some are.
 
-    Args:
-        model: writes the answers.
-        tokenizer: the model's.
-        sequences: conversations as they are trained on, one document each, with `input_ids` and `labels`.
-        max_new_tokens: limit per answer.
-        synced_gpus: whether ranks that have finished wait for the others.
-        layout: defines which ranks share a copy of the model.
-        on_answer: called with each answer that this rank has counted.
-        ask: writes the answers to `batch_size` questions, as `vision.answers.generate` does.
-        batch_size: questions per rank.
+    `sequences` are conversations as they are trained on, one document each, with `input_ids` and `labels`. `on_answer`
+    gets each answer that this rank has counted, and `ask` writes the answers to `batch_size` questions, as
+    `answers.generate` does. With `synced_gpus` ranks that have finished wait for the others.
     """
     opening = generation_prompt(tokenizer)
     right = cut_off = 0.0

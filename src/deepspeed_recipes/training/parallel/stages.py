@@ -12,7 +12,7 @@ from ...recipe.errors import UserError
 from ...recipe.layout import balanced
 from ...recipe.recipe import Recipe
 from .. import activation_checkpointing
-from ..model import load, lora, probe, stored, transforms
+from ..model import load, probe, stored, transforms
 from ..model_folder import base_model
 
 PROBE_STAGES = 3
@@ -27,7 +27,7 @@ def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     whole = load.load_config(recipe)
     if type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refusal("pipeline of another class", size=size, kind=whole.model_type)
-    load.say_left_out(recipe, stored.check(recipe.model.path, _without_weights(recipe)))
+    load.say_left_out(recipe, stored.check(recipe.model.path, without_weights(recipe)))
     config = whole.get_text_config()
     try:
         difference = staged_difference(probe.draft_of(config, tokenizer, recipe.model.attention))
@@ -54,13 +54,8 @@ def staged_difference(whole: PreTrainedModel) -> float:
     return probe.off(passed, expected)
 
 
-def meta_model(recipe: Recipe) -> PreTrainedModel:
-    """Return the whole model without weights (on the meta device), adapters included."""
-    whole = _without_weights(recipe)
-    return lora.add(whole, recipe.lora) if recipe.lora else whole
-
-
-def _without_weights(recipe: Recipe) -> PreTrainedModel:
+def without_weights(recipe: Recipe) -> PreTrainedModel:
+    """Return the whole model on the meta device, without adapters."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             load.load_config(recipe),
