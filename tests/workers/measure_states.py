@@ -121,7 +121,9 @@ def initialize(model: nn.Module, case: dict[str, Any]) -> Any:
 def make_optimizer(name: str | None, model: nn.Module, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
     """Return what the run brings along."""
     if name == "adamw_8bit":
-        return optimizer.eight_bit()(trained, lr=1e-3)
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(trained, lr=1e-3)
     if name == "muon":
         group = {"params": trained, "lr": 1e-3, "weight_decay": 0.0}
         return optimizer._muon(model, [group], betas=(0.9, 0.999), eps=1e-8, fused=True)

@@ -36,7 +36,7 @@ def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) ->
     device = str(distributed.device()) if distributed.on_gpu() else "cpu"
     data = techniques.conversations(root / "train.jsonl")
     for kind in kinds:
-        model = model_of(root, kind)
+        model = root / ("mixture" if kind == "mixture" else "dense")
         if not model.exists():
             (techniques.random_mixture if kind == "mixture" else techniques.random_qwen3)(model)
         used = Technique("", "", kind=kind).settings()
@@ -56,11 +56,6 @@ def _with_adapters(quantized: Path | None, whole: PreTrainedModel) -> torch.nn.M
         whole = AutoModelForCausalLM.from_pretrained(quantized, dtype=whole.dtype, quantization_config=in_4_bits)
     # In evaluation bitsandbytes multiplies in bf16 on some CPUs.
     return adapters.add(whole.train(), LORA, SEED)
-
-
-def model_of(root: Path, kind: Kind) -> Path:
-    """Return the folder of the model that a kind trains."""
-    return root / ("mixture" if kind == "mixture" else "dense")
 
 
 def distance(expected: torch.Tensor, found: torch.Tensor) -> dict[str, float]:

@@ -267,8 +267,11 @@ REPORT = "report.md"
 def print_findings(
     console: Console, environment: Json, techniques: Sequence[Finding], defects: Sequence[Finding]
 ) -> None:
-    """Print the stack, the tables and a summary line."""
-    console.print(stack(environment), highlight=False)
+    """Print the versions and devices in a line, the tables and a summary line."""
+    packages = [f"{name} {environment['packages'][name]}" for name in STACK if name in environment["packages"]]
+    where = ", ".join(sorted(set(environment["gpus"]))) or "CPU"
+    ranks = f"{environment['ranks']} ranks on {where}, {environment['backend']}"
+    console.print(f"{', '.join(packages)}; {ranks}", highlight=False)
     if techniques:
         console.print(_table("technique", "compared with the plain loop", techniques))
     if defects:
@@ -282,19 +285,9 @@ def _table(kind: str, detail: str, findings: Sequence[Finding]) -> Table:
     table.add_column("result", no_wrap=True)
     table.add_column(detail, overflow="fold")
     for one in findings:
-        table.add_row(one.name, f"[{COLOURS.get(one.state, 'dim')}]{one.state}[/]", _plain(one.detail))
+        coloured = f"[{COLOURS.get(one.state, 'dim')}]{one.state}[/]"
+        table.add_row(one.name, coloured, one.detail.replace("[", "\\["))  # no markup in what was observed
     return table
-
-
-def stack(environment: Json) -> str:
-    """Return the versions and devices in a line."""
-    packages = [f"{name} {environment['packages'][name]}" for name in STACK if name in environment["packages"]]
-    where = ", ".join(sorted(set(environment["gpus"]))) or "CPU"
-    return f"{', '.join(packages)}; {environment['ranks']} ranks on {where}, {environment['backend']}"
-
-
-def _plain(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def summary(techniques: Sequence[Finding], defects: Sequence[Finding]) -> str:

@@ -152,7 +152,11 @@ def verify(
     trained, in its `dtype`. `forward` maps token ids to the trained model's logits, and is called by every rank. Where
     sequences are scored, several are made of `tokens`; `beside` are a vision-language model's inputs for their images.
     """
-    inputs = torch.tensor(_sequences(tokens, base_model.head_of(folder) == "scores"), device=distributed.device())
+    sequences = [tokens]
+    if base_model.head_of(folder) == "scores":  # a few numbers, where one sequence has many logits
+        starts = [len(tokens) * quarter // 4 for quarter in range(4)]
+        sequences = [tokens[start:] + tokens[:start] for start in starts]
+    inputs = torch.tensor(sequences, device=distributed.device())
     trained = forward(inputs).float().cpu()
     difference = 0.0
     if distributed.is_first():
@@ -189,14 +193,6 @@ def _differences(
         device = torch.device("cpu") if split else reloaded.device
         logits = heads.outputs(reloaded(**{name: value.to(device) for name, value in given.items()}))
         return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
-
-
-def _sequences(tokens: list[int], scores: bool) -> list[list[int]]:
-    """Return the sequences to compare: one for logits, which are many numbers, several for scores, which are few."""
-    if not scores:
-        return [tokens]
-    quarters = [len(tokens) * quarter // 4 for quarter in range(4)]
-    return [tokens[start:] + tokens[:start] for start in quarters]
 
 
 def is_reward_model(folder: Path) -> bool:

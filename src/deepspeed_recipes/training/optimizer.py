@@ -51,18 +51,11 @@ def make(
     if recipe.optimizer == "muon":
         return _muon(model, parts, **options)
     if recipe.optimizer == "adamw_8bit":
-        return eight_bit()(parts, **{name: options[name] for name in ("lr", "betas", "eps")})
+        # The Trainer's own option keeps embeddings' moments in 32 bits, and finds these only without ZeRO.
+        from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, so only where it is used
+
+        return AdamW8bit(parts, **{name: options[name] for name in ("lr", "betas", "eps")})
     return kind(parts, **options)
-
-
-def eight_bit() -> type[torch.optim.Optimizer]:
-    """Return bitsandbytes' AdamW with moments in 8 bits.
-
-    The Trainer's own option keeps embeddings' moments in 32 bits, and finds these only without ZeRO.
-    """
-    from bitsandbytes.optim import AdamW8bit  # 45 MB per rank, so only where it is used
-
-    return AdamW8bit
 
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")

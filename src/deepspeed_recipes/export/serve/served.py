@@ -68,7 +68,8 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
     folder = model_folder(name)
     if card.look(folder).scores:
         raise UserError(f"{name}: outputs scores instead of text; serve a model that writes text.")
-    own = called or _name(folder, name)
+    held = record.read(folder)
+    own = called or (held.recipe.name if held and name.resolve() != folder else folder.name)
     _check_name("--name", own)
     found = [_adapter(own, folder)] if (folder / base_model.ADAPTER).exists() else []
     for word in adapters:
@@ -120,11 +121,6 @@ def model_folder(name: Path) -> Path:
     if not isinstance(found, Path):
         raise UserError(f"{name}: already served; name a folder.")
     return found
-
-
-def _name(folder: Path, typed: Path) -> str:
-    held = record.read(folder)
-    return held.recipe.name if held and typed.resolve() != folder else folder.name
 
 
 def _adapter(name: str, folder: Path) -> Adapter:

@@ -4,7 +4,6 @@ A run that resumes on other data would skip sequences that it has never read, or
 """
 
 import json
-from collections.abc import Iterable
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -134,19 +133,14 @@ def of_data(training: Dataset | Stream) -> str:
     for table in training.with_format("arrow").iter(batch_size=1000):
         for name in sorted(table.column_names):
             digest.update(name.encode())
-            for part in _bytes(table[name].combine_chunks()):
-                digest.update(part)
+            column = table[name].combine_chunks()  # its content counts, whatever its layout in Arrow
+            if pyarrow.types.is_list(column.type) and pyarrow.types.is_primitive(column.type.value_type):
+                for part in (column.flatten(), column.value_lengths()):
+                    digest.update(part.to_numpy(zero_copy_only=False).tobytes())
+            else:
+                text = json.dumps(column.to_pylist(), sort_keys=True, default=str)
+                digest.update(text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
-
-
-def _bytes(column: Any) -> Iterable[bytes]:
-    """Yield the content of a column, whatever its layout in Arrow."""
-    kind = column.type
-    if pyarrow.types.is_list(kind) and pyarrow.types.is_primitive(kind.value_type):
-        yield column.flatten().to_numpy(zero_copy_only=False).tobytes()
-        yield column.value_lengths().to_numpy(zero_copy_only=False).tobytes()
-    else:
-        yield json.dumps(column.to_pylist(), sort_keys=True, default=str).encode("utf-8", "surrogatepass")
 
 
 def _shown(value: object) -> str:

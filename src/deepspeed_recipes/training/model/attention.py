@@ -33,7 +33,7 @@ OLDEST = (8, 0)
 HOPPER = 9
 """Major compute capability that FlashAttention-3 is written for (arXiv:2407.08608), and the lowest of -4."""
 WIDEST = 256
-"""Largest head width that they support."""
+"""Largest head width that they support; they have no attention dropout."""
 
 
 def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[str]:
@@ -48,7 +48,11 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
         return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
     capability = torch.cuda.get_device_capability()
-    if recipe.precision == "fp32" or capability < OLDEST or not _fits(config):
+    if recipe.precision == "fp32" or capability < OLDEST:
+        return [fallback]
+    heads = config.num_attention_heads
+    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
+    if width > WIDEST or getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0):
         return [fallback]
     major = capability[0]  # the package that was written for this kind of GPU comes first
     found = {
@@ -68,13 +72,6 @@ def not_installed(name: str, error: ImportError) -> str:
 def is_flash(name: str) -> bool:
     """Return whether an implementation is a FlashAttention, from a package or a kernel from the Hub."""
     return name.startswith("flash_attention") or ("/" in name and "flash" in name)
-
-
-def _fits(config: PreTrainedConfig) -> bool:
-    """Return whether the kernel supports the heads' width; it does not support attention dropout."""
-    heads = config.num_attention_heads
-    width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
-    return width <= WIDEST and not (getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0))
 
 
 def document_boundaries(lengths: Sequence[Sequence[int]], width: int) -> dict[str, torch.Tensor]:

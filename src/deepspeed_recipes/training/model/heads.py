@@ -67,12 +67,6 @@ def outputs(output: Any) -> torch.Tensor:
     return output.last_hidden_state if logits is None else logits
 
 
-def missing(names: set[str]) -> tuple[set[str], set[str]]:
-    """Return the missing weights of a model's files that belong to its head, and the others."""
-    head = {name for name in names if name.partition(".")[0] in NAMES}
-    return head, names - head
-
-
 def start(model: PreTrainedModel, seed: int) -> None:
     """Initialise the head with random values that depend only on its name and the seed; a collective under ZeRO-3.
 

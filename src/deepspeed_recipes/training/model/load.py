@@ -191,7 +191,8 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     upstream.keep_used_conversions(model)
     missing = set(about["missing_keys"])  # one of tied weights is enough, and transformers does not list the other
     if recipe.method.scores:
-        head, missing = heads.missing(missing)
+        head = {name for name in missing if name.partition(".")[0] in heads.NAMES}
+        missing -= head
         if head:  # the files hold a language model
             heads.start(model, recipe.seed)
     if missing:

@@ -33,18 +33,12 @@ NAMES = ("vision_tower", "visual", "vision_model", "multi_modal_projector", "con
 """Names of the tower, and of the module that projects its outputs, in models."""
 
 
-def of_model(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the vision tower."""
-    found = model.get_encoder(modality="image")
-    if found is model or found is model.base_model:
-        raise UserError(f"model.vision=true: transformers names no vision tower in {model.config.model_type}.")
-    return found
-
-
 def freeze(model: PreTrainedModel) -> None:
     """Freeze the tower; the module that projects its outputs is still trained, unless it is part of the tower."""
-    for parameter in of_model(model).parameters():
-        parameter.requires_grad_(False)
+    tower = model.get_encoder(modality="image")
+    if tower is model or tower is model.base_model:
+        raise UserError(f"model.vision=true: transformers names no vision tower in {model.config.model_type}.")
+    tower.requires_grad_(False)
 
 
 def outside_language(model: PreTrainedModel) -> str:

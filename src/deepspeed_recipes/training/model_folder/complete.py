@@ -14,7 +14,7 @@ from ...recipe import files
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.methods import Embed
-from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, step_of, write_json
+from ...recipe.run_folder import CHECK_FAILED, RunFolder, read_json, read_jsonl, read_recipe, step_of, write_json
 from . import base_model, card, record
 
 
@@ -68,8 +68,10 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     elif (run := RunFolder(source.parent)).recipe.exists():
         return of_run(folder, run, place, read_json(run.summary) if run.summary.exists() else {})
     elif (run := RunFolder(source.parents[1])).recipe.exists() and source.name.startswith("checkpoint-"):
-        step = step_of(source)
-        return of_run(folder, run, place, record.at_step(run, step), step)
+        step, metric = step_of(source), read_recipe(run).metric
+        measured = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}  # as far as it was then
+        results = {"metric": metric, "before": measured.get(0), "after": measured.get(step)}
+        return of_run(folder, run, place, results, step)
     elif (source / card.FILE).exists():
         shutil.copy2(source / card.FILE, folder)
     _finish(folder, place)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...recipe.conversions import from_dict, to_dict
 from ...recipe.errors import redacted
-from ...recipe.files import Json, JsonView
+from ...recipe.files import JsonView
 from ...recipe.project import CONFIGS, PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder, read_json, read_jsonl, read_recipe, write_json
@@ -102,14 +102,6 @@ def of_run(run: RunFolder, results: JsonView, step: int | None = None) -> Record
         environment.pop("started", None)  # the same weights give the same export, whenever it is written
         found["environment"] = portable(environment)
     return Record(portable_recipe(read_recipe(run)), found)
-
-
-def at_step(run: RunFolder, step: int) -> Json:
-    """Return the run's metric before training and after `step` steps, as far as it was measured then."""
-    recipe = read_recipe(run)
-    metric = recipe.metric
-    rows = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}
-    return {"metric": metric, "before": rows.get(0), "after": rows.get(step)}
 
 
 def write(folder: Path, record: Record, deepspeed: Path | None) -> None:

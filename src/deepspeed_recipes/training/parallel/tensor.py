@@ -10,6 +10,7 @@ these can be shared is found only by trying: `split`.
 import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -101,7 +102,12 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
     width = linear.in_features if style.startswith("rowwise") else linear.out_features
     if width % size:
         raise refusal("width of a layer", size=size, width=width)
-    _gather(linear)
+    # Weights that ZeRO-3 has sharded over all ranks are replaced by ordinary ones; ZeRO-3 shards the parts again.
+    sharded = [(name, value) for name, value in linear.named_parameters(recurse=False) if is_zero_param(value)]
+    with GatheredParameters([value for _, value in sharded]) if sharded else nullcontext():
+        for name, value in sharded:
+            whole = torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
+            linear.register_parameter(name, whole)
     if style == "rowwise":
         return LinearAllreduce(linear, group)
     if style == "rowwise_split_input":
@@ -110,17 +116,6 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
             raise refusal("split inputs")
         return splitting(linear, group)
     return LinearLayer(linear, group, gather_output=style == "colwise_gather_output")
-
-
-def _gather(linear: torch.nn.Linear) -> None:
-    """Replace weights that ZeRO-3 has sharded over all ranks by ordinary ones; ZeRO-3 shards the parts again."""
-    sharded = [(name, value) for name, value in linear.named_parameters(recurse=False) if is_zero_param(value)]
-    if not sharded:
-        return
-    with GatheredParameters([value for _, value in sharded]):
-        for name, value in sharded:
-            whole = torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
-            linear.register_parameter(name, whole)
 
 
 def shard_model(model: PreTrainedModel | PeftModel, size: int, styles: Mapping[str, str]) -> None:
