@@ -54,6 +54,12 @@ def test_a_token_uses_some_of_the_experts():
     )
 
 
+def test_a_model_without_attention_is_counted_by_its_weights():
+    config = AutoConfig.for_model("mamba", vocab_size=512, hidden_size=64, num_hidden_layers=2)
+    work = training_flops(AutoModelForCausalLM.from_config(config))
+    assert work.of(LENGTH, LENGTH**2) == work.of(LENGTH, 0) > 0
+
+
 def flops_with_experts(model, config, used):
     config.num_experts_per_tok = used
     return training_flops(model)

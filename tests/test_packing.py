@@ -222,6 +222,9 @@ def test_without_the_kernel_the_next_one_is_taken(monkeypatch, recipe):
     assert attention.candidates(recipe, config, on_gpu=True)[0] == "varlen"
     monkeypatch.setattr(attention, "varlen_attn", None)
     assert attention.candidates(recipe, config, on_gpu=True)[0] == "flex_attention"
+    for without_heads in ("mamba", "mamba2"):
+        config = AutoConfig.for_model(without_heads)
+        assert attention.candidates(recipe, config, on_gpu=True)[0] in ("sdpa", "eager")
 
 
 def test_a_refused_kernel_is_named_with_the_reason(monkeypatch, recipe):

@@ -57,8 +57,8 @@ def training_flops(model: torch.nn.Module) -> TrainingFlops:
             continue
         share = used if ".experts." in name else 1.0
         total += share * (6 if parameter.requires_grad else 4) * torch.Size(size).numel()
-    heads = config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+    heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
+    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return TrainingFlops(total, 6.0 * config.num_hidden_layers * width)
 
 

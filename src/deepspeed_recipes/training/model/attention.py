@@ -48,9 +48,9 @@ def candidates(recipe: Recipe, config: PreTrainedConfig, on_gpu: bool) -> list[s
     if not on_gpu or not recipe.packs or recipe.layout.pipeline > 1:
         return [fallback]  # single documents need no mask, and on CPUs SDPA has the only fused kernel
     capability = torch.cuda.get_device_capability()
-    if recipe.precision == "fp32" or capability < OLDEST:
+    heads = getattr(config, "num_attention_heads", None)  # a state-space model has none
+    if recipe.precision == "fp32" or capability < OLDEST or not heads:
         return [fallback]
-    heads = config.num_attention_heads
     width = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None) or config.hidden_size // heads
     if width > WIDEST or getattr(config, "attention_dropout", 0) or getattr(config, "attn_pdrop", 0):
         return [fallback]
