@@ -76,6 +76,7 @@ def test_help_of_a_key_says_everything_about_it(capsys):
         ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
         ("--nproc_per_node=2", "--nproc_per_node: no such option; did you mean --gpus?"),
         ("--frobnicate=secret", "--frobnicate: no such option; ds-recipes launch --help lists"),
+        ("--overwrite_output_dir", "--overwrite_output_dir: no such option; a run never overwrites"),
         (
             "--namespace=ml",
             "--namespace: no such option; --kubernetes writes manifests without a namespace: kubectl -n",
@@ -104,8 +105,13 @@ def test_keys_can_be_typed_as_options(capsys):
         "metric_for_best_model=eval_loss",
         "eval_strategy=no",
         "save_strategy=steps",
+        "overwrite_output_dir=true",
+        "dataset_num_proc=4",
+        "torch_dtype=bfloat16",
+        "zero_stage=2",
     ]
     ours = ["loss_on=assistant", "optimizer=adamw", "data.metric=loss", "eval_steps=none"]
+    ours += ["precision=bf16", "deepspeed=zero2.json"]
     assert options.parse(["tiny", "lora", *habits, "save_strategy=steps"], "").overrides == ours
     assert options.parse(["tiny", "lora", "bf16=false"], "").overrides == ["bf16=false"], "which is answered"
     batch = ["tiny", "full", "gradient_accumulation_steps=4", "micro_batch_size=2", "--gpus", "2", "--dry-run"]

@@ -179,7 +179,10 @@ def word(text: str) -> str:
     """Return a word of the command line, with our key for another tool's that takes the same values; says so."""
     key, equals, value = text.partition("=")
     known, switched = OTHER_TOOLS["settings"], f"{key}={str(SWITCHES.get(value.lower())).lower()}"
-    if ours := known.get(text.lower()) or known.get(switched):
+    ours = known.get(text.lower()) or known.get(switched)
+    if FOREIGN_NAMES.get(key, key) == "optimizer" and value in OUR_OPTIMIZERS and not value.startswith("paged"):
+        ours = f"optimizer={OUR_OPTIMIZERS[value]}"
+    if ours and ours != text:
         print(f"{text} is read as {ours}", file=sys.stderr)
         return str(ours)
     if not equals or key not in SAME:
@@ -190,7 +193,12 @@ def word(text: str) -> str:
 
 def is_redundant(text: str) -> bool:
     """Return whether a word of the command line is a setting of another tool that says nothing more here; says so."""
-    if why := OTHER_TOOLS["redundant"].get(text.lower()):
+    key, equals, _ = text.partition("=")
+    why = OTHER_TOOLS["redundant"].get(text.lower())
+    answered = {*FOREIGN_NAMES, *OTHER_TOOLS["words"], *OTHER_TOOLS["options"], *override_keys()}
+    if equals and key not in answered:
+        why = why or next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
+    if why:
         print(f"{text} is left out: {why}", file=sys.stderr)
     return bool(why)
 
@@ -291,9 +299,7 @@ def unknown(key: str, known: list[str], method: str = "") -> str:
         return f"unknown key {key!r}; use {ours!r}{meaning}."
     if option := OTHER_TOOLS["options"].get(key):
         return f"unknown key {key!r}; use ds-recipes launch's option {option}."
-    tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "yours", "missing"))
-    named = (listed(name, table) for table in (OTHER_TOOLS["words"], *tables) for name in (key, last))
-    if why := next(filter(None, named), None):
+    if why := answer(key) or answer(last):
         return f"unknown key {key!r}; {why}."
     if key in _IDENTITY:
         return f"{key!r} cannot be overridden; it follows from the recipe that you choose (ds-recipes launch --list)."
@@ -302,6 +308,12 @@ def unknown(key: str, known: list[str], method: str = "") -> str:
     near = holding if len(holding) == 1 else difflib.get_close_matches(key, [*known, *short], n=1, cutoff=0.6)
     hint = f" Did you mean {short.get(near[0], near[0])!r}?" if near else ""
     return f"unknown key {key!r}.{hint} ds-recipes launch --help lists all keys."
+
+
+def answer(name: str) -> str | None:
+    """Return what to do instead of setting another tool's key that has no equivalent."""
+    tables = (OTHER_TOOLS[tool].get(kind, {}) for tool in TOOLS for kind in ("unneeded", "yours", "missing"))
+    return next(filter(None, (listed(name, table) for table in (OTHER_TOOLS["words"], *tables))), None)
 
 
 def listed(name: str, table: Mapping[str, str]) -> str | None:

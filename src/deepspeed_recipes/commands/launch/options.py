@@ -258,7 +258,7 @@ def parse(arguments: Sequence[str] | None, description: str) -> argparse.Namespa
     if unknown:  # without the value, which may be a credential
         name = unknown[0].partition("=")[0]
         usual = name.lstrip("-").replace("-", "_")
-        hint = overrides.OTHER_TOOLS["words"].get(usual.lower())
+        hint = overrides.answer(usual.lower())
         if near := overrides.OTHER_TOOLS["options"].get(usual) or (None if hint else parser.nearest(name)):
             hint = f"did you mean {near}?"
         elif hint is None:
