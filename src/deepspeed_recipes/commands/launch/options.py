@@ -65,11 +65,13 @@ def overview() -> str:
 def explained(word: str) -> str:
     """Return the explanation of a key, or of each key of a section such as `lora`."""
     known = keys()
-    word = overrides.FOREIGN_NAMES[word] if word in overrides.SAME else word
-    found = [known[word]] if word in known else [key for name, key in known.items() if name.startswith(f"{word}.")]
+    ours = overrides.FOREIGN_NAMES.get(word, word)
+    found = [known[ours]] if ours in known else [key for name, key in known.items() if name.startswith(f"{ours}.")]
     if not found:
         raise UserError(overrides.unknown(word, list(known)))
-    return "\n".join(key.long() for key in found)
+    meaning = overrides.OTHER_TOOLS["meanings"].get(ours)
+    other = [] if word in {ours, *overrides.SAME} else [f"{word}: use {ours}{f' ({meaning})' * bool(meaning)}."]
+    return "\n".join([*other, *(key.long() for key in found)])
 
 
 def keys() -> dict[str, Key]:
