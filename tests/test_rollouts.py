@@ -18,6 +18,7 @@ from deepspeed_recipes.report.run_data import read
 from deepspeed_recipes.report.sections import examples
 from deepspeed_recipes.samples import rewards as sample_rewards
 from deepspeed_recipes.training import run as training_run
+from deepspeed_recipes.training.data.forms import formats
 from deepspeed_recipes.training.methods import grpo
 from deepspeed_recipes.training.methods.rollouts import hooks, scoring
 from tests.parity import gate
@@ -45,7 +46,11 @@ def hangs(answer, example):
 def matches(answer, example): return float(bool(re.match("(a+)+$", "a" * 40 + "b"))) if answer == "bad" else 1
 def one(answer): return 1
 def three(answer, example, more): return 1
-def listed(completions, **others): return [1] * len(completions)
+def listed(prompts, completions, level, **others):
+    assert others == {"expected": ["four"]}
+    return [float(f"{prompt}{answer}" == right) for prompt, answer, right in zip(prompts, completions, level)]
+def turns(completions, **others): return [len(one[0]["content"]) for one in completions if one[0]["role"][0] == "a"]
+def two(completions): return [1, 2]
 def named(answer, **example): return 1
 async def later(answer, example): return 1
 number = 3
@@ -97,6 +102,25 @@ def test_a_failing_reward_function_ends_its_example(alone, functions, tiny, name
         scorer.close()
 
 
+def test_functions_that_are_written_for_trl_get_lists_of_texts_or_of_turns(alone, functions, tiny):
+    own_code.check_files("reward", reward_functions(f"{functions}:listed,{functions}:turns,{functions}:two"))
+    prompt = formats.converted([("file:1", {"prompt": "2 + 2?", "level": "2 + 2?4"})], "grpo")
+    asked = scoring.example_of(next(iter(prompt))) | {"expected": "four"}
+    for name, example, found in (
+        ("listed", asked, [[1.0], [0.0]]),
+        ("turns", {**asked, "prompt_text": None}, [[1.0], [3.0]]),
+        ("two", asked, ["two: TypeError: returned a list of 2 for a list of one answer; a list of one number is"] * 2),
+    ):
+        scorer = scorer_of(tiny, f"{functions}:{name}")
+        try:
+            said = [scorer.ask(answer, example) for answer in ("4", "one")]
+        finally:
+            scorer.close()
+        assert [one[:85] if isinstance(one, str) else one for one in said] == [
+            one[:85] if isinstance(one, str) else one for one in found
+        ]
+
+
 def test_several_functions_are_weighted_and_one_that_fails_takes_the_others_with_it(alone, functions, tiny):
     scorer = scorer_of(tiny, f"{functions}:good,{functions}:dies", reward_weights="0.5,2")
     try:
@@ -119,7 +143,6 @@ def test_a_function_that_never_gives_a_number_is_refused_before_anything_is_load
         ("mine.py:missing", "no function of that name in the file; it defines good, text"),
         ("mine.py:one", r"must take two arguments, .*; write `def one\(answer, example\)`"),
         ("mine.py:three", "must take two arguments"),
-        ("mine.py:listed", r"takes lists, as TRL's functions do; .*write `def listed\(answer, example\)`"),
         ("mine.py:named", "must take two arguments"),
         ("mine.py:later", "must not be async"),
         ("gone.py:good", "no such file"),

@@ -137,8 +137,8 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
     number = written.count(",") + 1
     least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
     most = len(found.args.posonlyargs + found.args.args + found.args.kwonlyargs)
-    if key == "reward" and any(one.arg == "completions" for one in found.args.posonlyargs + found.args.args):
-        raise UserError(f"{shown}: takes lists, as TRL's functions do; here it takes one answer: write `{written}`.")
+    if key == "reward" and any(one.arg == "completions" for one in found.args.args + found.args.kwonlyargs):
+        return  # it takes lists, as TRL's functions do
     if least > number or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss")):
         raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
 

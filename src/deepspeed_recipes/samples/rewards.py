@@ -3,9 +3,11 @@
     python scripts/launch.py tiny grpo reward=src/deepspeed_recipes/samples/rewards.py:exact_match
     python scripts/launch.py tiny grpo reward=my_rewards.py:right,my_rewards.py:short grpo.reward_weights=1,0.2
 
-`answer` holds all that the model has written, also a thinking model's reasoning; `final` leaves that out.
-`example` holds the fields of the example in the data file, `prompt` (its turns) and `expected`, the answer in the file,
-or None where it has none. An error, a text, a NaN or too long a time ends that example: the answer has no reward.
+`answer` holds all that the model has written, also a thinking model's reasoning; `final` leaves that out. `example`
+holds the fields of the example in the data file, `prompt` (its turns), `prompt_text` (the prompt if the file has it as
+text) and `expected`, the answer in the file; each is None where it has none. A function with a parameter `completions`
+is called as TRL calls it, with lists (of one answer): `def right(prompts, completions, **columns)`. An error, a text, a
+NaN or too long a time ends that example: the answer has no reward.
 Plain Python, standard library only; a file of yours may import what it likes.
 """
 

@@ -506,7 +506,9 @@ def _prompt_of(where: str, conversation: Example, example: Example, form: str) -
     if keys.options(where, example):
         raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
     read = read_by(form, "grpo")
-    fields = {name: value for name, value in example.items() if name not in read}
+    # A prompt that is a text is kept as a text for reward functions that are written for TRL.
+    text = {"prompt"} if isinstance(example.get("prompt"), str) else set()
+    fields = {name: value for name, value in example.items() if name not in read - text}
     return {
         **conversation,
         "given": len(turns) - (turns[-1]["role"] == "assistant"),

@@ -145,10 +145,11 @@ class Scorer:
 
 
 def example_of(row: Json) -> Json:
-    """Return the example for a reward function: its fields, its prompt and the expected answer."""
+    """Return the example for a reward function: its fields, its prompt (turns, and text) and the expected answer."""
     turns, given = row["messages"], row["given"]
     expected = turns[given]["content"] if len(turns) > given else None
-    return {**row["fields"], "prompt": turns[:given], "expected": expected}
+    fields = dict(row["fields"])
+    return fields | {"prompt": turns[:given], "prompt_text": fields.pop("prompt", None), "expected": expected}
 
 
 def check(recipe: Recipe, rows: Sequence[Json]) -> None:
@@ -166,5 +167,5 @@ def check(recipe: Recipe, rows: Sequence[Json]) -> None:
         scorer.close()
     raise UserError(
         f"{scorer.key}: no number for any of the first {len(failures)} examples: {failures[0]}.\n"
-        "A reward function is called as function(answer, example) and returns one number."
+        "A reward function is called as function(answer, example) and returns one number, or with lists, as TRL's."
     )

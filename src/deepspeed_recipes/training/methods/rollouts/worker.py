@@ -8,6 +8,7 @@ Whatever the functions print goes to standard error, and so into the rank's log.
 """
 
 import importlib.util
+import inspect
 import json
 import math
 import numbers
@@ -58,7 +59,28 @@ def load(path: str, name: str) -> Function:
     function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
-    return function
+    return _of_lists(function) if "completions" in inspect.signature(function).parameters else function
+
+
+def _of_lists(function: Callable[..., Any]) -> Function:
+    """Return a function that takes lists, as TRL calls it, as one of an answer and its example.
+
+    As in TRL, prompts and answers are texts if the data has texts, and turns otherwise.
+    """
+    taken = inspect.signature(function).parameters
+    all_taken = any(one.kind is one.VAR_KEYWORD for one in taken.values())
+
+    def scored(answer: str, example: dict[str, Any]) -> Any:
+        text, turns = example.pop("prompt_text", None), example.pop("prompt", [])
+        given: dict[str, list[Any]] = {name: [value] for name, value in example.items()}
+        given["prompts"] = [turns if text is None else text]
+        given["completions"] = [answer if text is not None else [{"role": "assistant", "content": answer}]]
+        found = function(**{name: value for name, value in given.items() if all_taken or name in taken})
+        if not isinstance(found, list | tuple) or len(found) != 1:
+            raise TypeError(f"returned {_kind(found)} for a list of one answer; a list of one number is expected")
+        return found[0]
+
+    return scored
 
 
 def _score(function: Function, answer: str, example: dict[str, Any]) -> float | str:
