@@ -264,6 +264,11 @@ def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, cap
     assert found[0]["hardware"]["gpu"] == "CPU"
     assert run_command("plan", ["tiny", "--gpu", "cpu", "--nodes", "2"]) == 2
     assert "--nodes: CPU ranks" in capsys.readouterr().err
+    # More ranks or machines are not planned either, where nothing fits and where a deadline is missed.
+    assert run_command("plan", ["qwen3-8b", "--gpu", "cpu", "layout.pipeline=2"]) == 1
+    assert "nothing fits with layout.pipeline=2" in (said := capsys.readouterr().err) and "--nodes" not in said
+    assert run_command("plan", ["tiny", "--gpu", "cpu", "--tokens", "9T", "--deadline", "1h"]) == 2
+    assert "no cluster of up to 1 node of CPU finishes" in capsys.readouterr().err
     assert launch.main(["tiny", "full", "--dry-run"]) == 0
     assert re.match(r"forecast: .* GiB per rank \(.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
 

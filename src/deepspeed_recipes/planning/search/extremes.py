@@ -7,7 +7,7 @@ from functools import partial
 
 from ...recipe import limits
 from ...recipe.compatibility import positions
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.layout import data_parallel_size
 from ...recipe.limits import NODE
 from ...recipe.recipe import Recipe
@@ -43,6 +43,9 @@ Found = tuple[PlanRequest, SearchResult]
 
 def growing(cluster: Cluster, larger_nodes: bool = True) -> Iterator[Cluster]:
     """Yield clusters of growing size: more GPUs per node, except for instances, then doubled numbers of nodes."""
+    if cluster.on_cpus:  # its rates were measured for this number of ranks, and between machines for none
+        yield cluster
+        return
     each, nodes = cluster.gpus_per_node, cluster.nodes
     while larger_nodes and not cluster.instance and cluster.nodes == 1 and each < NODE:
         yield replace(cluster, gpus_per_node=each)
@@ -86,12 +89,13 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
             slow = next((one for one in tried[-2::-1] if one[1].best), tried[-1])[0].cluster
             least = slow.nodes if slow.gpus_per_node == cluster.gpus_per_node else cluster.nodes
             return _boundary(least, cluster.nodes, tried[-1], partial(on, cluster), lambda found: taken(found) <= hours)
-    nearest, name = min(tried, key=taken), request.cluster.gpu.name
+    nearest, most = min(tried, key=taken), MOST_NODES if len(tried) > 1 else tried[0][0].cluster.nodes
+    most_nodes = f"up to {counted(most, 'node')} of {request.cluster.gpu.name}"
     if nearest[1].best is None:
-        raise UserError(f"nothing fits on up to {MOST_NODES} nodes of {name}; plan without --deadline.")
+        raise UserError(f"nothing fits on {most_nodes}; plan without --deadline.")
     cluster = nearest[0].cluster
     raise UserError(
-        f"no cluster of up to {MOST_NODES} nodes of {name} finishes within {in_words(hours)}.\n"
+        f"no cluster of {most_nodes} finishes within {in_words(hours)}.\n"
         f"The fastest is {cluster.nodes} x {cluster.gpus_per_node} GPUs with {in_words(taken(nearest))}; a larger "
         "global_batch_size keeps more GPUs busy."
     )
