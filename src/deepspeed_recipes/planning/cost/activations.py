@@ -128,20 +128,17 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     scores = max(0.0, more + _scores(kind.backward_peak, setup))
     # In batches smaller than the profiled ones, the gradient of the largest weight is the peak.
     gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0
-    return _recomputed_bytes(kind, setup) + _in_precision(max(needed, gradient), setup) + scores
-
-
-def _recomputed_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the bytes of a layer's recomputed activations; a tiled feed-forward part is recomputed tile by tile."""
+    recomputed, tiles, feed_forward = 0.0, 1, feed_forward_bytes(kind, setup)
+    if setup.tiled_mlp:  # recomputed tile by tile: `training.model.transforms.tile_count`
+        tiles = max(2, math.ceil(setup.own_length / (kind.checkpoint_bytes // 2)))
     if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _kept_results(kind, setup)
-        return layer_bytes(kind, setup) - _in_layers(2 * used * _tokens(setup), setup)
-    tiles, feed_forward = 1, feed_forward_bytes(kind, setup)
-    if setup.tiled_mlp:  # `training.model.transforms.tile_count`
-        tiles = max(2, math.ceil(setup.own_length / (kind.checkpoint_bytes // 2)))
-    if setup.recomputes_layers:
-        return layer_bytes(kind, setup) - feed_forward + feed_forward / tiles
-    return feed_forward / tiles if setup.recomputes_feed_forward else 0.0
+        recomputed = layer_bytes(kind, setup) - _in_layers(2 * used * _tokens(setup), setup)
+    elif setup.recomputes_layers:
+        recomputed = layer_bytes(kind, setup) - feed_forward + feed_forward / tiles
+    elif setup.recomputes_feed_forward:
+        recomputed = feed_forward / tiles
+    return recomputed + _in_precision(max(needed, gradient), setup) + scores
 
 
 def mask_bytes(kinds: Iterable[LayerProfile], setup: TrainingSetup) -> float:
@@ -157,11 +154,13 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
     There are several copies of the logits, or a tile of them.
     """
     tokens, hidden, vocabulary = _tokens(setup), profile.hidden_size, profile.vocab_size
-    head = vocabulary * hidden if setup.lora is None else 0
+    head = vocabulary * hidden if setup.lora is None else 0  # weights that get a gradient
     if setup.scores:  # a reward is one number per sequence, so only the last norm counts
         return _in_precision(COUNTS.last_norm * tokens * hidden, setup), 0.0
-    if setup.tiles(vocabulary):
-        return _in_precision(_tiled_loss_bytes(tokens, hidden, head), setup), 0.0
+    if setup.tiles(vocabulary):  # the peak is at the end of the tiles, or in the norm's backward pass after them
+        summed = COUNTS.tile_hidden * tokens * hidden + COUNTS.tile_gradients * (tokens * hidden + head)
+        summed += 2 * COUNTS.tile_tokens * COUNTS.tile_columns
+        return _in_precision(max(summed, COUNTS.norm_after_tiles * tokens * hidden), setup), 0.0
     saved = (1 + setup.further_token) * of_mode(profile.saved_outside_layers, setup.lora)
     both = saved + of_mode(profile.loss_peak, setup.lora)
     per_logit = setup.software.logit_bytes
@@ -177,25 +176,13 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
     )
 
 
-def _tiled_loss_bytes(tokens: float, hidden: int, trained: int) -> float:
-    """Return the peak bytes of a tiled loss: at the end of the tiles, or in the norm's backward pass after them.
-
-    `trained` is the number of the head's weights that get a gradient.
-    """
-    added_up = COUNTS.tile_hidden * tokens * hidden + COUNTS.tile_gradients * (tokens * hidden + trained)
-    return max(added_up + 2 * COUNTS.tile_tokens * COUNTS.tile_columns, COUNTS.norm_after_tiles * tokens * hidden)
-
-
 def _tokens(setup: TrainingSetup) -> float:
     """Return the number of tokens per pass whose hidden states and logits are on one rank."""
     return setup.tokens_per_pass / (setup.layout.tensor if setup.software.tensor_splits_all else 1)
 
 
 def _in_layers(total: float, setup: TrainingSetup) -> float:
-    """Return the bytes of activations in layers: norms in fp32 return fp32, and 4-bit matrices their input's type.
-
-    bitsandbytes, nn/modules.py, `Linear4bit.forward`.
-    """
+    # Norms in fp32 return fp32, and 4-bit matrices their input's type (bitsandbytes, nn/modules.py, Linear4bit.forward).
     return FP32 * total if setup.software.frozen_fp32 else _in_precision(total, setup)
 
 

@@ -37,6 +37,11 @@ class Job:
         """Bytes per second that element-wise operations move."""
         return self.cluster.gpu.memory_gbs * 1e9 * self.known.memory
 
+    @property
+    def activation_bytes(self) -> float:
+        """Bytes of a micro-batch's activations between two layers on one rank."""
+        return self.setup.value_bytes * self.setup.tokens_per_pass * self.profile.hidden_size
+
     def divided(self, operations: float) -> float:
         """Return the seconds of products that are split over tensor-parallel ranks and have many rows."""
         return operations / self.setup.layout.tensor / (self.peak * self.known.matmul)
@@ -197,7 +202,7 @@ def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     again = setup.recomputes_layers + setup.reference + setup.teacher_parameters / job.profile.parameters
     part = moved if setup.selective else 0.0
     if setup.recomputes_feed_forward:
-        part = feed_forward_share(kind) * (forward + moved)
+        part = sum(map(prod, kind.feed_forward)) / dense * (forward + moved) if dense else 0.0
     ahead, behind = host_seconds(kind, setup, known)
     idle = (1 + again) * ahead + behind  # on a CPU, Python and computation share the cores
     if not known.cpu:
@@ -210,11 +215,6 @@ def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
         "recomputation": again * once + part,
         "launch": (3 + again) * known.gap + idle,
     }
-
-
-def feed_forward_share(kind: LayerProfile) -> float:
-    """Return the share of a layer's linear weights in its feed-forward part, which some settings recompute."""
-    return sum(map(prod, kind.feed_forward)) / sum(map(prod, kind.linears)) if kind.linears else 0.0
 
 
 def head_seconds(job: Job) -> float:

@@ -146,9 +146,13 @@ def _stages(job: Job) -> list[dict[str, float]]:
     These are the sums of `_layer` over the stage's layers, those of its ends included, and the number of `layers`,
     `sent`, and the `micro_batch` as a whole.
     """
-    profile, setup = job.profile, job.setup
-    ranges = stage_ranges(profile, setup.layout.pipeline)
-    of_kinds, sent, share = [_layer(job, kind) for kind in profile.layer_kinds], _send_seconds(job), setup.trained_share
+    profile, setup, layout, links, sent = job.profile, job.setup, job.setup.layout, (job.cluster, job.known), 0.0
+    ranges, of_kinds = stage_ranges(profile, layout.pipeline), [_layer(job, kind) for kind in profile.layer_kinds]
+    if layout.pipeline > 1:  # a micro-batch to the next stage, and the gradient to the previous one
+        # Tensor-parallel ranks hold the same activations: each sends its part, and the receivers gather the parts.
+        stride = layout.tensor * layout.sequence * setup.data_parallel_size
+        part = communication.send(job.activation_bytes / layout.tensor, Group(layout.pipeline, stride), *links)
+        sent = 2 * (part + communication.gather(job.activation_bytes, Group(layout.tensor, 1), *links))
     found: dict[tuple[object, ...], dict[str, float]] = {}
     for number, layers in enumerate(ranges):
         order = profile.layer_order[layers.start : layers.stop]
@@ -160,10 +164,10 @@ def _stages(job: Job) -> list[dict[str, float]]:
             name: sum(count * one[name] for count, one in zip(counts, of_kinds, strict=True)) for name in of_kinds[0]
         }
         ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        stage["parameters"] += ends / setup.layout.tensor
+        stage["parameters"] += ends / layout.tensor
         if setup.lora is None:  # experts elsewhere are updated together with this rank's
-            stage["updated"] = share * (stage["parameters"] + stage["elsewhere"])
-        stage["trained"] = stage["updated"] if setup.lora else share * stage["parameters"]
+            stage["updated"] = setup.trained_share * (stage["parameters"] + stage["elsewhere"])
+        stage["trained"] = stage["updated"] if setup.lora else setup.trained_share * stage["parameters"]
         stage |= {"logits": compute_time.head_seconds(job) if is_last else 0.0, "sent": sent, "layers": len(layers)}
         stage["micro_batch"] = sum(stage[name] for name in (*COMPUTE, *SPLIT, "sent"))
         found[key] = stage
@@ -194,27 +198,9 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     }
 
 
-def _activation_bytes(job: Job) -> float:
-    """Return the bytes of a micro-batch's activations between two layers on one rank."""
-    return job.setup.value_bytes * job.setup.tokens_per_pass * job.profile.hidden_size
-
-
-def _send_seconds(job: Job) -> float:
-    """Return the seconds in which a stage sends a micro-batch to the next stage, and the gradient to the previous one.
-
-    Tensor-parallel ranks hold the same activations: each sends its part, and the receivers gather the parts.
-    """
-    layout, size = job.setup.layout, _activation_bytes(job)
-    if layout.pipeline == 1:
-        return 0.0
-    stride = layout.tensor * layout.sequence * job.setup.data_parallel_size
-    part = communication.send(size / layout.tensor, Group(layout.pipeline, stride), job.cluster, job.known)
-    return 2 * (part + communication.gather(size, Group(layout.tensor, 1), job.cluster, job.known))
-
-
 def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return the seconds of a layer's collectives for tensor, sequence and expert parallelism."""
-    profile, setup, layout, size = job.profile, job.setup, job.setup.layout, _activation_bytes(job)
+    profile, setup, layout, size = job.profile, job.setup, job.setup.layout, job.activation_bytes
     links = job.cluster, job.known
     forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of

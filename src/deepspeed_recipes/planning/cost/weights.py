@@ -76,6 +76,7 @@ def _stage_shards(
     return tuple(found)
 
 
+@lru_cache(maxsize=4096)
 def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
     """Return the layers of each pipeline stage, balanced by parameters as in training (`recipe.layout.balanced`).
 
@@ -84,11 +85,6 @@ def stage_ranges(profile: ModelProfile, count: int) -> tuple[range, ...]:
     costs = [layer.parameters for layer in profile.layers]
     costs[0] += profile.embedding_parameters
     costs[-1] += _head_of_a_stage(profile)
-    return _balanced(tuple(costs), count)
-
-
-@lru_cache(maxsize=4096)
-def _balanced(costs: tuple[int, ...], count: int) -> tuple[range, ...]:
     return tuple(balanced(costs, count))
 
 

@@ -49,7 +49,13 @@ def why(request: PlanRequest, plan: Plan) -> str:
         largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
         return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
-    parts = [*_states(request, plan), *_layout(request, plan), _activations(request, plan)]
+    parts = [*_states(request, plan), *_layout(request, plan)]
+    if (kept := plan.setup.gradient_checkpointing) is not True:
+        parts.append(PARTLY[kept])
+    elif (without := _gpu_gib(request, plan.setup, gradient_checkpointing=False)) > request.cluster.gpu.memory_gib:
+        parts.append(f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB")
+    else:
+        parts.append("checkpointing, for more room at little cost")
     if plan.tight:
         parts.append(tightness(plan))
     sentence = "; ".join(parts)
@@ -150,13 +156,3 @@ def _split_sequences(request: PlanRequest, plan: Plan) -> str:
     if most > have:
         return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
     return f"{where} a sequence leaves less room for other sequences"
-
-
-def _activations(request: PlanRequest, plan: Plan) -> str:
-    setup = plan.setup
-    if setup.gradient_checkpointing is not True:
-        return PARTLY[setup.gradient_checkpointing]
-    without = _gpu_gib(request, setup, gradient_checkpointing=False)
-    if without > request.cluster.gpu.memory_gib:
-        return f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB"
-    return "checkpointing, for more room at little cost"
