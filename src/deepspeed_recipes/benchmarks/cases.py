@@ -1,7 +1,7 @@
 """The benchmarks, the contenders that each one compares, and the table of their results. Standard library only."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -317,6 +317,6 @@ def _share(value: float, of: float | None) -> str:
     return f"{value / of:.1%}" if of else ""
 
 
-def _memory(runs: Sequence[Json], key: str, best: Callable[..., float] = max) -> str:
+def _memory(runs: Sequence[Json], key: str) -> str:
     known = [run[key] for run in runs if key in run]
-    return f"{best(known):.1f}" if known else ""
+    return f"{max(known):.1f}" if known else ""

@@ -188,9 +188,9 @@ class Clock:
     On a GPU it uses CUDA events, so that measuring does not synchronise.
     """
 
-    def __init__(self, result: Path, warm_up: int, steps: int, facts: Json) -> None:
-        """`facts`: written to `result` with the numbers."""
-        self.result, self.warm_up, self.steps, self.facts = result, warm_up, steps, facts
+    def __init__(self, result: Path, asked: Json, facts: Json) -> None:
+        """`asked`: the order, with the steps of both kinds; `facts`: written to `result` with the numbers."""
+        self.result, self.warm_up, self.steps, self.facts = result, asked["warm_up"], asked["steps"], facts
         self.on_gpu = torch.cuda.is_available()
         self.marks: list[Any] = []
         self.done = 0
@@ -202,19 +202,15 @@ class Clock:
         if self.done == self.warm_up and self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         if self.warm_up <= self.done <= self.warm_up + self.steps:
-            self.marks.append(self._mark())
+            mark: Any = torch.cuda.Event(enable_timing=True) if self.on_gpu else time.perf_counter()
+            if self.on_gpu:
+                mark.record()
+            self.marks.append(mark)
         if self.done == self.warm_up + self.steps:
             self.reads.__enter__()
         if self.done == self.warm_up + self.steps + 1:
             self.reads.__exit__(None, None, None)
             self._write(loss())
-
-    def _mark(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
     def _write(self, loss: float | None) -> None:
         if self.on_gpu:
@@ -288,11 +284,6 @@ def config_file(recipe: Recipe) -> Path:
     return config if config.is_file() else CONFIGS / config.name
 
 
-def clock(result: Path, asked: Json, described: Json) -> Clock:
-    """Return the clock of a run."""
-    return Clock(result, asked["warm_up"], asked["steps"], described)
-
-
 def vocabulary_of(recipe: Recipe, asked: Json) -> int:
     """Return the size of the vocabulary that documents are drawn from."""
     return config_of(recipe, asked["draft"]).get_text_config().vocab_size
@@ -344,7 +335,7 @@ def of_recipe(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     context = run.prepare(trained, folder, file, data, model, None, {}, Trackers(folder))
     trainer = sft.trainer(context, Parts(model, arguments, sequences, tokenizer))
     attention = model.config.get_text_config()._attn_implementation
-    trainer.add_callback(Ticks(clock(result, asked, facts(recipe, model, sequences, attention))))
+    trainer.add_callback(Ticks(Clock(result, asked, facts(recipe, model, sequences, attention))))
     trainer.train()
 
 
@@ -360,7 +351,7 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: Json) -> None
     upstream.tell_whether_packed(trained, packed=False)  # a compiled model would build a dense mask regardless
     if recipe.gradient_checkpointing:
         trained.gradient_checkpointing_enable({"use_reentrant": False})
-    watch = clock(result, asked, facts(recipe, trained, sequences, "sdpa"))
+    watch = Clock(result, asked, facts(recipe, trained, sequences, "sdpa"))
     weights = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     masters = [weight.detach().float().requires_grad_() for weight in weights] if case.states == "fp32" else weights
     optimizer = torch.optim.AdamW(masters, lr=1e-5, fused=True)
@@ -409,7 +400,7 @@ def of_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
         batch = collate(chosen)
         return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
 
-    ticks = Ticks(clock(result, asked, facts(recipe, trained, sequences, "sdpa")))
+    ticks = Ticks(Clock(result, asked, facts(recipe, trained, sequences, "sdpa")))
     Trainer(
         model=trained, args=arguments, train_dataset=sequences, data_collator=model_inputs, callbacks=[ticks]
     ).train()
@@ -447,7 +438,7 @@ def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> Non
         train_dataset=alone,
         processing_class=AutoTokenizer.from_pretrained(TINY_MODEL),
         peft_config=adapter,
-        callbacks=[Ticks(clock(result, asked, described))],
+        callbacks=[Ticks(Clock(result, asked, described))],
     )
     if adapter:
         work = training_flops(trainer.model.get_base_model())

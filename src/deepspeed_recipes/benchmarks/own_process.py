@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from unittest import mock
 
 from ..launching.command import deepspeed_command, rank_environment, visible_gpus
 from ..machine.children import killed_with_this_process
@@ -37,7 +38,12 @@ def start(order: Json, folder: Path, seconds: float) -> Json:
     asked.write_text(json.dumps(order))
     ranks = order["case"] != "limits" and order["case"]["peer"] == "recipe"  # the others are processes without ranks
     words = (str(asked), str(result))
-    process = _forks().Process(target=_measure, args=(words, printed, _of_the_only_rank() if ranks else {}))
+    variables: dict[str, str] = {}
+    if ranks:  # what a launcher would set for the only rank
+        command = deepspeed_command(RunFolder(Path(".")), 1)
+        variables |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": command[command.index("--master_port") + 1]}
+    process = _forks().Process(target=_measure, args=(words, printed, variables))
     process.start()
     assert process.pid
     with killed_with_this_process(process.pid):
@@ -64,7 +70,7 @@ def _forks() -> ForkServerContext:
     # Libraries read these variables while they are imported. torch then counts GPUs through the driver's management
     # library, which leaves CUDA uninitialised for the forks.
     read = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1"), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    with _environment(rank_environment(1, visible_gpus()) | read):
+    with mock.patch.dict(os.environ, rank_environment(1, visible_gpus()) | read):
         forkserver.ensure_running()
     return context
 
@@ -98,23 +104,3 @@ def _measure(words: tuple[str, str], printed: Path, variables: Mapping[str, str]
 
 def _text(printed: Path) -> str:
     return printed.read_text(errors="replace") if printed.exists() else ""
-
-
-def _of_the_only_rank() -> dict[str, str]:
-    """Return the variables that a launcher would set for the only rank."""
-    command = deepspeed_command(RunFolder(Path(".")), 1)
-    return {
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"},
-        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": command[command.index("--master_port") + 1]},
-    }
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before

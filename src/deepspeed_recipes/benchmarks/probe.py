@@ -57,6 +57,7 @@ LAYERS = (2, 10)
 LAYERS_WIDE = (1, 4)
 NARROW, HUGE = (64, 128, 4, 2, 1, 8), (768, 2304, 12, 12, 1, 8)
 """Hidden and inner size, heads, heads of keys, sequences and tokens of these models."""
+DTYPES = (torch.bfloat16, torch.float32)
 STAGES = {"plain": None, "zero1": 1, "zero3": 3}
 WEIGHTS = 9
 """Trained weights of a Llama layer."""
@@ -103,11 +104,6 @@ def sizes() -> Json:
     return {name: size for name, size in found.items() if size}
 
 
-def dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes in which this machine trains."""
-    return (torch.bfloat16, torch.float32)
-
-
 def median_seconds(work: Callable[[], object]) -> float:
     """Return the median time of a call, including the work it queues on a GPU, after two warm-up rounds."""
     taken, calls = [], sizes()["calls"]
@@ -130,7 +126,7 @@ def wait() -> None:
 def products() -> dict[str, dict[str, float]]:
     """Return the seconds of square matrix products: by dtype, and by size."""
     found = {}
-    for dtype in dtypes():
+    for dtype in DTYPES:
         for size in sizes()["products"]:
             a, b = (torch.randn(size, size, device=distributed.device(), dtype=dtype) for _ in range(2))
             found[f"{size} {short(dtype)}"] = median_seconds(partial(torch.matmul, a, b))
@@ -144,7 +140,7 @@ def attentions() -> dict[str, dict[str, float]]:
         forward().backward(gradient)
 
     size, found = sizes(), {}
-    for dtype in dtypes():
+    for dtype in DTYPES:
         for name, kernel in kernels(dtype).items():
             shape = (1, size["heads"], size["length"], NARROW_HEAD if name == "narrow" else HEAD_WIDTH)
             inputs = [
@@ -227,7 +223,7 @@ def passes(stage: int | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 def wide_layers() -> Json:
     """Return the seconds of a wider layer's passes in plain PyTorch, by dtype; nothing on a GPU."""
     found = {}
-    for dtype in () if distributed.on_gpu() else dtypes():
+    for dtype in () if distributed.on_gpu() else DTYPES:
         small, large = (_passes(layers, None, dtype, [*sizes()["wide"].values()]) for layers in LAYERS_WIDE)
         for name in ("forward", "backward"):
             found[f"{short(dtype)} {name}"] = (large[name] - small[name]) / (LAYERS_WIDE[1] - LAYERS_WIDE[0])
@@ -240,7 +236,7 @@ def updates() -> Json:
     Only of a single CPU rank, which neither shards nor sends; the parameters do not fit into a CPU's caches.
     """
     found = {}
-    for dtype in () if distributed.on_gpu() or dist.get_world_size() > 1 else dtypes():
+    for dtype in () if distributed.on_gpu() or dist.get_world_size() > 1 else DTYPES:
         for name, stage in STAGES.items():
             narrow, wide = (_passes(2, stage, dtype, shape) for shape in (NARROW, HUGE))
             for which in ("backward", "step"):
@@ -315,7 +311,7 @@ def collectives() -> dict[str, float]:
         return {}
     found = {}
     for name, size in (("large", sizes()["message"]), ("small", SMALL)):
-        for dtype in dtypes() if not distributed.on_gpu() else dtypes()[:1]:
+        for dtype in DTYPES[: 1 if distributed.on_gpu() else 2]:
             message = torch.ones(size // dtype.itemsize, device=distributed.device(), dtype=dtype)
             part, other = message[: message.numel() // ranks].clone(), torch.empty_like(message)
             suffix = f"{name} fp32" if dtype is torch.float32 else name

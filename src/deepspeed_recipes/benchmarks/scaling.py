@@ -15,7 +15,7 @@ from datetime import date
 from itertools import pairwise
 
 from ..launching import paths
-from ..launching.command import deepspeed_command, rank_environment
+from ..launching.command import deepspeed_command
 from ..machine import children
 from ..planning.search import forecast, strategies
 from ..recipe import pages
@@ -84,7 +84,8 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
     """Train with `count` ranks; return tokens per second and the seconds of a step."""
     folder = RunFolder(bench.folder / f"{kind}-{count}-{turn}")
     write_recipe(folder, recipe_of(bench, ranks, kind, count))
-    execute(deepspeed_command(folder, count), environment(bench, count))
+    environment = overhead.environment_of(replace(bench, ranks=count))
+    execute(deepspeed_command(folder, count), environment if bench.gpus else environment | {"OMP_NUM_THREADS": "1"})
     timed = [row for row in read_jsonl(folder.metrics) if row["step"] >= overhead.WARM_UP]
     intervals = [{key: b[key] - a[key] for key in ("step", "seconds", "tokens")} for a, b in pairwise(timed)]
     last = timed[-1]
@@ -106,12 +107,6 @@ def execute(command: list[str], environment: dict[str, str]) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     return done.stdout
-
-
-def environment(bench: Bench, count: int) -> dict[str, str]:
-    """Return the environment of the ranks. CPU ranks compute with one thread each."""
-    found = rank_environment(count, bench.gpus) | {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
-    return found if bench.gpus else found | {"OMP_NUM_THREADS": "1"}
 
 
 def predicted(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -72,11 +72,11 @@ def needed(file: DeepSpeedFile) -> tuple[Op, ...]:
 
 def extensions_dir() -> Path:
     """Return the folder for compiled ops. It is inside the environment, so that environments do not share it."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    inside = Path(sys.prefix) / "torch_extensions"
-    if chosen or not os.access(sys.prefix, os.W_OK):
-        return Path(chosen or Path.home() / ".cache" / "torch_extensions" / "deepspeed-recipes")
-    return inside
+    if chosen := os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(chosen)
+    if os.access(sys.prefix, os.W_OK):
+        return Path(sys.prefix) / "torch_extensions"
+    return Path.home() / ".cache" / "torch_extensions" / "deepspeed-recipes"
 
 
 def environment() -> dict[str, str]:

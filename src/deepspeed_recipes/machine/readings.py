@@ -6,16 +6,13 @@ processes of the machine: do not call it in a training step.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from ..recipe.gpus import GIB
-
-ALL_LINKS = 0xFFFFFFFF
-"""NVML's number for all NVLinks of a GPU together."""
 
 
 class Gpu:
@@ -79,25 +76,21 @@ class Gpu:
 
     def _nvlink(self) -> dict[str, float]:
         """Return the traffic of all links since the last reading; NVML counts KiB since the driver was loaded."""
-        return dict(self._link_rates())
-
-    def _link_rates(self) -> Iterator[tuple[str, float]]:
+        found: dict[str, float] = {}
         fields = {
             "nvlink_received_bytes_per_second": self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
             "nvlink_sent_bytes_per_second": self.nvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
         }
-        asked = [(field, ALL_LINKS) for field in fields.values()]
-        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, asked)
+        all_links = 0xFFFFFFFF  # NVML's number for all NVLinks of a GPU together
+        values = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(field, all_links) for field in fields.values()])
         for name, value in zip(fields, values, strict=True):
             if value.nvmlReturn == self.nvml.NVML_SUCCESS:
                 now = time.monotonic()
                 since, count = self.before.get(name, (now, 0.0))
                 self.before[name] = (now, value.value.ullVal)
                 if now > since:
-                    yield name, round((value.value.ullVal - count) * 1024 / (now - since))
-
-
-LOOPBACK = "lo"
+                    found[name] = round((value.value.ullVal - count) * 1024 / (now - since))
+        return found
 
 
 class Host:
@@ -137,7 +130,7 @@ def busy(before: Any, after: Any) -> float:
 def _counters() -> dict[str, int]:
     """Return bytes since the machine was started."""
     disks = psutil.disk_io_counters()  # None in a container that hides them
-    networks = [one for name, one in psutil.net_io_counters(pernic=True).items() if name != LOOPBACK]
+    networks = [one for name, one in psutil.net_io_counters(pernic=True).items() if name != "lo"]
     found = {"disk_read": disks.read_bytes, "disk_written": disks.write_bytes} if disks else {}
     received, sent = sum(one.bytes_recv for one in networks), sum(one.bytes_sent for one in networks)
     return {**found, "network_received": received, "network_sent": sent}

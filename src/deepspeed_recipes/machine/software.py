@@ -109,18 +109,14 @@ NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "da
 
 def versions() -> list[Check]:
     """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
-    pinned = pins(CONSTRAINTS)
+    pinned, fix = pins(CONSTRAINTS), f"pip install -r {CONSTRAINTS}"
     checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
     for name in NEEDED:
-        checks.append(_version(name, pinned.get(name), f"pip install -r {CONSTRAINTS}"))
+        try:
+            checks.append(_judged(name, metadata.version(name), pinned.get(name), fix))
+        except metadata.PackageNotFoundError:
+            checks.append(Check(name, "error", "not installed", fix))
     return checks
-
-
-def _version(name: str, pinned: str | None, fix: str) -> Check:
-    try:
-        return _judged(name, metadata.version(name), pinned, fix)
-    except metadata.PackageNotFoundError:
-        return Check(name, "error", "not installed", fix)
 
 
 def _judged(name: str, found: str, pinned: str | None, fix: str) -> Check:

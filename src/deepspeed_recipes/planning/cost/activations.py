@@ -182,7 +182,7 @@ def _tokens(setup: TrainingSetup) -> float:
 
 
 def _in_layers(total: float, setup: TrainingSetup) -> float:
-    # Norms in fp32 return fp32, and 4-bit matrices their input's type (bitsandbytes, nn/modules.py, Linear4bit.forward).
+    # Norms in fp32 return fp32, and 4-bit matrices their input's type (bitsandbytes, nn/modules.py, Linear4bit).
     return FP32 * total if setup.software.frozen_fp32 else _in_precision(total, setup)
 
 
