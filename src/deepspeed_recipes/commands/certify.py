@@ -79,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = folder if (gguf := any(folder.glob("*.gguf"))) else served.model_folder(folder)
         if not found.record(folder, "llama.cpp" if gguf else options.server.replace("none", "transformers")):
             raise UserError(f"--card: {folder} has no training/, and so no model card of this project.")
-    print(json.dumps(as_dict(found), indent=2) if options.json else "\n".join(shown(options.model, found)))
+    if options.json:
+        said = {name: getattr(found, name) for name in ("agrees", "difference", "bound", "like_base", "causes")}
+        print(json.dumps(said | {"texts": [vars(result) for result in found.results]}, indent=2))
+    else:
+        print("\n".join(shown(options.model, found)))
     return 0 if found.agrees else 1
 
 
@@ -126,15 +130,3 @@ def shown(name: str, found: "Certificate") -> list[str]:
         f"  {result.text[:60]!r}: {result.difference:.2g} nats, {result.likeliest} of {result.places} likeliest differ"
         for result in worst
     ]
-
-
-def as_dict(found: "Certificate") -> dict[str, object]:
-    """Return a certificate for `--json`."""
-    return {
-        "agrees": found.agrees,
-        "difference": found.difference,
-        "bound": found.bound,
-        "like_base": found.like_base,
-        "causes": list(found.causes),
-        "texts": [vars(result) for result in found.results],
-    }

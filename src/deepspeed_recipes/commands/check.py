@@ -139,11 +139,19 @@ def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Re
 
 
 def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
-    """Check one file, print the findings in text format, and return them."""
+    """Check one file, after the safe fixes with --fix, print the findings in text format, and return them."""
     try:
         document = read(located(file))
         if arguments.fix:
-            document = repair(file, document, facts, arguments)
+            fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
+            if fixed != document.text:
+                files.write_bytes(located(file), fixed.encode())
+            if arguments.format == "text":
+                before, after = document.text.splitlines(), fixed.splitlines()
+                lines = difflib.unified_diff(before, after, file, f"{file} (fixed)", lineterm="")
+                for line in [*lines, *(f"{file}: {sentence}" for sentence in left)]:
+                    print(line)
+            document = parse(fixed)
     except Unreadable as error:
         return unreadable(file, error, arguments)
     except OSError as error:
@@ -176,19 +184,6 @@ def ask(document: Document, facts: Facts) -> str | None:
         except Unresolvable:
             return None  # this needs the numbers of a real run; the rules have already reported their findings
     return ask_deepspeed(config, facts.world_size or 1)
-
-
-def repair(file: str, document: Document, facts: Facts, arguments: argparse.Namespace) -> Document:
-    """Apply the safe fixes to the file, print the diff and the unfixed findings, and return the fixed document."""
-    fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
-    if fixed != document.text:
-        files.write_bytes(located(file), fixed.encode())
-    if arguments.format == "text":
-        before, after = document.text.splitlines(), fixed.splitlines()
-        lines = difflib.unified_diff(before, after, file, f"{file} (fixed)", lineterm="")
-        for line in [*lines, *(f"{file}: {sentence}" for sentence in left)]:
-            print(line)
-    return parse(fixed)
 
 
 def show(file: str, findings: list[Finding], objection: str | None) -> None:

@@ -17,20 +17,15 @@ q4_k_m; `make gguf` installs the converter), which is compared in the same way. 
 """
 
 import argparse
-import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..export.quantize import DROP, names
 from ..machine import children
 from ..recipe.errors import UserError
 from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
 from .main import Parser
-
-if TYPE_CHECKING:
-    from ..export.evaluate.held_out import HeldOut
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,16 +107,6 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         print(f"as the base model was published: {kind.title}")
     output = options.output.resolve()
     write.check(source, output, kind)
-    with known_examples(options, source) as known:
-        lines = write.write(source, output, kind, known, options.allow_drop, print)
-    form = f"GGUF, {kind.title}" if options.gguf else kind.title
-    print("\n".join([f"{options.output}: {form}, from {source}", *lines]), flush=True)
-    return 0 if options.no_certify else certified(options.output)
-
-
-@contextlib.contextmanager
-def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldOut | None"]:
-    """Yield the held-out examples for measuring a model, or None if they are unknown."""
     from transformers import utils
 
     from ..export.evaluate import candidates, held_out
@@ -129,7 +114,11 @@ def known_examples(options: argparse.Namespace, source: Path) -> Iterator["HeldO
     utils.logging.disable_progress_bar()
     recipe = candidates.find(str(source), None).recipe
     with held_out.alone():
-        yield held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
+        known = held_out.read(recipe, options.data, None, options.limit) if recipe or options.data else None
+        lines = write.write(source, output, kind, known, options.allow_drop, print)
+    form = f"GGUF, {kind.title}" if options.gguf else kind.title
+    print("\n".join([f"{options.output}: {form}, from {source}", *lines]), flush=True)
+    return 0 if options.no_certify else certified(options.output)
 
 
 def find_model(source: Path) -> Path:
@@ -166,7 +155,8 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
     from ..training import export
     from ..training.model_folder import base_model
 
-    with children.scratch(inside=_nearest(output)) as place:
+    # In the nearest existing folder, since a folder can only be renamed on the same disk.
+    with children.scratch(inside=next(above for above in output.parents if above.is_dir())) as place:
         folder = place / "adapter"
         write_sum(export.load_base(base_model.find(source), source), parts, folder)
         for file in (
@@ -189,8 +179,3 @@ def _number(typed: str, factor: str) -> float:
     if "=" not in typed or not math.isfinite(value):
         raise UserError(f"--add {typed}: write RUN=WEIGHT, for instance {typed.partition('=')[0]}=0.5.")
     return value
-
-
-def _nearest(output: Path) -> Path:
-    """Return the nearest existing folder above `output`; a folder can only be renamed on the same disk."""
-    return next(folder for folder in output.parents if folder.is_dir())

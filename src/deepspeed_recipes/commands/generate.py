@@ -164,7 +164,7 @@ def sampling(options: argparse.Namespace) -> Json:
 
 
 def chat(ask: Answer, start: list[dict[str, str]], lines: Iterable[str]) -> None:
-    """Answer line after line; each question is sent with all previous turns."""
+    """Print the answers to line after line; each question is sent with all previous turns that were answered."""
     turns = list(start)
     prompt = "> " if sys.stdin.isatty() else ""
     print(prompt, end="", flush=True)
@@ -175,23 +175,17 @@ def chat(ask: Answer, start: list[dict[str, str]], lines: Iterable[str]) -> None
         if question == "/reset":
             turns = list(start)
         elif question:
-            turns = _answered(ask, turns, question)
+            asked = [*turns, {"role": "user", "content": question}]
+            pieces = []
+            try:
+                for piece in ask(asked):
+                    pieces.append(piece)
+                    print(printable(piece), end="", flush=True)
+                print()
+                turns = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
+            except UserError as error:
+                print(f"{printable(redact(str(error)))} (/reset starts again)", file=sys.stderr)
         print(prompt, end="", flush=True)
-
-
-def _answered(ask: Answer, turns: list[dict[str, str]], question: str) -> list[dict[str, str]]:
-    """Print the answer as it arrives, and return the conversation with it, or unchanged if there is no answer."""
-    asked = [*turns, {"role": "user", "content": question}]
-    pieces = []
-    try:
-        for piece in ask(asked):
-            pieces.append(piece)
-            print(printable(piece), end="", flush=True)
-    except UserError as error:
-        print(f"{printable(redact(str(error)))} (/reset starts again)", file=sys.stderr)
-        return turns
-    print()
-    return [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
 
 
 def of_server(options: argparse.Namespace) -> Answer:
@@ -271,15 +265,6 @@ def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int,
     return "".join(stream(model, tokenizer, [{"role": "user", "content": prompt}], max_new_tokens, **how)).strip()
 
 
-def _instead(folder: Path) -> str:
-    """Return a description of a model that writes no text."""
-    if base_model.head_of(folder) == "none":
-        return "an embedding model, which outputs vectors and no text; its README.md shows how to use it."
-    if base_model.labels_of(folder):
-        return "a classifier, which outputs a class and no text; its README.md shows how to use it."
-    return "a reward model, which outputs a number and no text."
-
-
 def check_folder(folder: Path, adapter: Path | None) -> None:
     """Refuse folders that do not exist, or that have neither a model nor an adapter."""
     for path in filter(None, (folder, adapter)):
@@ -300,5 +285,10 @@ def loaded(folder: Path, adapter: Path | None) -> tuple[Any, Any]:
     tokenizer = export.load_tokenizer(adapter or folder)
     model = export.load(folder.resolve(), adapter=adapter and adapter.resolve(), placed=True)
     if not model.can_generate():
-        raise UserError(f"{folder}: {_instead(adapter or folder)}")
+        writes, how = "a reward model, which outputs a number", "."
+        if base_model.head_of(adapter or folder) == "none":
+            writes, how = "an embedding model, which outputs vectors", "; its README.md shows how to use it."
+        elif base_model.labels_of(adapter or folder):
+            writes, how = "a classifier, which outputs a class", "; its README.md shows how to use it."
+        raise UserError(f"{folder}: {writes} and no text{how}")
     return model, tokenizer

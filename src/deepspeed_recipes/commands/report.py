@@ -38,14 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(display(write.index(runs())))
     elif not options.runs:
         raise UserError(f"name a run folder; they are in {runs()}.")
-    for_runs(options.runs, options.output)
-    return 0
-
-
-def for_runs(paths: Sequence[Path], output: Path | None) -> None:
-    """Print the report of one run, or the comparison of several, and write it to `output`."""
+    paths = options.runs
     if not paths:
-        return
+        return 0
     logged = [path for path in paths if not RunFolder(path).recipe.is_file() or RunFolder(path).metrics.exists()]
     if len(paths) > 1 and logged:  # otherwise the one run says why it has no report
         for path in paths:
@@ -55,9 +50,10 @@ def for_runs(paths: Sequence[Path], output: Path | None) -> None:
     found = [run_data.read(path) for path in paths]
     document = write.document(found[0]) if len(found) == 1 else write.comparison(found)
     text.show(document)
-    if output:
+    if output := options.output:
         try:
             write.html(output, document)
         except OSError as error:
             raise UserError(f"--output {output}: cannot be written: {error.strerror}; choose another.") from error
         print(f"\nHTML report: {output}")
+    return 0

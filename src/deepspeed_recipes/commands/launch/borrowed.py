@@ -13,7 +13,7 @@ from ...planning.search import model_recipe
 from ...planning.search.model_recipe import nearest
 from ...recipe import overrides, pages
 from ...recipe.errors import UserError
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json
 from ...recipe.recipe import Model, Recipe
 from ...recipe.run_folder import read_json
 from ...training.data import updates
@@ -128,12 +128,27 @@ def borrow(model: str, variant: str) -> Recipe:
         model = f"./{model}"  # not the recipe of this name
     config = model_recipe.config_of(model)
     if config and "auto_map" in config:
-        _refuse_own_code(model, config, variant)
+        from transformers import CONFIG_MAPPING  # a second, which only such models wait for
+
+        kind = str(config.get("model_type"))
+        if kind not in CONFIG_MAPPING and not decoders.is_stand_in(config):
+            alike = nearest({**config, "model_type": "llama"}, "full")
+            raise UserError(
+                f"{model}: transformers has no {kind}; the model brings its own Python code. Read that code; if you "
+                f"trust it:\nds-recipes launch {pages.typed(alike)} {variant} model.path={model} "
+                "model.trust_remote_code=true"
+            )
     recipe = (_with_vision(model, config, variant) if config else None) or model_recipe.find(
         model, variant, to_launch=True
     )
     if not pages.is_own_model(recipe):
-        recipe = replace(recipe, borrower=_title(recipe.model.path))
+        path = Path(recipe.model.path).expanduser()
+        parts = path.resolve().parts if path.exists() else Path(recipe.model.path).parts
+        if len(parts) > 2 and parts[-2] == "snapshots":  # the Hub's cache: models--OWNER--NAME/snapshots/REVISION
+            title = re.sub(r"[^\w.-]+", "_", parts[-3].rpartition("--")[2])
+        else:
+            title = re.sub(r"[^\w.-]+", "_", parts[-1]).strip("._-") or "model"
+        recipe = replace(recipe, borrower=title)
     if recipe.packs:
         page = pages.find(pages.typed(recipe), recipe.variant)  # with whose architecture packing is tested
         same = page.model.config["model_type"] == recipe.model.config["model_type"]
@@ -204,28 +219,6 @@ def _with_vision(name: str, config: Json, variant: str) -> Recipe | None:
     where = str(path.parent if path.is_file() else path) if path.exists() else name
     parameters = own + model_recipe.tower_parameters(name)
     return replace(recipe, model=replace(recipe.model, path=where, parameters=parameters, config=config))
-
-
-def _refuse_own_code(name: str, config: JsonView, variant: str) -> None:
-    """Refuse a model of an architecture that transformers lacks, whose repository has the code for it."""
-    from transformers import CONFIG_MAPPING  # a second, which only such models wait for
-
-    kind = str(config.get("model_type"))
-    if kind in CONFIG_MAPPING or decoders.is_stand_in(config):
-        return
-    alike = nearest({**config, "model_type": "llama"}, "full")
-    raise UserError(
-        f"{name}: transformers has no {kind}; the model brings its own Python code. Read that code; if you trust it:\n"
-        f"ds-recipes launch {pages.typed(alike)} {variant} model.path={name} model.trust_remote_code=true"
-    )
-
-
-def _title(path: str) -> str:
-    """Return the name of a model's folder or Hub id, as names of runs are: without a slash, and not a revision."""
-    parts = Path(path).expanduser().resolve().parts if Path(path).expanduser().exists() else Path(path).parts
-    if len(parts) > 2 and parts[-2] == "snapshots":  # huggingface_hub's cache: models--OWNER--NAME/snapshots/REVISION
-        return re.sub(r"[^\w.-]+", "_", parts[-3].rpartition("--")[2])
-    return re.sub(r"[^\w.-]+", "_", parts[-1]).strip("._-") or "model"
 
 
 def _keeps_documents_apart(recipe: Recipe) -> bool:

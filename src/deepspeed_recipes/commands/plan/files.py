@@ -75,19 +75,14 @@ def for_engine(request: PlanRequest, plan: Plan) -> Json:
         # In a pipeline the stages are split before DeepSpeed receives them.
         if size > 1 and setup.layout.pipeline == 1:
             config[block] = config.get(block, {}) | {key: size}
-    ours = Path(recipe.deepspeed).name == recipe.deepspeed  # a name in configs/, not a path
-    return _with_buckets_of_a_layer(config, layer) if ours and setup.zero_stage == 3 else config
-
-
-def _with_buckets_of_a_layer(config: Json, layer: int) -> Json:
-    """Return a configuration that reduces gradients layer by layer, or in the file's buckets if these are smaller.
-
-    The gradients of a layer are reduced while the previous layer is computed. In small models a bucket of the shipped
-    size would hold several layers, and nothing would be left to compute while the last bucket is reduced.
-    """
-    file = parse(config)
-    shipped = file.zero.get("reduce_bucket_size")
-    return dict(with_zero(file, reduce_bucket_size=min(shipped, layer)).content) if shipped else config
+    if setup.zero_stage == 3 and Path(recipe.deepspeed).name == recipe.deepspeed:  # a name in configs/, not a path
+        # Reduce gradients layer by layer, or in smaller buckets: those of a layer are reduced while the previous layer
+        # is computed. In small models a bucket of the shipped size would hold several layers, and nothing would be left
+        # to compute while the last bucket is reduced.
+        file = parse(config)
+        if shipped := file.zero.get("reduce_bucket_size"):
+            return dict(with_zero(file, reduce_bucket_size=min(shipped, layer)).content)
+    return config
 
 
 def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:

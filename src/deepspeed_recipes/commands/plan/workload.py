@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from ...planning.hardware.instances import Prices, prices
+from ...planning.hardware.instances import prices
 from ...planning.search.plans import Plan, Workload
 from ...recipe.errors import UserError
 from ...recipe.files import Json
@@ -44,7 +44,15 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
 def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     known = prices(arguments.price)
     if arguments.examples or arguments.example_tokens:
-        return _of_examples(arguments, recipe, known)
+        if not (arguments.examples and arguments.example_tokens):
+            raise UserError("--examples and --example-tokens: give both, such as --examples 50k --example-tokens 500.")
+        if arguments.tokens is not None:
+            raise UserError(f"--tokens {arguments.tokens} and --examples: give one of them.")
+        examples = tokens(arguments.examples, "--examples")
+        length = tokens(arguments.example_tokens, "--example-tokens")
+        epochs = f"{recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
+        about = f"{examples:,.0f} examples of {length:,.0f} tokens, {epochs}"
+        return Workload(examples * length * recipe.epochs, known, about, document_length=length)
     if arguments.tokens is not None:
         both = [key for key in ("epochs", "max_steps") if key in keys]
         if both:
@@ -58,18 +66,6 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         about = f"{CHARACTERS} characters per token"
         return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
-
-
-def _of_examples(arguments: argparse.Namespace, recipe: Recipe, known: Prices) -> Workload:
-    """Return the amount of training for a number of examples of an average length, over the recipe's epochs."""
-    if not (arguments.examples and arguments.example_tokens):
-        raise UserError("--examples and --example-tokens: give both, such as --examples 50k --example-tokens 500.")
-    if arguments.tokens is not None:
-        raise UserError(f"--tokens {arguments.tokens} and --examples: give one of them.")
-    examples = tokens(arguments.examples, "--examples")
-    length = tokens(arguments.example_tokens, "--example-tokens")
-    shown = f"{examples:,.0f} examples of {length:,.0f} tokens, {recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
-    return Workload(examples * length * recipe.epochs, known, shown, document_length=length)
 
 
 def few_steps(plan: Plan, work: Workload) -> str | None:
@@ -190,16 +186,13 @@ def document_length(recipe: Recipe) -> float | None:
 
 
 def _read(file: Path, recipe: Recipe, large: bool = False) -> tuple[Iterable[Json], float]:
-    """Return a file's examples, of `large` files and of columns the first, and how many times as many it has."""
-    return _sampled(file, recipe) if large or text_files.is_columnar(file) else (_examples(file, recipe), 1.0)
-
-
-def _sampled(file: Path, recipe: Recipe) -> tuple[list[Json], float]:
-    """Return the first examples of a file, and how many times as many it has.
+    """Return a file's examples, of `large` files and of columns the first, and how many times as many it has.
 
     Raises:
         UserError: a file that is not readable, or one large JSON array, which would have to be read whole.
     """
+    if not (large or text_files.is_columnar(file)):
+        return _examples(file, recipe), 1.0
     if text_files.is_columnar(file):
         rows = list(islice(text_files.read(file), FIRST))
         return list(_converted(iter(rows), recipe)), text_files.rows(file) / max(1, len(rows))

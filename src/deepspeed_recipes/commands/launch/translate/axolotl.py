@@ -9,7 +9,7 @@ from pathlib import Path
 from ....recipe.files import Json, JsonView
 from ....recipe.samples import ROLES
 from . import trainer
-from .translation import Translation, as_text, choose
+from .translation import Translation, as_text
 
 DEFAULTS: Json = trainer.DEFAULTS | {
     "per_device_train_batch_size": 1,
@@ -72,7 +72,12 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     _adapter(found)
     _model(found)
     _data(found, values)
-    _checkpointing(found)
+    checkpointing = found.take("gradient_checkpointing")
+    offloads = checkpointing in ("offload", "offload_disk", "unsloth")
+    found.set("gradient_checkpointing", offloads or bool(checkpointing), "gradient_checkpointing")
+    if offloads:
+        found.set("activation_offloading", True, "gradient_checkpointing")
+    found.set_if_given("activation_offloading", "activation_offloading")  # it may be true, legacy or disk
     if found.method in ("sft", "pretrain"):
         streamed = bool(values.get("pretraining_dataset"))  # such texts always fill sequences
         found.set("packing", bool(found.take("sample_packing")) or streamed, "sample_packing")
@@ -173,9 +178,7 @@ def _adapter(found: Translation) -> None:
     kind = found.take("adapter")
     bits = bool(found.take("load_in_4bit"))
     if kind in ("lora", "qlora"):
-        found.adapter = choose(
-            [(bool(found.given("peft_use_dora")), "dora"), (kind == "qlora" or bits, "qlora")], "lora"
-        )
+        found.adapter = "dora" if found.given("peft_use_dora") else "qlora" if kind == "qlora" or bits else "lora"
         if kind == "qlora" or bits:
             found.set("model.quantization", "nf4", "load_in_4bit" if "load_in_4bit" in found.values else "adapter")
         found.note("adapter", found.adapter)
@@ -336,8 +339,11 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
                     f'{start}type: {kind}: Axolotl writes prompts in words of its own ("### Instruction:"), and this '
                     "project in the model's chat template"
                 )
+        # ShareGPT's names for turns (`from`, `value`), or OpenAI's (`role`, `content`).
+        mapping = entry.get("message_property_mappings") or {}
+        role = entry.get("message_field_role") or (mapping.get("role") if isinstance(mapping, dict) else None)
         for theirs, field in (
-            ("field_messages", _turns(entry)),
+            ("field_messages", "conversations" if role == "from" else "messages"),
             ("field_chosen", "chosen"),
             ("field_rejected", "rejected"),
             ("field", "text"),
@@ -389,20 +395,3 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
         if len(entries) > 1:
             found.remarks.append("data.columns renames the columns of every source")
     found.by_default -= {"data.roles", "data.columns"}
-
-
-def _turns(entry: JsonView) -> str:
-    """Return the field for a data set's turns: ShareGPT's names (`from`, `value`) or OpenAI's (`role`, `content`)."""
-    mapping = entry.get("message_property_mappings") or {}
-    role = entry.get("message_field_role") or (mapping.get("role") if isinstance(mapping, dict) else None)
-    return "conversations" if role == "from" else "messages"
-
-
-def _checkpointing(found: Translation) -> None:
-    value = found.take("gradient_checkpointing")
-    if value in ("offload", "offload_disk", "unsloth"):
-        found.set("gradient_checkpointing", True, "gradient_checkpointing")
-        found.set("activation_offloading", True, "gradient_checkpointing")
-    else:
-        found.set("gradient_checkpointing", bool(value), "gradient_checkpointing")
-    found.set_if_given("activation_offloading", "activation_offloading")  # it may be true, legacy or disk

@@ -12,7 +12,7 @@ from ....recipe.files import JsonView
 from ....recipe.run_folder import read_json
 from ....recipe.samples import ROLES
 from . import trainer
-from .translation import Translation, choose
+from .translation import Translation
 
 DEFAULTS = trainer.DEFAULTS | {
     "stage": "sft",
@@ -114,7 +114,7 @@ def _method(found: Translation) -> None:
     kind = str(found.take("finetuning_type"))
     if kind == "lora":
         bits = found.take("quantization_bit")
-        found.adapter = choose([(bool(found.given("use_dora")), "dora"), (bits == 4, "qlora")], "lora")
+        found.adapter = "dora" if found.given("use_dora") else "qlora" if bits == 4 else "lora"
         if bits == 4:
             found.set("model.quantization", "nf4", "quantization_bit")
         elif bits:

@@ -221,7 +221,12 @@ def _sharding(found: Translation) -> None:
     if isinstance(file, dict):
         found.lack("deepspeed", "settings inside the file: write them to a JSON file and give deepspeed=FILE")
     elif file:
-        found.set("deepspeed", sharding_file(str(file)) or file, "deepspeed")
+        path, ours = Path(str(file)), file
+        if not path.is_file():  # ours for one that another tool ships under a well-known name
+            name = path.stem.lower()
+            known = f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else None
+            ours = known or next((mine for part, mine in DEEPSPEED.items() if part in name), file)
+        found.set("deepspeed", ours, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
     if (shards or settings) and not file:
         options = settings if isinstance(settings, dict) else {}
@@ -233,16 +238,6 @@ def _sharding(found: Translation) -> None:
         found.overrides["deepspeed"] = ours
         if options.get("fsdp_activation_checkpointing") or options.get("activation_checkpointing"):
             found.set("gradient_checkpointing", True, "fsdp_config")
-
-
-def sharding_file(path: str) -> str | None:
-    """Return our file for one that another tool ships under a well-known name, or None if it is on this machine."""
-    if Path(path).is_file():
-        return None
-    name = Path(path).stem.lower()
-    if (CONFIGS / f"{name}.json").is_file():
-        return f"{name}.json"
-    return next((ours for part, ours in DEEPSPEED.items() if part in name), None)
 
 
 def adapters(found: Translation, names: Mapping[str, str], default_alpha: float | None = None) -> None:

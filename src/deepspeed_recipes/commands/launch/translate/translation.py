@@ -166,28 +166,18 @@ class Translation:
                 continue
             ours = f"{key}={self.overrides[key]}"
             sources = [name for name, became in self.translated.items() if became == ours]
-            why = choose(
-                [
-                    (
-                        "data.validation" not in self.overrides
-                        and float(self.overrides.get("data.validation_share", 0)) == 0,
-                        f"there are no held-out examples: with data.validation=FILE, give {ours}",
-                    ),
-                    (
-                        metric is not None,
-                        f"judged by the loss there, and by the {str(metric).replace('_', ' ')} here, with {ours}",
-                    ),
-                    (
-                        key == "keep_best" and self.overrides.get("save_steps") == "0",
-                        f"no checkpoint is saved: with save_steps=N, give {ours}",
-                    ),
-                ],
-                "",
-            )
-            if why:
-                del self.overrides[key]
-                for name in sources:
-                    self.lack(name, why)
+            share = self.overrides.get("data.validation_share", 0)
+            if "data.validation" not in self.overrides and float(share) == 0:
+                why = f"there are no held-out examples: with data.validation=FILE, give {ours}"
+            elif metric is not None:
+                why = f"judged by the loss there, and by the {metric.replace('_', ' ')} here, with {ours}"
+            elif key == "keep_best" and self.overrides.get("save_steps") == "0":
+                why = f"no checkpoint is saved: with save_steps=N, give {ours}"
+            else:
+                continue
+            del self.overrides[key]
+            for name in sources:
+                self.lack(name, why)
 
 
 def as_text(value: object) -> str:
@@ -197,8 +187,3 @@ def as_text(value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(map(str, value))
     return str(value)
-
-
-def choose(options: Iterable[tuple[bool, str]], otherwise: str) -> str:
-    """Return the word of the first condition that holds."""
-    return next((word for holds, word in options if holds), otherwise)

@@ -11,7 +11,7 @@ from ....recipe.files import Json, JsonView
 from ....recipe.methods.grpo import Grpo
 from ....recipe.methods.preferences import DpoLoss
 from . import trainer
-from .translation import Translation, choose
+from .translation import Translation
 
 DEFAULTS = trainer.DEFAULTS | {
     "bf16": True,  # unless fp16 is set
@@ -203,7 +203,7 @@ def _adapter(found: Translation) -> None:
             found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (use_peft: true)")
         return
     bits = found.given("load_in_4bit")
-    found.adapter = choose([(found.given("use_dora"), "dora"), (bits, "qlora")], "lora")
+    found.adapter = "dora" if found.given("use_dora") else "qlora" if bits else "lora"
     found.note("use_peft", found.adapter)
     trainer.adapters(found, LORA)
     if bits:
