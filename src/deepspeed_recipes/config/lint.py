@@ -125,10 +125,6 @@ def first_error(findings: list[Finding], file: str = "", arguments: str = "") ->
     return describe(errors[0], file) + more if errors else None
 
 
-_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_UNREADABLE = "unreadable"
-
-
 @dataclass(frozen=True)
 class Report:
     """The linter's result for one file."""
@@ -172,7 +168,7 @@ class _Note:
 def _notes(report: Report) -> Iterator[_Note]:
     if report.stopped:
         what = f"{report.stopped.stopped}: {report.stopped.what}"
-        yield _Note(_UNREADABLE, "error", report.stopped.line, report.stopped.column, what)
+        yield _Note("unreadable", "error", report.stopped.line, report.stopped.column, what)
     for finding in report.findings:
         value = "" if finding.value is None else f" = {shown(finding.value)}"
         key = f"{finding.key}{value}: " if finding.key else ""
@@ -223,4 +219,5 @@ def sarif(reports: list[Report]) -> Json:
         for file, note in notes
     ]
     driver = {"name": "deepspeed-recipes", "rules": rules}
-    return {"$schema": _SCHEMA, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]}
+    runs = [{"tool": {"driver": driver}, "results": results}]
+    return {"$schema": "https://json.schemastore.org/sarif-2.1.0.json", "version": "2.1.0", "runs": runs}

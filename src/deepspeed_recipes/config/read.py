@@ -8,6 +8,7 @@ and never recurses: 10,000 nested brackets give one message instead of a stack o
 
 import json
 import re
+from bisect import bisect_right
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,11 +288,8 @@ class _Parser:
             self.problems.append(Problem(kind, key, *self._place(at), value, what, at))
 
     def _place(self, at: int) -> tuple[int, int]:
-        low, high = 0, len(self.line_starts)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.line_starts[middle] <= at else (low, middle)
-        return low + 1, at - self.line_starts[low] + 1
+        line = bisect_right(self.line_starts, at)
+        return line, at - self.line_starts[line - 1] + 1
 
     def _stop(self, what: str, at: int) -> Unreadable:
         return Unreadable(what, *self._place(at))

@@ -73,11 +73,17 @@ def resolve(template: Json, numbers: Numbers) -> Json:
             f"{numbers.world_size} ranks are not divisible by {share} (tensor x pipeline x sequence); use a multiple"
         )
     config = copy.deepcopy(template)
-    filled = fillings(numbers)
-    lines = (_mismatch(config, path, value, filled) for path, value in _matched(numbers).items())
-    if mismatches := [line for line in lines if line is not None]:
-        raise Unresolvable("\n".join(mismatches))
-    _fill(config, filled)
+    lines = []
+    for path, value in _matched(numbers).items():
+        node: object = config
+        for part in path.split("."):
+            node = node.get(part) if isinstance(node, dict) else None
+        if node not in (None, "auto", value):
+            ours = f"{path} is {shown(node)} in the template but {shown(value)} in the run"
+            lines.append(f'{ours}; write "auto" or change the run')
+    if lines:
+        raise Unresolvable("\n".join(lines))
+    _fill(config, fillings(numbers))
     _add(config, numbers)
     return config
 
@@ -126,15 +132,6 @@ def fillings(numbers: Numbers) -> dict[str, object]:
         found["zero_optimization.stage3_prefetch_bucket_size"] = int(0.9 * square)
         found["zero_optimization.stage3_param_persistence_threshold"] = 10 * numbers.hidden_size
     return found
-
-
-def _mismatch(config: Json, path: str, value: object, fillings: Json) -> str | None:
-    node: object = config
-    for name in path.split("."):
-        node = node.get(name) if isinstance(node, dict) else None
-    if node is None or node == "auto" or node == value:
-        return None
-    return f'{path} is {shown(node)} in the template but {shown(value)} in the run; write "auto" or change the run'
 
 
 def _fill(node: Any, fillings: dict[str, object], path: Key = ()) -> None:

@@ -52,11 +52,8 @@ class Rendering:
         """Read the template that the ranks will use, unless only they can find it."""
         self.template: _Template | None = None
         self.thinking, self.model = recipe.data.thinking, f"model.path={recipe.model.path}"
-        self.whose = (
-            "the draft's chat template, which is not the model's,"
-            if recipe.draft.enabled
-            else ("the model's chat template")
-        )
+        other = "the draft's chat template, which is not the model's,"
+        self.whose = other if recipe.draft.enabled else "the model's chat template"
         self.kinds: set[object] = set()
         self.folder, self.longest = _folder(recipe), recipe.sequence_length
         if recipe.method.examples in ("texts", "matching texts") or not importlib.util.find_spec("transformers"):

@@ -110,11 +110,8 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
         return path  # OWNER/NAME/SPLIT on the Hub
     if key == "model.chat_template":  # the names of LLaMA-Factory and ms-swift: llama3, qwen
         raise UserError(f"{key}={path}: no such file; without this setting the tokenizer's own template is used.")
-    raise UserError(f"{key}={path}: no such file or folder.{_nearest(path, folders)}")
-
-
-def _nearest(path: str, folders: tuple[Path, ...]) -> str:
     known = sorted(file.name for folder in folders for file in folder.glob("*.json"))
     near = difflib.get_close_matches(f"{path.removesuffix('.json')}.json", known, n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
-    return f"{hint} configs/ has: {', '.join(known)}." if known else ""
+    hint += f" configs/ has: {', '.join(known)}." if known else ""
+    raise UserError(f"{key}={path}: no such file or folder.{hint}")

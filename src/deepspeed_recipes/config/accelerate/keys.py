@@ -10,16 +10,9 @@ from pathlib import Path
 from ..rule import Config, Hit
 
 TOP = (
-    *(
-        "compute_environment",
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "debug",
-        "num_processes",
-        "machine_rank",
-    ),
-    *("num_machines", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
+    *("compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_processes"),
+    *("machine_rank", "num_machines", "gpu_ids", "main_process_ip", "main_process_port"),
+    *("rdzv_backend", "same_network"),
     *("main_training_function", "enable_cpu_affinity", "fp8_config", "deepspeed_config", "fsdp_config"),
     *("parallelism_config", "megatron_lm_config", "mpirun_config", "downcast_bf16", "tpu_name", "tpu_zone"),
     *("tpu_use_cluster", "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "dynamo_config"),
@@ -175,12 +168,8 @@ def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
                 found[name] = (what, "remove it, and set torch_compile=True in TrainingArguments")
     if str(config.get("mixed_precision")).lower() != "fp8":
         found["fp8_config"] = ("not used without mixed_precision: fp8", "write mixed_precision: fp8, or remove it")
-    if kind in ALONE:
-        what = f"not used with distributed_type: {kind}"
-        found["parallelism_config"] = (what, "write distributed_type: FSDP, or remove it")
-    else:
-        what = f"not used with distributed_type: {kind}"
-        found["mpirun_config"] = (what, "write distributed_type: MULTI_CPU, or remove it")
+    section, needs = ("parallelism_config", "FSDP") if kind in ALONE else ("mpirun_config", "MULTI_CPU")
+    found[section] = (f"not used with distributed_type: {kind}", f"write distributed_type: {needs}, or remove it")
     return found
 
 
@@ -194,10 +183,9 @@ def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:
             found[name] = ("only used with distributed_type: XLA", "remove it")
         if config.get("main_training_function") != "main":
             found["main_training_function"] = ("only used with distributed_type: XLA", "remove it")
-    if config.get("rdzv_backend") != "static":
-        what = "accelerate launch reads it only from its command line"
-        found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
     what = "accelerate launch reads it only from its command line"
+    if config.get("rdzv_backend") != "static":
+        found["rdzv_backend"] = (what, f"remove it, and pass --rdzv_backend {config.get('rdzv_backend')}")
     found["enable_cpu_affinity"] = (what, "remove it, and pass --enable_cpu_affinity")
     if kind not in (*ALONE, "FSDP"):
         what = f"not passed on with distributed_type: {kind}"

@@ -90,7 +90,8 @@ def attempt(run: RunFolder, options: Attempt) -> int:
     failed = failures(error, chosen)
     if error and not failed:
         print(f"Ray: {first_line(error) or type(error).__name__}", file=sys.stderr, flush=True)
-    write(run, failed)
+    if failed:
+        write_json(rank.failures(run), [asdict(one) for one in failed])
     ray.shutdown()
     return failed[0].code % 256 if failed and failed[0].code else int(error is not None)
 
@@ -171,12 +172,6 @@ def host_of(error: BaseException) -> str:
     """Return the address of a lost worker from Ray's error."""
     match = re.search(r"^\s*ip: (\S+)", str(error), re.MULTILINE)
     return match[1] if match else "a node"
-
-
-def write(run: RunFolder, failed: list[FailedRank]) -> None:
-    """Write the failures to the run folder, for the launcher."""
-    if failed:
-        write_json(rank.failures(run), [asdict(one) for one in failed])
 
 
 if __name__ == "__main__":

@@ -130,7 +130,13 @@ def follow(number: str, folder: RunFolder) -> int:
         while True:
             facts = subprocess.run(["scontrol", "-o", "show", "job", number], capture_output=True, text=True).stdout
             found = re.search(r"JobState=(\w+) Reason=(\w+)", facts)
-            shown = _print_from(log(folder), shown)
+            if log(folder).exists():
+                with log(folder).open("rb") as text:
+                    text.seek(shown)
+                    new = text.read()
+                sys.stdout.write(new.decode(errors="replace"))
+                sys.stdout.flush()
+                shown += len(new)
             if found and found.groups() != (state, reason):
                 state, reason = found.groups()
                 print(f"job {number}: {state.lower()}{'' if reason == 'None' else f' ({reason})'}", flush=True)
@@ -144,17 +150,6 @@ def follow(number: str, folder: RunFolder) -> int:
     status = re.search(r"ExitCode=(\d+):(\d+)", facts)
     code, number_of_signal = map(int, status.groups()) if status else (0, 0)
     return code or (128 + number_of_signal if number_of_signal else 1)
-
-
-def _print_from(file: Path, start: int) -> int:
-    if not file.exists():
-        return start
-    with file.open("rb") as text:
-        text.seek(start)
-        new = text.read()
-    sys.stdout.write(new.decode(errors="replace"))
-    sys.stdout.flush()
-    return start + len(new)
 
 
 @dataclass(frozen=True)
