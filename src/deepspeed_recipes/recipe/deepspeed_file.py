@@ -74,6 +74,7 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
     zero, tensor = _block(content, "zero_optimization"), _block(content, "tensor_parallel")
     expert = _block(content, "expert_parallel")
     switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
+    passes = _block(content, "compile").get("passes")
     stage = int(switch) if isinstance(switch, bool) else _number(zero.get("stage"), 0)
     return DeepSpeedFile(
         name=name,
@@ -92,13 +93,9 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
         has_zenflow="zenflow" in zero,
         super_offload=stage == 3 and _block(zero, "offload_optimizer").get("super_offload") is True,
         deepcompile=_block(content, "compile").get("deepcompile") is True,
-        compiled_passes=tuple(map(str, _list(_block(content, "compile").get("passes")))),
+        compiled_passes=tuple(map(str, passes)) if isinstance(passes, list) else (),
         gathers_weights=stage < 3 or bool(zero.get("stage3_gather_16bit_weights_on_model_save", True)),
     )
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def prefetch_size(hidden: int, layer: int) -> int:

@@ -9,6 +9,7 @@ its family: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from .methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Pretrain, Reward, Simpo
@@ -154,16 +155,6 @@ class Inherited:
     change: Callable[[Recipe], Recipe]
 
 
-def _dpo_lora(lora: Recipe) -> Recipe:
-    # 5e-6: alignment-handbook's zephyr-7b-beta/dpo/config_qlora.yaml and LLaMA-Factory's llama3_lora_dpo.yaml, both
-    # with a cosine after 10 % of warm-up.
-    return dpo(lora, learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
-
-
-def _dpo_full(full: Recipe) -> Recipe:
-    return dpo(full, learning_rate=RATES["dpo_full"])
-
-
 INHERITED: dict[str, Inherited] = {
     "qlora": Inherited(
         "Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`.",
@@ -183,7 +174,9 @@ INHERITED: dict[str, Inherited] = {
     "dpo_lora": Inherited(
         "Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export.",
         "lora",
-        _dpo_lora,
+        # alignment-handbook's zephyr-7b-beta/dpo/config_qlora.yaml and LLaMA-Factory's llama3_lora_dpo.yaml, both with
+        # a cosine after 10 % of warm-up.
+        partial(dpo, learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1)),
     ),
     "kto_lora": Inherited(
         "Answers judged good or bad (KTO) with adapters: when answers have labels but no pairs; after SFT.",
@@ -203,7 +196,7 @@ INHERITED: dict[str, Inherited] = {
     "dpo_full": Inherited(
         "Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT.",
         "full",
-        _dpo_full,
+        partial(dpo, learning_rate=RATES["dpo_full"]),
     ),
     "reward": Inherited(
         "A reward model from preference pairs, all weights: gives each answer a number, to rank or filter answers.",

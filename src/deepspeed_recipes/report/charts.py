@@ -3,6 +3,7 @@
 import io
 import re
 from collections.abc import Sequence
+from operator import itemgetter
 from xml.etree import ElementTree
 
 from ..recipe.errors import printable
@@ -86,11 +87,8 @@ def visible(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:
     if every <= 1:
         return kept
     parts = (kept[start : start + 2 * every] for start in range(0, len(kept), 2 * every))
-    return [point for part in parts for point in sorted({min(part, key=_height), max(part, key=_height)})]
-
-
-def _height(point: tuple[float, float]) -> float:
-    return point[1]
+    height = itemgetter(1)
+    return [point for part in parts for point in sorted({min(part, key=height), max(part, key=height)})]
 
 
 def spoken(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:

@@ -1,7 +1,7 @@
 """The collectives of a rank's recorded steps: bytes and time, by kind and process group."""
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -101,7 +101,7 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
     A call returns before gloo's threads, two per group, have finished it or even begun; they process calls in order.
     When ZeRO-3 prefetches, the flights of a dozen calls can begin after the last call has returned.
     """
-    flights: dict[str, deque[Event]] = defaultdict(deque)
+    flights: dict[str, list[Event]] = defaultdict(list)
     for event in trace.events:
         if event.name.startswith("gloo:"):
             flights[event.name].append(event)
@@ -110,9 +110,11 @@ def _on_host(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tupl
         if event.thread == trace.main_thread and (kind := _kind(event)):
             calls[OF_GLOO[kind]].append(event)
     for name, ours in calls.items():
+        waiting = iter(flights[name])
         for event, entry in zip(ours, _entries(name, ours, trace), strict=True):
-            flight = _next(flights[name], event)
-            if _within(event, trace.steps):
+            # Takes the first flight that began after the call, and drops those before it.
+            flight = next((one for one in waiting if one.begin >= event.begin), event)
+            if any(step.begin <= event.begin < step.end for step in trace.steps):
                 ranks = trace.groups.get(str(entry.get("group")), ())
                 size = _bytes(event.arguments, entry, trace)
                 yield _kind(event), ranks, size, (event.begin, max(event.end, flight.end))
@@ -146,19 +148,6 @@ def _nearest(times: list[float], wanted: float) -> int:
     """Return the index of the time in the sorted `times` that is nearest to `wanted`."""
     after = bisect_left(times, wanted)
     return min({max(after - 1, 0), min(after, len(times) - 1)}, key=lambda index: abs(times[index] - wanted))
-
-
-def _next(flights: deque[Event], call: Event) -> Event:
-    """Take the first flight that began after the call, or return the call itself if there is none."""
-    while flights:
-        flight = flights.popleft()
-        if flight.begin >= call.begin:
-            return flight
-    return call
-
-
-def _within(event: Event, steps: tuple[Event, ...]) -> bool:
-    return any(step.begin <= event.begin < step.end for step in steps)
 
 
 def _bytes(arguments: JsonView, entry: JsonView, trace: RankTrace) -> int:

@@ -42,7 +42,9 @@ def of_rank(trace: RankTrace) -> Shares:
     gpu = on_gpu(trace)
     busy, flying = _on_gpu(trace) if gpu else _on_host(trace)
     busy, flying = both(busy, steps), both(flying, steps)
-    offloaded = _offloaded(trace, steps)
+    offloaded: Intervals = ()
+    if trace.about.get("offload_optimizer", "none") != "none":
+        offloaded = both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
     fetching = both(union(event.span for event in trace.phase("data")), steps)
     busy = without(busy, union((*offloaded, *(() if gpu else fetching))))
     waited = without(flying, busy)
@@ -92,13 +94,6 @@ def _on_gpu(trace: RankTrace) -> tuple[Intervals, Intervals]:
     device = [event for event in trace.events if event.kind in ON_GPU]
     kernels = union(event.span for event in device if not is_collective(event))
     return kernels, union(event.span for event in device if is_collective(event))
-
-
-def _offloaded(trace: RankTrace, steps: Intervals) -> Intervals:
-    """Return when an offloaded optimizer ran on the host."""
-    if trace.about.get("offload_optimizer", "none") == "none":
-        return ()
-    return both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
 
 
 def _idle_on_gpu(trace: RankTrace, rest: Intervals) -> float:
