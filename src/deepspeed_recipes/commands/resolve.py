@@ -111,7 +111,7 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
     values: Json = {"world_size": arguments.world_size}
     if arguments.model:
         values["hidden_size"] = hidden_size(architecture(arguments.model))
-    batch = None
+    batch, kinds = None, {item.name: str(item.type) for item in dataclasses.fields(Numbers)}
     for setting in arguments.settings:
         key, equals, text = setting.partition("=")
         if not equals or key not in KEYS:
@@ -120,20 +120,14 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
             raise UserError(f"{setting}: unknown key; {hint}")
         if key == GLOBAL:
             batch = int(number(key, text, whole=True))
+        elif key != "precision":
+            values[NAMES[key]] = number(key, text, whole="int" in kinds[NAMES[key]])
+        elif text in PRECISIONS:
+            values[key] = text
         else:
-            values[NAMES[key]] = parse(key, NAMES[key], text)
+            raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
     numbers = Numbers(**values)
     return numbers if batch is None else accumulate(numbers, batch)
-
-
-def parse(key: str, field: str, text: str) -> object:
-    """Return the value of one key=value."""
-    if field == "precision":
-        if text not in PRECISIONS:
-            raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
-        return text
-    kinds = {item.name: str(item.type) for item in dataclasses.fields(Numbers)}
-    return number(key, text, whole="int" in kinds[field])
 
 
 def number(key: str, text: str, whole: bool) -> int | float:

@@ -48,16 +48,8 @@ SCHEDULES_REFUSED = {
 
 # These fields follow from the recipe's name; an override cannot change them.
 _IDENTITY = {
-    "family",
-    "size",
-    "variant",
-    "page",
-    "borrower",
-    "method",
-    "code",
-    "model.config",
-    "model.parameters",
-    "draft.enabled",
+    *("family", "size", "variant", "page", "borrower", "method", "code"),
+    *("model.config", "model.parameters", "draft.enabled"),
 }
 
 

@@ -222,16 +222,13 @@ def machines_of(options: LaunchOptions, name: str) -> Machines:
     if options.prepare or (machines.elsewhere and not (pool and gpus)):
         return machines
     if not gpus:
-        return replace(machines, hardware=forecast.cpu_ranks(ranks))
-    return replace(machines, hardware=hardware_of(pool, ranks))
-
-
-def hardware_of(pool: HostPool | None, ranks: int) -> Cluster | None:
-    """Return the hardware for the planner: this machine or equal hosts, or None if the hosts differ."""
-    if pool is None:
-        return forecast.machines(ranks)
-    equal = pool.ranks == pool.most_ranks * len(pool.hosts)
-    return forecast.machines(pool.most_ranks, len(pool.hosts)) if equal else None
+        hardware: Cluster | None = forecast.cpu_ranks(ranks)
+    elif pool is None:
+        hardware = forecast.machines(ranks)
+    else:
+        equal = pool.ranks == pool.most_ranks * len(pool.hosts)
+        hardware = forecast.machines(pool.most_ranks, len(pool.hosts)) if equal else None
+    return replace(machines, hardware=hardware)
 
 
 def with_deepspeed_file(

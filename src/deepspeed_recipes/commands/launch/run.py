@@ -33,7 +33,7 @@ def run(options: LaunchOptions) -> int:
     options = with_batch(options)
     request = requested(options)
     options.check()
-    if cluster.is_dashboard(options.address):  # the launcher on the cluster makes the plan
+    if (options.address or "").startswith(("http://", "https://")):  # a Ray cluster's dashboard: it makes the plan
         return cluster.submit_job(str(options.address), options.words, options.submit)
     plan = plan_launch(options, request)
     data, model, here = plan.recipe.data.path, plan.recipe.model.path, str(SAMPLES)

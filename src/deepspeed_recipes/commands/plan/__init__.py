@@ -47,6 +47,7 @@ from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
 from ...recipe.project import program
+from ...training.data import updates
 from . import files, serving, which_gpu, workload
 from .options import parser, recipe_of, request_of, with_method
 
@@ -104,8 +105,12 @@ def _remarks(
         yield extremes.longest_in_words(request, result.best)
     if arguments.deadline and work:
         yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline), arguments.nodes)
-    if work and (few := workload.few_steps(result.best, work)):
-        yield few
+    if work and (steps := work.steps(result.best)) < updates.ENOUGH:
+        made = f"{steps} step{'s' * (steps > 1)} of {result.best.recipe.global_batch_size} sequences"
+        yield (
+            f"{made} {'are' if steps > 1 else 'is'} too few to learn much from: use a smaller global_batch_size, more "
+            "epochs, or a shorter sequence_length."
+        )
     yield from suggestions.remarks(request, result.best)
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from ...planning.hardware.instances import prices
-from ...planning.search.plans import Plan, Workload
+from ...planning.search.plans import Workload
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.methods import Grpo
@@ -66,17 +66,6 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         about = f"{CHARACTERS} characters per token"
         return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
-
-
-def few_steps(plan: Plan, work: Workload) -> str | None:
-    """Return a warning if a run has too few optimizer steps, or None."""
-    if (steps := work.steps(plan)) >= updates.ENOUGH:
-        return None
-    made = f"{steps} step{'s' * (steps > 1)} of {plan.recipe.global_batch_size} sequences"
-    return (
-        f"{made} {'are' if steps > 1 else 'is'} too few to learn much from: use a smaller global_batch_size, more "
-        "epochs, or a shorter sequence_length."
-    )
 
 
 def tokens(text: str, flag: str = "--tokens") -> float:

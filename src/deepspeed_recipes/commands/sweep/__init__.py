@@ -51,10 +51,13 @@ WIDTH = 160
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the trials, show the table, and return the exit status."""
     options = parse(arguments)
-    launched: tuple[str, ...] = words_of(options)
+    launched = [f"--{name.replace('_', '-')}" for name in ("draft", "no_plan") if getattr(options, name)]
+    for name in ("gpus", "max_restarts"):
+        if (value := getattr(options, name)) is not None:
+            launched += [f"--{name.replace('_', '-')}", str(value)]
     if options.recipe == AUTO:
         options.variant, variant, options.overrides = auto_words([options.variant, *options.overrides])
-        page, launched = borrowed.borrow(options.variant, variant), (variant, *launched)
+        page, launched = borrowed.borrow(options.variant, variant), [variant, *launched]
     else:
         page = pages.find(options.recipe, options.variant)
     found = read_space(options.overrides)
@@ -79,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     group = [f"wandb.group={folder.name}", "wandb.job_type=sweep"]
     set_there = overrides.keys_of(options.overrides)
     fixed = (*found.fixed, *(word for word in group if word.partition("=")[0] not in set_there))
-    sweep = Sweep(options.recipe, options.variant, launched, fixed, tuple(map(tuple, chosen)))
+    sweep = Sweep(options.recipe, options.variant, tuple(launched), fixed, tuple(map(tuple, chosen)))
     if options.dry_run:
         print(f"{len(chosen)} trials, which would be in {display(folder)}:")
         for one in sweep.trials:
@@ -110,17 +113,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-plan", action="store_true", help="as in ds-recipes launch")
     parser.add_argument("--max-restarts", type=int, metavar="N", help="as in ds-recipes launch")
     return parser.parse_intermixed_args(arguments)
-
-
-def words_of(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return the launcher's options for every trial."""
-    words: list[str] = []
-    for name in ("draft", "no_plan"):
-        words += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
-    for name in ("gpus", "max_restarts"):
-        value = getattr(options, name)
-        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
-    return tuple(words)
 
 
 def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:

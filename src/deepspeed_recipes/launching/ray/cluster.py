@@ -189,11 +189,6 @@ SHELL = '$`"\\'
 """Characters that the shell interprets despite the double quotes with which Ray quotes a job's words."""
 
 
-def is_dashboard(address: str | None) -> bool:
-    """Return True if an address is a dashboard's, to which jobs are submitted."""
-    return (address or "").startswith(("http://", "https://"))
-
-
 def job_command(address: str, words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Return the `ray job submit` command that runs the launcher with the command line `words` on the cluster.
 

@@ -143,7 +143,11 @@ def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
     if error and (lost := lost_nodes(chosen, NODE_LOST if len(reported) < len(found) else 0)):
         return lost
     # A lost worker has reported nothing: it was killed together with its rank, which makes the other ranks fail.
-    gone = [FailedRank(number, -signal.SIGKILL, host_of(one)) for number, one in found.items() if one not in reported]
+    gone = []
+    for number, one in found.items():
+        if one not in reported:
+            place = re.search(r"^\s*ip: (\S+)", str(one), re.MULTILINE)
+            gone.append(FailedRank(number, -signal.SIGKILL, place[1] if place else "a node"))
     return gone + [FailedRank(one.rank, one.code, one.host) for one in reported]
 
 
@@ -166,12 +170,6 @@ def cause_of(error: BaseException) -> BaseException:
             break
         error = inner
     return error
-
-
-def host_of(error: BaseException) -> str:
-    """Return the address of a lost worker from Ray's error."""
-    match = re.search(r"^\s*ip: (\S+)", str(error), re.MULTILINE)
-    return match[1] if match else "a node"
 
 
 if __name__ == "__main__":

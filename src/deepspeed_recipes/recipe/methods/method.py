@@ -122,13 +122,7 @@ def own_head(model: str, output: str) -> dict[str, str]:
 
 
 SHARES = (
-    "exact_match",
-    "cut_off",
-    "preference_accuracy",
-    "judgement_accuracy",
-    "accuracy",
-    "macro_f1",
-    "recall_at_1",
+    *("exact_match", "cut_off", "preference_accuracy", "judgement_accuracy", "accuracy", "macro_f1", "recall_at_1"),
     "recall_at_10",
 )
 """The project's metrics between 0 and 1, shown as percentages."""

@@ -143,9 +143,7 @@ def _stage(rank: Rank, about: Json) -> int:
     return rank_position(Layout(**about["layout"]), rank.number, about["world_size"]).stage
 
 
-def _unavoidable(about: Json) -> str:
-    """Return how much of a pipeline's waiting is unavoidable."""
-    stages, micro_batches = about["layout"]["pipeline"], about["micro_batches"]
+def _unavoidable(stages: int, micro_batches: int) -> str:
     share = bubble(stages, micro_batches)
     return f"{share:.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches"
 
@@ -157,10 +155,10 @@ def _slow(slow: list[Rank], ranks: list[Rank], about: Json) -> Cause:
     what = max(more, key=lambda kind: more[kind])
     who = f"rank {first.number} on {first.host}"
     waiting = f"is slow ({what}): the others wait {median(map(_waited, others)):.0%} of the time"
-    if about.get("layout", {}).get("pipeline", 1) > 1:
+    if (stages := about.get("layout", {}).get("pipeline", 1)) > 1:
         return Cause(
             "slow stage",
-            f"stage {_stage(first, about)} ({who}) {waiting}; {_unavoidable(about)}",
+            f"stage {_stage(first, about)} ({who}) {waiting}; {_unavoidable(stages, about['micro_batches'])}",
             f"{who}: check that host for other processes, or a slower or hotter GPU; if the stage itself is larger "
             "(the last one has the head), try another layout.pipeline",
         )
@@ -174,10 +172,10 @@ def _slow(slow: list[Rank], ranks: list[Rank], about: Json) -> Cause:
 
 
 def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
-    if about.get("layout", {}).get("pipeline", 1) > 1:
+    if (stages := about.get("layout", {}).get("pipeline", 1)) > 1:
         return Cause(
             "pipeline",
-            f"stages wait for each other {share:.0%} of the time; {_unavoidable(about)}",
+            f"stages wait for each other {share:.0%} of the time; {_unavoidable(stages, about['micro_batches'])}",
             "a larger global_batch_size or a smaller micro_batch_size gives more micro-batches, so stages wait less",
         )
     totals: dict[tuple[str, tuple[int, ...]], float] = defaultdict(float)
@@ -394,7 +392,5 @@ def _traffic(found: JsonView) -> Iterator[str]:
 def pipeline(found: JsonView) -> str:
     """Return how long a pipeline's stages wait, and how much of it is unavoidable."""
     one = found["pipeline"]
-    return (
-        f"pipeline: stages wait {one['waited']:.0%} of the time; {one['bubble']:.0%} is unavoidable with "
-        f"{one['stages']} stages and {one['micro_batches']} micro-batches"
-    )
+    unavoidable = _unavoidable(one["stages"], one["micro_batches"])
+    return f"pipeline: stages wait {one['waited']:.0%} of the time; {unavoidable}"

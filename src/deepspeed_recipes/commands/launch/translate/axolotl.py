@@ -32,16 +32,8 @@ LORA = {
 }
 METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "grpo": "grpo"}
 TYPES = (
-    "",
-    "chat_template",
-    "alpaca",
-    "sharegpt",
-    "completion",
-    "pretrain",
-    "chatml",
-    "llama3",
-    "bradley_terry",
-    "gpteacher",
+    *("", "chat_template", "alpaca", "sharegpt", "completion", "pretrain"),
+    *("chatml", "llama3", "bradley_terry", "gpteacher"),
 )
 """The types of data sets whose examples are in a form that is detected here."""
 ATTENTION = ("flash_attention_2", "flash_attention_3", "sdpa", "eager", "flex_attention")
