@@ -6,9 +6,10 @@ Findings become text, JSON, SARIF or annotations of GitHub Actions. Needs neithe
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..recipe.files import Json
 from .read import Document, Unreadable, read
@@ -16,48 +17,14 @@ from .rule import Config, Facts, Finding, Hit, Severity, dotted, model_config, s
 from .rules import RULES
 
 
-def lint(
-    path_or_dict: str | Path | Json,
-    *,
-    world_size: int | None = None,
-    gpus_per_node: int | None = None,
-    model: str | Path | Json | None = None,
-    gpu_memory_gib: float | None = None,
-    trainer: str = "hf",
-    lora: bool = False,
-    sequence_parallel_size: int = 1,
-    pipeline_stages: int = 1,
-    arguments: Mapping[str, object] | None = None,
-) -> list[Finding]:
+def lint(config: str | Path | Json, *, model: str | Path | Json | None = None, **known: Any) -> list[Finding]:
     """Return all findings, errors first, in the order of the file; raise `read.Unreadable` for what is no JSON object.
 
-    Args:
-        path_or_dict: the config.
-        world_size: number of ranks.
-        gpus_per_node: number of ranks on each node.
-        model: a `config.json`, its folder or its content.
-        gpu_memory_gib: memory of one GPU.
-        trainer: "hf" (transformers' Trainer, TRL, accelerate: they fill "auto") or "plain" (deepspeed.initialize).
-        lora: whether adapters are trained.
-        sequence_parallel_size: ranks that share a sequence.
-        pipeline_stages: stages of a pipeline.
-        arguments: TrainingArguments by their names, with which the Trainer compares the config.
-
-    Rules that need an argument which is None are skipped.
+    `config` is a file or its content, `model` is a `config.json`, its folder or its content, and `known` are the other
+    fields of `Facts`. Rules that need a fact which is None are skipped.
     """
-    facts = Facts(
-        trainer="plain" if trainer == "plain" else "hf",
-        world_size=world_size,
-        gpus_per_node=gpus_per_node,
-        model=model if isinstance(model, dict) or model is None else model_config(model),
-        gpu_memory_gib=gpu_memory_gib,
-        lora=lora,
-        sequence_parallel_size=sequence_parallel_size,
-        pipeline_stages=pipeline_stages,
-        arguments=arguments,
-    )
-    document = path_or_dict if isinstance(path_or_dict, dict) else read(path_or_dict)
-    return judge(document, facts)
+    facts = Facts(model=model if isinstance(model, dict) or model is None else model_config(model), **known)
+    return judge(config if isinstance(config, dict) else read(config), facts)
 
 
 def judge(config: Document | Json, facts: Facts) -> list[Finding]:

@@ -198,10 +198,6 @@ class Config:
             return int(stage)  # a typed section accepts a number in quotes
         return int(stage) if isinstance(stage, (int, float)) and stage in (0, 1, 2, 3) else None
 
-    def zero(self, *path: str) -> object:
-        """Return the value at `path` inside `zero_optimization`."""
-        return self.get("zero_optimization", *path)
-
     def offload_device(self, what: str) -> str | None:
         """Return the device of `offload_optimizer` or `offload_param`, or None without offload."""
         device = self.text("zero_optimization", what, "device")

@@ -435,7 +435,7 @@ def check_file(
     return found
 
 
-def _kind(example: formats.Example) -> Any:
+def _kind(example: formats.Example) -> object:
     if "fields" in example:
         return len(example["messages"]) > example["given"]
     return example["negative"] is not None if "negative" in example else example.get("label")

@@ -82,11 +82,13 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
 def _table(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> Table:
     rows = []
     for plan in shown:
+        cluster = plan.cluster
+        machines = f"{cluster.nodes} x {cluster.instance} ({cluster.gpus_per_node} x {cluster.gpu.name})"
         hourly = workload.per_hour(plan.cluster)
         hours, dollars = table.cost(plan, workload)
         row = {
             "": ", ".join(_names(plan, shown, least, workload)),
-            "hardware": _in_words(plan.cluster),
+            "hardware": machines if cluster.instance else hardware_in_words(cluster),
             "config": plan.recipe.deepspeed.removesuffix(".json"),
             "layout": table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             "GPU full": f"{plan.share:.0%}",
@@ -96,12 +98,6 @@ def _table(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> Tab
         }
         rows.append(row | {"hours": hours, "dollars": dollars})
     return table.columns(rows, ("", "hardware", "config", "layout"))
-
-
-def _in_words(cluster: Cluster) -> str:
-    if not cluster.instance:
-        return table.hardware_in_words(cluster)
-    return f"{cluster.nodes} x {cluster.instance} ({cluster.gpus_per_node} x {cluster.gpu.name})"
 
 
 def _names(plan: Plan, shown: Sequence[Plan], least: Plan | None, workload: Workload) -> list[str]:

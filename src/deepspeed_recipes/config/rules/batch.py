@@ -64,7 +64,9 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _numbers(config, facts)
     if given is None or _TRAIN not in given:
         return
-    ranks = _ranks(config, facts)
+    ranks = facts.world_size
+    if ranks is not None:  # DeepSpeed divides a batch by all ranks but those of a pipeline and of a sequence
+        ranks = max(1, ranks // facts.sequence_parallel_size // facts.pipeline_stages)
     train, micro, accumulation = given[_TRAIN], given.get(_MICRO), given.get(_ACCUMULATION)
     right = (micro or 1) * (accumulation or 1) * (ranks or 1)
     whole = micro and accumulation and ranks
@@ -76,13 +78,6 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     what = f"{shown(train)} is not {'' if whole else 'a multiple of '}{product}"
     fix = f"remove it, or write {right}" if whole else f"write a multiple of {right}"
     yield Hit((_TRAIN,), train, what, fix)
-
-
-def _ranks(config: Config, facts: Facts) -> int | None:
-    """Return the number of ranks by which DeepSpeed divides a batch: all but pipeline and sequence ranks."""
-    if facts.world_size is None:
-        return None
-    return max(1, facts.world_size // facts.sequence_parallel_size // facts.pipeline_stages)
 
 
 @rule("accumulation-missing", "warning", WRONG)

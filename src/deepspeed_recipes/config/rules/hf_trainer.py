@@ -19,7 +19,7 @@ def _clipping(config: Config, facts: Facts) -> Iterator[Hit]:
 @rule("optimizer-block", "warning", WRONG)
 def _optimizer(config: Config, facts: Facts) -> Iterator[Hit]:
     # ZenFlow and AutoEP need an optimizer that DeepSpeed builds.
-    needed = isinstance(config.zero("zenflow"), dict) or config.get("expert_parallel", "enabled")
+    needed = isinstance(config.get("zero_optimization", "zenflow"), dict) or config.get("expert_parallel", "enabled")
     if facts.trainer == "hf" and config.section("optimizer") and not needed:
         what = "replaces TrainingArguments.optim, and weight decay also applies to norms and biases"
         yield Hit(("optimizer",), config.get("optimizer"), what, "remove the block")

@@ -130,7 +130,7 @@ def _sum(config: Config, facts: Facts) -> Iterator[Hit]:
     if value is None or value.lower() != "sum":
         return
     deepcompile = config.on("compile", "deepcompile")
-    if config.stage == 3 or isinstance(config.zero("zenflow"), dict) or deepcompile:
+    if config.stage == 3 or isinstance(config.get(_ZERO, "zenflow"), dict) or deepcompile:
         what = '"sum" is not supported with ZeRO stage 3, ZenFlow or DeepCompile'
         yield Hit(("gradient_allreduce_op",), value, what, 'write "mean"')
 
@@ -201,7 +201,7 @@ def _ratio(config: Config, facts: Facts) -> Iterator[Hit]:
 
 @rule("zenflow-without-offload", "error", FAILS_LATER)
 def _zenflow(config: Config, facts: Facts) -> Iterator[Hit]:
-    if not isinstance(config.zero("zenflow"), dict):
+    if not isinstance(config.get(_ZERO, "zenflow"), dict):
         return
     path = (_ZERO, "zenflow")
     if config.stage in (1, 2, 3) and config.offload_device("offload_optimizer") != "cpu":

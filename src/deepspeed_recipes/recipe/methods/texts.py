@@ -165,16 +165,12 @@ class Distill(Method):
         if not self.on_policy:
             return
         both = "remove one of the two"
+        packs = "packs the data's answers, and new answers differ in length"
         for key, used, why, instead in (
             ("distill.top_k", self.top_k, "computes the data's answers before training", both),
             ("distill.alpha", self.alpha, "imitates the data's answers", both),
             ("data.streaming=true", recipe.data.streaming, "cannot be searched for prompts that are too long", both),
-            (
-                "packing=true",
-                recipe.packing,
-                "packs the data's answers, and new answers differ in length",
-                "use packing=false",
-            ),
+            ("packing=true", recipe.packing, packs, "use packing=false"),
         ):
             if used:
                 raise UserError(f"distill.on_policy={self.on_policy} with {key}, which {why}: {instead}.")

@@ -306,13 +306,9 @@ def traffic(found: JsonView, predicted: Mapping[tuple[str, tuple[int, ...]], int
     rows = []
     for one in sorted(found["ranks"][0]["collectives"], key=lambda one: -one["bytes"]):
         row = {key: one[key] / steps for key in ("count", "bytes", "seconds", "waited")}
-        rows.append(
-            {"kind": one["kind"], "ranks": one["ranks"], **row}
-            | {
-                "bytes_per_second": one["bytes_per_second"],
-                "predicted_bytes": predicted.get((one["kind"], tuple(one["ranks"]))),
-            }
-        )
+        planned = {"predicted_bytes": predicted.get((one["kind"], tuple(one["ranks"])))}
+        named = {"kind": one["kind"], "ranks": one["ranks"]}
+        rows.append(named | row | {"bytes_per_second": one["bytes_per_second"]} | planned)
     return rows
 
 

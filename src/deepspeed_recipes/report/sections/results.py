@@ -123,7 +123,7 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
     """Yield label, measured and predicted value of the rows that have a value."""
     name, before, after = score(run)
     name = "Held-out loss" if run.summary.get("metric") == "loss" else name
-    found: list[tuple[str, Cell, Cell]] = [(f"{name}, before", before, None), (f"{name}, after", after, None)]
+    found: list[tuple[Cell, ...]] = [(f"{name}, before", before, None), (f"{name}, after", after, None)]
     if run.summary.get("metric") != "loss":
         measured = [(index, row) for index, row in enumerate(run.evaluations, 1) if "loss" in row]
         for when, (index, row) in zip(("before", "after"), measured[:1] + measured[1:][-1:], strict=False):
@@ -140,41 +140,25 @@ def rows(run: RunData) -> Iterator[tuple[Cell, ...]]:
                 found.append((f"{method.title(key).capitalize()}, {when}", value, None))
     shares = [row["mfu"] for row in run.metrics if isinstance(row.get("mfu"), float)]
 
-    def of_summary(key: str, form: str, unit: str = "") -> Number | None:
-        return run.number(f"summary.json:{key}", form, unit)
+    mfu = number(median(shares), ".1%", "metrics.jsonl:median:mfu") if shares else None
+    left_out = ", ".join(map(str, run.summary.get("not_loaded") or ())) or None
 
+    def of_summary(form: str, unit: str, *keys: str) -> Iterator[Number | None]:
+        return (run.number(f"summary.json:{key}", form, unit) for key in keys)
+
+    in_gib = (".2f", " GiB")
     found += [
         ("Training loss, last step", run.last("loss", ".4f", " nats"), None),
         ("Steps", run.last("step", ",d"), None),
         ("Tokens", run.last("tokens", ",d"), None),
         ("Training time", run.last("seconds", "duration"), None),
-        (
-            "Tokens per second, all ranks",
-            of_summary("tokens_per_second", ",.0f"),
-            of_summary("predicted.tokens_per_second", ",.0f"),
-        ),
-        (
-            "Model FLOPs utilisation, median",
-            number(median(shares), ".1%", "metrics.jsonl:median:mfu") if shares else None,
-            None,
-        ),
-        (
-            "Peak GPU memory, allocated, rank 0",
-            of_summary("gpu_peak_gib", ".2f", " GiB"),
-            of_summary("predicted.gpu_allocated_gib", ".2f", " GiB"),
-        ),
-        (
-            "Peak GPU memory, reserved, rank 0",
-            of_summary("gpu_reserved_gib", ".2f", " GiB"),
-            of_summary("predicted.gpu_reserved_gib", ".2f", " GiB"),
-        ),
-        ("Peak host memory, rank 0", of_summary("host_peak_gib", ".2f", " GiB"), None),
-        ("Largest logit difference of the reloaded export", of_summary("logit_difference", ".1e"), None),
-        (
-            "In the model's files, but neither loaded nor trained",
-            ", ".join(map(str, run.summary.get("not_loaded") or ())) or None,
-            None,
-        ),
+        ("Tokens per second, all ranks", *of_summary(",.0f", "", "tokens_per_second", "predicted.tokens_per_second")),
+        ("Model FLOPs utilisation, median", mfu, None),
+        ("Peak GPU memory, allocated, rank 0", *of_summary(*in_gib, "gpu_peak_gib", "predicted.gpu_allocated_gib")),
+        ("Peak GPU memory, reserved, rank 0", *of_summary(*in_gib, "gpu_reserved_gib", "predicted.gpu_reserved_gib")),
+        ("Peak host memory, rank 0", *of_summary(*in_gib, "host_peak_gib"), None),
+        ("Largest logit difference of the reloaded export", *of_summary(".1e", "", "logit_difference"), None),
+        ("In the model's files, but neither loaded nor trained", left_out, None),
         ("Restarts", number(len(run.restarts) or None, "d", "restarts.jsonl:count"), None),
     ]
     yield from (row for row in found if row[1] is not None or row[2] is not None)
