@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import lint
-from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code, sections
+from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
@@ -191,7 +191,9 @@ def check_trackers(recipe: Recipe) -> None:
     W&B is part of the training stack; if the stack is missing, the command reports that before it starts anything.
     """
     stack = importlib.util.find_spec("deepspeed") is not None
-    sections.check_trackers_installed([name for name in recipe.trackers if stack or name != "wandb"])
+    for name in recipe.trackers:
+        if (stack or name != "wandb") and importlib.util.find_spec(name) is None:
+            raise UserError(f"tracking={name}: {name} is not installed; pip install {name}, or leave it out.")
 
 
 def with_dimensions(recipe: Recipe) -> Recipe:

@@ -1,7 +1,6 @@
 """Adapters, optimizers and trackers: their settings in a recipe, and which of them there are."""
 
 import difflib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -125,10 +124,3 @@ def check_trackers(chosen: Sequence[str], wandb: Wandb) -> None:
     for tag in (wandb.tags or "").split(","):
         if len(tag.strip()) > 64:
             raise UserError(f"wandb.tags: {redact(tag.strip()[:80])}: W&B allows 64 characters for each tag.")
-
-
-def check_trackers_installed(chosen: Sequence[str]) -> None:
-    """Refuse a tracker whose library is not installed."""
-    for name in chosen:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"tracking={name}: {name} is not installed; pip install {name}, or leave it out.")

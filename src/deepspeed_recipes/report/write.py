@@ -123,7 +123,8 @@ def _row(folder: Path, path: Path) -> Iterator[Cell]:
     yield from results.score(run)
     yield number(last.get("loss"), ".4f", f"{at}:loss")
     yield number(run.summary.get("tokens_per_second"), ",.0f", f"{name}/summary.json:tokens_per_second")
-    yield settings.change_line(run.recipe)
+    page = settings.of_page(run.recipe)  # the differences from the page, as on the command line
+    yield " ".join(f"{key}={new}" for key, _, new in settings.differences(page, run.recipe)) if page else ""
 
 
 def comparison(found: Sequence[RunData]) -> Document:

@@ -35,17 +35,9 @@ def mount(engine: str | None) -> str | None:
 
 def texts(engine: str, image: str, volume: str, asked: Allocation, recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return the files of a job by their names."""
-    kubernetes.check_names(image, volume)
     where, shared = (RECIPE if engine == "sagemaker" else kubernetes.RECIPE_MOUNT), mount(engine)
-    values = {
-        "name": kubernetes.object_name(f"{recipe.name}-{folder.path.name}"),
-        "nodes": asked.nodes,
-        "gpus": asked.ranks_per_node,
-        "restarts": asked.restarts,
-        "image": image,
-        "volume": volume,
+    values = kubernetes.values_of(asked, recipe, folder, image, volume) | {
         "environment": kubernetes.environment(os.environ) | {"HF_HOME": f"{shared}/huggingface"},
-        "port": kubernetes.PORT,
         "mount": shared,
         "recipe_mount": where,
         "accelerator": ACCELERATOR,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ...recipe.conversions import to_dict
 from ...recipe.errors import UserError, check_no_credential
-from ...recipe.files import JsonView
+from ...recipe.files import Json, JsonView
 from ...recipe.project import PACKAGE
 from ...recipe.recipe import Recipe, names
 from ...recipe.run_folder import RunFolder
@@ -56,22 +56,14 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Jso
     `recipe` has absolute local paths. `options` are `image`, `volume`, and under `environment` the variables of the
     ranks. The run has the same name on the volume as here.
     """
-    check_names(options["image"], options["volume"])
-    values = {
-        "name": object_name(f"{recipe.name}-{folder.path.name}"),
+    values = values_of(asked, recipe, folder, options["image"], options["volume"]) | {
         "files": files(recipe),
-        "nodes": asked.nodes,
-        "gpus": asked.ranks_per_node,
-        "restarts": asked.restarts,
-        "image": options["image"],
-        "volume": options["volume"],
         "environment": environment(options["environment"]),
         "secrets": command.SECRETS,
         "app": APP,
         "user": USER,
         "mount": MOUNT,
         "recipe_mount": RECIPE_MOUNT,
-        "port": PORT,
         "grace": GRACE,
         "shared_memory": SHARED_MEMORY,
     }
@@ -79,12 +71,15 @@ def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: Jso
     return {f"{kind}.yaml": fill(template, kind=kind, **values) for kind in KINDS}
 
 
-def check_names(image: str, volume: str) -> None:
-    """Refuse invalid names of an image or a volume claim."""
+def values_of(asked: Allocation, recipe: Recipe, folder: RunFolder, image: str, volume: str) -> Json:
+    """Return the values that the files of every cluster's job name; refuse invalid names of an image or a volume."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.:/@-]*", image, re.ASCII):
         raise UserError(f"--image {image!r}: not an image name; write, for example, registry/name:tag.")
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", volume):
         raise UserError(f"--volume {volume!r}: not a claim's name (small letters, digits, dots and dashes).")
+    name = object_name(f"{recipe.name}-{folder.path.name}")
+    sizes = {"nodes": asked.nodes, "gpus": asked.ranks_per_node, "restarts": asked.restarts}
+    return {"name": name, "image": image, "volume": volume, "port": PORT, **sizes}
 
 
 def object_name(text: str) -> str:

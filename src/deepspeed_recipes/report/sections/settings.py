@@ -130,9 +130,3 @@ def moment(seconds: Any) -> str | None:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (TypeError, ValueError, OverflowError, OSError):
         return None
-
-
-def change_line(recipe: Recipe) -> str:
-    """Return the differences from the recipe's page, as written on the command line."""
-    page = of_page(recipe)
-    return " ".join(f"{key}={new}" for key, _, new in differences(page, recipe)) if page else ""
