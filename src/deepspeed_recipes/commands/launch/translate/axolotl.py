@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ....recipe.files import Json, JsonView
 from ....recipe.samples import ROLES
-from . import trainer
+from . import trainer, trl
 from .translation import Translation, as_text
 
 DEFAULTS: Json = trainer.DEFAULTS | {
@@ -140,19 +140,7 @@ def _method(found: Translation, values: JsonView) -> None:
 
 
 def _grpo(found: Translation, settings: JsonView) -> None:
-    names = {
-        "beta": "grpo.beta",
-        "num_generations": "grpo.group_size",
-        "max_completion_length": "grpo.max_new_tokens",
-        "temperature": "grpo.temperature",
-        "reward_weights": "grpo.reward_weights",
-        "reward_funcs": "reward",
-        "epsilon": "grpo.epsilon",
-        "epsilon_high": "grpo.epsilon_high",
-        "num_iterations": "grpo.iterations",
-        "loss_type": "grpo.loss",
-        "mask_truncated_completions": "grpo.mask_truncated",
-    }
+    names = trl.KEYS["grpo"] | {"loss_type": "grpo.loss"}
     for name, value in settings.items():
         if name == "reward_funcs":
             files = [
