@@ -82,10 +82,9 @@ def files(folder: Path) -> list[File]:
         name for name, path in found.items() if path.is_symlink() or not (_WEIGHTS.fullmatch(name) or name in _KNOWN)
     ]
     if others:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
         raise UserError(
-            f"{folder}: {', '.join(others[:_NAMED])}{more}: not part of a model; remove it, or write a clean folder "
-            "with ds-recipes export FOLDER --output DIR."
+            f"{folder}: {', '.join(others[:_NAMED])}{weights.more(others, _NAMED)}: not part of a model; remove it, or "
+            "write a clean folder with ds-recipes export FOLDER --output DIR."
         )
     held = record.read(folder)
     commit = str((held.results.get("environment") or {}).get("git_commit") or "") if held else ""
@@ -171,8 +170,8 @@ def look(name: str, files: Sequence[File], private: bool) -> Target:
     ours = {file.name for file in files}
     others = sorted({file.rfilename for file in found.siblings or ()} - ours - HUBS_OWN)
     if others:
-        more = f" and {len(others) - _NAMED} more" if len(others) > _NAMED else ""
-        raise UserError(f"{name} exists, with other files: {', '.join(others[:_NAMED])}{more}; choose another name.")
+        shown = ", ".join(others[:_NAMED]) + weights.more(others, _NAMED)
+        raise UserError(f"{name} exists, with other files: {shown}; choose another name.")
     if private and not found.private:
         raise UserError(f"{name} exists and is public; make it private on the Hub first, or leave out --private.")
     return Target(name, found.sha)

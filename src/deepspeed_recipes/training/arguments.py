@@ -15,8 +15,6 @@ from . import activation_checkpointing, upstream
 from .checkpoint import universal
 from .parallel import expert
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-
 
 def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool) -> Json:
     """Return the Trainer's arguments that do not depend on the method.

@@ -514,7 +514,8 @@ def write(source: Path, output: Path, merge: bool) -> str:
         else:
             part.mkdir()
             for file in sorted(source.iterdir()):
-                if file.suffix in _COPIED and file.name not in _OF_THE_RUN:
+                copied = file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
+                if copied and file.name not in ("trainer_state.json", COMPLETE):  # which are a run's
                     shutil.copy2(file, part)
             _check_copies(source, part)
             if is_adapter:
@@ -568,7 +569,3 @@ def _check_copies(source: Path, copy: Path) -> None:
         if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
             why = digests.harm(source, file.name)
             raise UserError(f"{source / file.name} is damaged ({why}); export another checkpoint.")
-
-
-_COPIED = (".json", ".safetensors", ".jinja", ".model", ".txt")
-_OF_THE_RUN = {"trainer_state.json", "complete.json"}

@@ -60,7 +60,6 @@ def make(
 
 LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 """Matches the number of a layer in a weight's name, in transformers' decoders."""
-EMBEDDING_ADAPTER = "lora_embedding_"
 EMBEDDING_RATE = 1e-6
 """Rate of adapters on embeddings under LoRA+, whatever the other rates are: PEFT's `loraplus_lr_embedding`."""
 
@@ -91,7 +90,7 @@ def _lora_plus(recipe: Recipe, name: str) -> float:
     lora = recipe.lora
     if lora is None or lora.plus_ratio == 1:
         return 1.0
-    if EMBEDDING_ADAPTER in name:
+    if "lora_embedding_" in name:
         return EMBEDDING_RATE / recipe.learning_rate
     fast = "lora_B" in name or "lora_magnitude" in name or name.endswith(".bias")
     return lora.plus_ratio if fast else 1.0
@@ -143,7 +142,6 @@ def rate_schedule(recipe: Recipe, steps: int) -> Callable[[int], float]:
     return lambda step: float(shape(step + first))
 
 
-MOMENTUM = 0.95
 AS_ADAMW = 0.2
 """Root mean square of AdamW's updates, also used for Muon's, so that both learn at one rate (arXiv:2502.16982)."""
 
@@ -182,7 +180,7 @@ def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.
             parts.append({**group, "params": rest, "use_muon": False, **adam})
         for width in sorted(set(widths.values())):
             factor = AS_ADAMW * math.sqrt(width)
-            own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": MOMENTUM}
+            own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": 0.95}
             of_width = [weight for weight, columns in widths.items() if columns == width]
             parts.append({"params": of_width, "use_muon": True, **own})
     sizes = [sum(math.prod(whole_shape(weight)) for weight in some) for some in (chosen, model.parameters())]

@@ -45,7 +45,7 @@ from ..recipe.run_folder import (
 )
 from ..recipe.samples import TINY_TEACHER
 from . import console, distributed, export, optimizer, own_code, rendezvous, summary, upstream, without_launcher
-from .arguments import DTYPE_BYTES, common_arguments, gather_layers
+from .arguments import common_arguments, gather_layers
 from .callbacks.evaluation import Evaluation
 from .callbacks.layer_stats import LayerStats
 from .callbacks.loss_guard import LossGuard, Rewind
@@ -212,7 +212,7 @@ def prepare(
     """Return the trainer's context; `model` is used to count parameters and operations, checkpoints record `mark`."""
     total, trainable = load.parameter_counts(model)
     say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
-    sizes = (total, trainable, DTYPE_BYTES[recipe.precision])
+    sizes = (total, trainable, load.DTYPES[recipe.precision].itemsize)
     parallel = implementation(recipe.layout)
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
@@ -266,7 +266,7 @@ def described(recipe: Recipe, file: DeepSpeedFile, total: int, trainable: int) -
     return {
         "total": total,
         "trained": trainable,
-        "weight_bytes": DTYPE_BYTES[recipe.precision],
+        "weight_bytes": load.DTYPES[recipe.precision].itemsize,
         "offload_optimizer": file.offload_optimizer,
         "stage": file.stage,
         "partition_size": file.partition_size,

@@ -15,9 +15,6 @@ SPLIT = r"\p{L}+|\p{N}| |[^\s\p{L}\p{N}]+|\s"
 """How the project's tokenizer splits a text: letters, digits, white space and other characters are separated."""
 COARSER = "ufakzeka"
 """llama.cpp's name for a split that never cuts a piece of `SPLIT`; for example, it keeps a space with its word."""
-COARSER_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"  # src/llama-vocab.cpp
-)
 ROLES = ("system", "user", "assistant")
 _SAID = "What was said."
 _FIRST = "What was said first."

@@ -32,7 +32,6 @@ EXPERTS = {
     "int8": "transformers 5.22, which compares the copy, does not load experts in int8 again",
 }
 """Kinds that cannot hold experts, with the reason."""
-MODELFILE = "Modelfile"
 MIB = 2**20
 
 
@@ -175,7 +174,7 @@ def _convert(whole: Path, part: Path, kind: Kind, place: Path) -> Path:
     known = gguf.pre_tokenizer(whole)
     _run(kind, place, python, CONVERT, converter, whole, file, kind.scheme, *([known] if known else []))
     text = gguf.modelfile(export.load_tokenizer(whole), file.name, generate.ends_in(whole))
-    (part / MODELFILE).write_text(text, encoding="utf-8")
+    (part / "Modelfile").write_text(text, encoding="utf-8")
     return file
 
 

@@ -37,7 +37,6 @@ TRANSFORMERS_ONLY = (
 MIXED = "--enable-mixed-moe-lora-format"
 WEB = ("fastapi", "uvicorn", "openai", "multipart")
 """Packages that `transformers serve` imports in addition to transformers."""
-INSTALL = 'pip install "deepspeed-recipes[serve]"'
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,10 @@ def choose(engine: str, served: Served) -> str:
         return engine
     missing = [package for package in WEB if importlib.util.find_spec(package) is None]
     if missing:
-        raise UserError(f"transformers serve needs {', '.join(missing)}: {INSTALL}; or use vLLM: {environment.how()}")
+        raise UserError(
+            f'transformers serve needs {", ".join(missing)}: pip install "deepspeed-recipes[serve]"; or use vLLM: '
+            f"{environment.how()}"
+        )
     if len(served.adapters) > 1:
         raise UserError(f"transformers serve serves only one model; several adapters need vLLM: {environment.how()}")
     return engine

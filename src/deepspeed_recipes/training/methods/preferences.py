@@ -371,7 +371,7 @@ class PairMethod:
 
 METHODS = {
     "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), ranked_by(scores.log_likelihood)),
-    "orpo": PairMethod(orpo_arguments, RunORPOTrainer.of, ranked_by(scores.log_likelihood_per_token)),
-    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, ranked_by(scores.log_likelihood_per_token)),
+    "orpo": PairMethod(orpo_arguments, RunORPOTrainer.of, ranked_by(partial(scores.log_likelihood, per_token=True))),
+    "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, ranked_by(partial(scores.log_likelihood, per_token=True))),
     "reward": PairMethod(reward_arguments, RunRewardTrainer.of, ranked_by(scores.reward)),
 }

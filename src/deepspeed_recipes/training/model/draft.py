@@ -261,7 +261,5 @@ def shrink_vision(
     }
     whole = config.to_dict() | {name: token for name, token in tokens.items() if hasattr(config, name)}
     whole |= {"text_config": text.to_dict(), "vision_config": values}
-    return type(config)(**{name: value for name, value in whole.items() if name not in _DERIVED_VISION})
-
-
-_DERIVED_VISION = ("transformers_version", "architectures", "model_type")
+    derived = ("transformers_version", "architectures", "model_type")
+    return type(config)(**{name: value for name, value in whole.items() if name not in derived})

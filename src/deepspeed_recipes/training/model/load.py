@@ -202,10 +202,9 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
                 f"model.path={recipe.model.path}: its files have no head for a further token (they lack "
                 f"{lacks[0]}{weights.more(lacks)}); leave out model.train_mtp=true."
             )
-        more = f" and {len(names) - 2} more" if len(names) > 2 else ""
         raise UserError(
-            f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{more}; copy or download it again, "
-            "or correct its config.json."
+            f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{weights.more(names, 2)}; copy or "
+            "download it again, or correct its config.json."
         )
     if kind is None:  # a pipeline stage has only its own layers; `stages.check` reads all
         say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))

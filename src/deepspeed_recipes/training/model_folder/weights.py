@@ -231,9 +231,9 @@ def check_tokens(folder: Path, tokens: Mapping[str, int], unwritten: Collection[
         )
 
 
-def more(names: Sequence[str]) -> str:
+def more(names: Sequence[object], shown: int = 1) -> str:
     """Return " and N more" for a message that shows only the first of these names."""
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f" and {len(names) - shown} more" if len(names) > shown else ""
 
 
 _OBJECTS = re.compile(
@@ -271,9 +271,8 @@ def check_intact(place: str | Path) -> None:
     if len(bad) == 1:
         raise bad[0]
     if bad:
-        shown = ", ".join(_short(error, folder) for error in bad[:_SHOWN])
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        raise UserError(f"{folder}: {len(bad)} files cannot be used: {shown}{more}; copy or download them again.")
+        shown = ", ".join(_short(error, folder) for error in bad[:_SHOWN]) + more(bad, _SHOWN)
+        raise UserError(f"{folder}: {len(bad)} files cannot be used: {shown}; copy or download them again.")
 
 
 def _short(error: UserError, folder: Path) -> str:

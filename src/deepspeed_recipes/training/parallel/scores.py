@@ -191,7 +191,7 @@ def preferences(
     """Return how a model ranks pairs of answers.
 
     `preference_accuracy` is the share of pairs whose chosen answer has the higher value, and `preference_margin` is how
-    much higher it is on average. `value` computes it: `log_likelihood`, `log_likelihood_per_token` or `reward`.
+    much higher it is on average. `value` computes it: `log_likelihood` or `reward`.
     """
     right = margin = 0.0
     for batch, count in rank_batches(pairs, batch_size, layout):
@@ -218,7 +218,7 @@ def judgements(
     """
     mine: list[tuple[bool, float]] = []
     for batch, count in rank_batches(judged, batch_size, layout):
-        values = log_likelihood_per_token(model, tokenizer, batch, "completion").tolist()
+        values = log_likelihood(model, tokenizer, batch, "completion", per_token=True).tolist()
         mine += [(example["label"], value) for example, value in zip(batch[:count], values, strict=False)]
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
@@ -231,30 +231,20 @@ def judgements(
 
 
 def log_likelihood(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Sequence[Json],
+    answer: str,
+    per_token: bool = False,
 ) -> torch.Tensor:
-    """Return the log-likelihood of each example's answer given its prompt, [examples], in nats.
+    """Return the log-likelihood of each example's answer given its prompt, [examples], in nats, summed or `per_token`.
 
     Uses the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 runs the modules in the same
     order as in training. In another order it prefetches the head's weight just when TRL gathers it, which fails.
     """
-    return _fused(model, tokenizer, examples, answer)[0]
-
-
-def log_likelihood_per_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
-) -> torch.Tensor:
-    """Return `log_likelihood` divided by the number of the answer's tokens, [examples]."""
-    summed, tokens = _fused(model, tokenizer, examples, answer)
-    return summed / tokens
-
-
-def _fused(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[Json], answer: str
-) -> tuple[torch.Tensor, torch.Tensor]:
     inputs, labels = _answers(tokenizer, examples, answer)
-    log_probs = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs
-    return log_probs.sum(-1), (labels != IGNORED).sum(-1)
+    summed = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+    return summed / (labels != IGNORED).sum(-1) if per_token else summed
 
 
 def likelihood_by_own_head(
@@ -264,7 +254,7 @@ def likelihood_by_own_head(
     answer: str,
     per_token: bool,
 ) -> torch.Tensor:
-    """Return the same, summed or per token, with the model's own head: for models that no trainer has changed."""
+    """Return the same with the model's own head: for models that no trainer has changed."""
     inputs, labels = _answers(tokenizer, examples, answer)
     logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
     counted = labels != IGNORED
