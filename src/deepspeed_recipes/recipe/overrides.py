@@ -172,7 +172,7 @@ def word(text: str) -> str:
     key, equals, value = text.partition("=")
     known, switched = OTHER_TOOLS["settings"], f"{key}={str(SWITCHES.get(value.lower())).lower()}"
     ours = known.get(text.lower()) or known.get(switched)
-    if FOREIGN_NAMES.get(key, key) == "optimizer" and value in OUR_OPTIMIZERS and not value.startswith("paged"):
+    if FOREIGN_NAMES.get(key, key) == "optimizer" and value in OUR_OPTIMIZERS and not value.startswith("paged_"):
         ours = f"optimizer={OUR_OPTIMIZERS[value]}"
     if ours and ours != text:
         print(f"{text} is read as {ours}", file=sys.stderr)
