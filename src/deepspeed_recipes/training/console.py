@@ -12,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TextIO
 
@@ -53,21 +54,14 @@ WARNINGS = {
 def leave_out_noise() -> None:
     """Hide the messages in `NOISE` and the warnings in `WARNINGS`."""
     for name, beginnings in NOISE.items():
-        logging.getLogger(name).addFilter(_Without(tuple(beginnings)))
+        logging.getLogger(name).addFilter(partial(_is_shown, tuple(beginnings)))
     for beginning in chain.from_iterable(WARNINGS.values()):
         warnings.filterwarnings("ignore", message=re.escape(beginning))
 
 
-class _Without(logging.Filter):
-    """Drops messages with certain beginnings after DeepSpeed's `[Rank 0]`."""
-
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
-        super().__init__()
-        self.beginnings = beginnings
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return not re.sub(r"^\[(Rank|RANK) \d+\] ", "", text).startswith(self.beginnings)
+def _is_shown(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
+    """Return False for messages with one of these beginnings, which may follow DeepSpeed's `[Rank 0]`."""
+    return not re.sub(r"^\[(Rank|RANK) \d+\] ", "", record.getMessage()).startswith(beginnings)
 
 
 def say(text: str = "") -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from ...machine import children
 from ...recipe.errors import UserError
-from ...recipe.files import JsonView
 from ...recipe.run_folder import read_json, read_jsonl
 from ...training import export
 from ...training.model_folder import base_model, card
@@ -96,11 +95,8 @@ def read(place: Path) -> list[Found]:
                 if all(isinstance(row[metric], int | float) for row in chosen):
                     name = f"{metric} ({kept})" if len(filters) > 1 else metric
                     better = results["higher_is_better"][task].get(metric, True)
-                    found.append(Found(task, name, _scores(chosen, metric, results), better))
+                    values = [float(row[metric]) for row in chosen]
+                    answers = [str(row["filtered_resps"][0]) for row in chosen]
+                    seconds = float(results["total_evaluation_time_seconds"])
+                    found.append(Found(task, name, Scores(values, [1] * len(values), answers, seconds), better))
     return found
-
-
-def _scores(rows: Sequence[JsonView], metric: str, results: JsonView) -> Scores:
-    values = [float(row[metric]) for row in rows]
-    answers = [str(row["filtered_resps"][0]) for row in rows]
-    return Scores(values, [1] * len(values), answers, float(results["total_evaluation_time_seconds"]))

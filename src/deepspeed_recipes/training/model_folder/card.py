@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
@@ -247,20 +248,13 @@ def command(recipe: Recipe, ranks: int) -> str:
 
 def changes(recipe: Recipe) -> list[str]:
     """Return the overrides that turn the page's recipe into this one, or all of its keys if there is no such page."""
-    page = of_page(recipe)
+    page = None
+    if not recipe.page and recipe.family in pages.families():
+        with suppress(UserError):  # the page has no such size or variant any more
+            page = portable_recipe(pages.find(f"{recipe.family}-{recipe.size}", recipe.variant))
     if page is None:
         return overrides.as_typed(recipe, overrides.override_keys())
     found = overrides.differences(page, recipe)
     # `data.path` changes the held-out data, unless that is given too.
     settled = portable_recipe(overrides.apply(page, found))
     return [*found, *(change for change in overrides.differences(settled, recipe) if change not in found)]
-
-
-def of_page(recipe: Recipe) -> Recipe | None:
-    """Return the recipe as its page has it, with portable paths, or None if the project has no such page."""
-    if recipe.page or recipe.family not in pages.families():
-        return None
-    try:
-        return portable_recipe(pages.find(f"{recipe.family}-{recipe.size}", recipe.variant))
-    except UserError:
-        return None

@@ -155,11 +155,11 @@ def _attention(
         options["s_aux"] = seen["sinks"]
     if options.get("position_ids") is not None:  # flash attention separates documents by them
         options["position_ids"] = _whole(options["position_ids"], group)
-    query, key, value = (_exchange(part, 1, 2, group) for part in (query, key, value))
+    query, key, value = (_exchange(part, group) for part in (query, key, value))
     own = sys.modules[type(module).__module__]  # each modeling file has its own eager implementation
     compute = own.eager_attention_forward if name == "eager" else AttentionInterface()[name]
     output, _ = compute(_Share(module, seen), query, key, value, attention_mask, **options)
-    return _exchange(output, 1, 2, group), None
+    return _exchange(output, group), None
 
 
 class _Share:
@@ -173,10 +173,10 @@ class _Share:
         return getattr(self.module, name)
 
 
-def _exchange(part: torch.Tensor, scatter: int, gather: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's share of all ranks' tensors: split along `scatter`, joined along `gather`."""
-    sent = torch.stack(part.chunk(dist.get_world_size(group), dim=scatter))
-    return torch.cat(_AllToAll.apply(sent, group).unbind(), dim=gather)
+def _exchange(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's share of all ranks' tensors: split along their second dimension, joined along the third."""
+    sent = torch.stack(part.chunk(dist.get_world_size(group), dim=1))
+    return torch.cat(_AllToAll.apply(sent, group).unbind(), dim=2)
 
 
 class _AllToAll(torch.autograd.Function):
