@@ -159,12 +159,9 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
     with children.scratch(inside=next(above for above in output.parents if above.is_dir())) as place:
         folder = place / "adapter"
         write_sum(export.load_base(base_model.find(source), source), parts, folder)
-        for file in (
-            *source.glob("token*"),
-            *source.glob("chat_template.jinja"),
-            *source.glob("base_quantization.json"),
-        ):
-            (folder / file.name).write_bytes(file.read_bytes())
+        for pattern in ("token*", "chat_template.jinja", "base_quantization.json"):
+            for file in source.glob(pattern):
+                (folder / file.name).write_bytes(file.read_bytes())
         write_card(folder, parts, merge)
         kind = export.write(folder, output, merge)
     print(f"{output}: {kind}, the sum of {', '.join(f'{part.weight:g} x {part.name}' for part in parts)}")

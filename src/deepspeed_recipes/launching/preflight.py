@@ -372,10 +372,10 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
     """
     if examples is None or recipe.packing or recipe.method.name == "pretrain" or recipe.data.weights:
         return None
+    sequences = examples
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
-        sequences = examples * recipe.method.group_size * recipe.method.iterations
-        return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
-    return updates.advice(recipe, updates.Size(examples, examples, examples, None), ranks)
+        sequences *= recipe.method.group_size * recipe.method.iterations
+    return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
 
 
 def _check_options(recipe: Recipe) -> None:

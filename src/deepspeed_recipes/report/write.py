@@ -168,14 +168,13 @@ def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
     yield "State", *(run.state for run in found)
     tables = [{str(label): measured for label, measured, _ in results.rows(run)} for run in found]
     for label in dict.fromkeys(label for table in tables for label in table):
-        cells = ((run, table.get(label)) for run, table in zip(found, tables, strict=True))
-        yield (
-            label,
-            *(
-                Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}") if isinstance(cell, Number) else cell
-                for run, cell in cells
-            ),
-        )
+        cells: list[Cell] = []
+        for run, table in zip(found, tables, strict=True):
+            cell = table.get(label)
+            if isinstance(cell, Number):
+                cell = Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}")
+            cells.append(cell)
+        yield label, *cells
 
 
 def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]:

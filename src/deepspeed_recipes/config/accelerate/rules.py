@@ -93,12 +93,8 @@ def choices(config: Config, folder: Path) -> Iterator[Hit]:
             yield hit(place, value, what, fix)
             continue
         meant = nearest(str(value), tuple(map(str, allowed)))
-        yield hit(
-            place,
-            value,
-            f"not one of {', '.join(map(str, allowed))}",
-            f"write {meant}" if meant else "write one of them",
-        )
+        fix = f"write {meant}" if meant else "write one of them"
+        yield hit(place, value, f"not one of {', '.join(map(str, allowed))}", fix)
 
 
 def values(config: Config, folder: Path) -> Iterator[Hit]:

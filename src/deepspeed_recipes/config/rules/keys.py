@@ -8,7 +8,7 @@ from ...recipe.errors import first_sentence
 from ...recipe.files import Json
 from .. import schema
 from ..read import Key
-from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, dotted, rule
+from ..rule import COSTS, FAILS_LATER, REJECTED, WRONG, Config, Edit, Facts, Hit, Severity, dotted, rule
 from ..schema import fits, nearest
 
 
@@ -216,11 +216,7 @@ def _public(node: Json, name: str) -> str:
 def _bf16_twice(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.get("bf16") is not None and config.has("bfloat16"):
         differ = config.get("bf16") != config.get("bfloat16")
-        yield Hit(
-            ("bfloat16",),
-            config.get("bfloat16"),
-            "`bf16` and `bfloat16` are both set; `bfloat16` is ignored",
-            "keep only `bf16`",
-            () if differ else (Edit("remove", ("bfloat16",)),),
-            "error" if differ else "warning",
-        )
+        what = "`bf16` and `bfloat16` are both set; `bfloat16` is ignored"
+        edits = () if differ else (Edit("remove", ("bfloat16",)),)
+        severity: Severity = "error" if differ else "warning"
+        yield Hit(("bfloat16",), config.get("bfloat16"), what, "keep only `bf16`", edits, severity)

@@ -84,12 +84,8 @@ def _loss_scale(config: Config, facts: Facts) -> Iterator[Hit]:
     scale = config.get("fp16", "loss_scale", default=0)
     number = _number(scale)
     if scale != "auto" and (isinstance(scale, bool) or number is None or number < 0 or not math.isfinite(number)):
-        yield Hit(
-            ("fp16", "loss_scale"),
-            scale,
-            f"{shown(scale)} is not a loss scale",
-            "write 0 for a dynamic scale, or a number above 0",
-        )
+        fix = "write 0 for a dynamic scale, or a number above 0"
+        yield Hit(("fp16", "loss_scale"), scale, f"{shown(scale)} is not a loss scale", fix)
         return
     for name in ("loss_scale_window", "min_loss_scale"):
         value = config.get("fp16", name, default=1)

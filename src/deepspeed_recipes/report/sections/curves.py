@@ -172,18 +172,12 @@ def _blocks(logged: list[tuple[int, Row]], adapters: bool) -> Iterator[Block]:
             yield HeatMap(title, "step", tuple(row["step"] for row in kept), rows)
     at, last = logged[-1]
     head = ("layer", "gradient norm", "update / weights", "dead", "")
-    numbers = tuple(
-        (
-            name,
-            *(
-                number(one.get(key), form, f"metrics.jsonl:{at}:layers:{name}:{key}")
-                for key, form in LAYER_FORMS.items()
-            ),
-            str(one.get("verdict") or ""),
-        )
-        for name, one in _layers(last).items()
-    )
-    yield Table(head, numbers)
+    numbers = []
+    for name, one in _layers(last).items():
+        place = f"metrics.jsonl:{at}:layers:{name}"
+        cells = (number(one.get(key), form, f"{place}:{key}") for key, form in LAYER_FORMS.items())
+        numbers.append((name, *cells, str(one.get("verdict") or "")))
+    yield Table(head, tuple(numbers))
     yield Note(f"The table is of step {last['step']:,}. {MEANING}")
 
 

@@ -159,28 +159,20 @@ def recorded_steps(run: RunData) -> Section:
         name = f"rank {rank['rank']}"
         bars.append((name, tuple((NAMES[kind], one) for kind in SUMMED if (one := shares[kind]))))
         hidden.append((name, shares["communication_hidden"]))
-    operators = tuple(
-        (
-            one["name"],
-            one["module"] or None,
-            *(run.number(f"{PROFILE}:ranks.0.operators.{at}.{key}", form) for key, (form, _) in OPERATORS.items()),
-        )
-        for at, one in enumerate(found["ranks"][0]["operators"])
-    )
-    traffic = tuple(
-        (
-            one["kind"],
-            ", ".join(map(str, one["ranks"])) or None,
-            *(run.number(f"{PROFILE}:traffic.{at}.{key}", form) for key, (form, _) in TRAFFIC.items()),
-        )
-        for at, one in enumerate(found["traffic"])
-    )
+    operators, traffic = list[tuple[Cell, ...]](), list[tuple[Cell, ...]]()
+    for at, one in enumerate(found["ranks"][0]["operators"]):
+        place = f"{PROFILE}:ranks.0.operators.{at}"
+        cells = (run.number(f"{place}.{key}", form) for key, (form, _) in OPERATORS.items())
+        operators.append((one["name"], one["module"] or None, *cells))
+    for at, one in enumerate(found["traffic"]):
+        cells = (run.number(f"{PROFILE}:traffic.{at}.{key}", form) for key, (form, _) in TRAFFIC.items())
+        traffic.append((one["kind"], ", ".join(map(str, one["ranks"])) or None, *cells))
     blocks = (
         Note(verdict),
         Bars("Shares of a step", tuple(bars)),
         Table(("", "communication hidden by computation"), tuple(hidden)),
-        Table(("operator", "module", *(title for _, title in OPERATORS.values())), operators),
-        Table(("communication", "ranks", *(title for _, title in TRAFFIC.values())), traffic),
+        Table(("operator", "module", *(title for _, title in OPERATORS.values())), tuple(operators)),
+        Table(("communication", "ranks", *(title for _, title in TRAFFIC.values())), tuple(traffic)),
         *((Note(f"{pipeline(found).capitalize()}."),) if found.get("pipeline") else ()),
     )
     return Section("Profile", blocks)

@@ -185,14 +185,12 @@ def evaluation(run: RunData) -> Iterator[Section]:
         blocks.append(Table(("model", "score", "from", "to (95 % interval)"), scores))
         if pairs:
             forms = {"better": ",d", "worse": ",d", "p": ".2g"}
-            tests = tuple(
-                (
-                    str(one.get("second")),
-                    str(one.get("first")),
-                    *(run.number(source + key, form) for key, form in forms.items()),
-                )
-                for source, one in pairs
+            tests = []
+            for source, one in pairs:
+                numbers = (run.number(source + key, form) for key, form in forms.items())
+                tests.append((str(one.get("second")), str(one.get("first")), *numbers))
+            blocks.append(
+                Table(("model", "compared with", "better on", "worse on", "p (exact paired test)"), tuple(tests))
             )
-            blocks.append(Table(("model", "compared with", "better on", "worse on", "p (exact paired test)"), tests))
     if blocks:
         yield Section("Evaluation", tuple(blocks))

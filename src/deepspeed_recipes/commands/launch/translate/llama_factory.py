@@ -36,6 +36,7 @@ LORA = {
 }
 MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Its keys for the GPUs that share a copy of the model."""
+OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
@@ -247,15 +248,7 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
                 renamed[str(tag)] = field
         for theirs, column in columns.items():
             field = usual.get(theirs, {"kto_tag": "label"}.get(theirs, theirs))
-            if column != field and field in (
-                *usual.values(),
-                "label",
-                "history",
-                "system",
-                "tools",
-                "chosen",
-                "rejected",
-            ):
+            if column != field and field in (*usual.values(), *OTHER_FIELDS):
                 renamed[column] = field
     if "dataset_dir" in found.values:
         found.unneeded.pop("dataset_dir", None)

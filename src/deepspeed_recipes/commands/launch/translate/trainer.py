@@ -60,11 +60,8 @@ def settings(found: Translation, gpus: int) -> None:
     accumulated = found.take("gradient_accumulation_steps")
     sources = ("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps")
     found.set("micro_batch_size", micro, *sources[:2])
-    found.set(
-        "global_batch_size",
-        _whole(micro, _typed(found, *sources[:2])) * _whole(accumulated, sources[2]) * gpus,
-        *sources,
-    )
+    batch = _whole(micro, _typed(found, *sources[:2])) * _whole(accumulated, sources[2]) * gpus
+    found.set("global_batch_size", batch, *sources)
     found.remarks.append(
         f"global_batch_size counts all GPUs: {micro} x {accumulated} x {gpus} GPU{'s'[: gpus != 1]}; "
         "with another number give --gpus N together with --from"
