@@ -154,7 +154,8 @@ CONFIG = "tokenizer_config.json"
 KEY = "response_template"
 HERE_ONLY = ("is_local", "local_files_only")
 """Keys in the tokenizer's configuration that transformers writes about how it was loaded on this machine."""
-_ASKED, _SAID, _THOUGHT = "Where is it?", "Over there.", "Let me see."
+_ASKED = {"role": "user", "content": "Where is it?"}
+_SAID, _THOUGHT = "Over there.", "Let me see."
 _CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
 _TOOL = {
     "type": "function",
@@ -197,9 +198,9 @@ def of_tokenizer(tokenizer: Any) -> Json | None:
     Reasoning and tool calls become separate fields if a rendered answer that has them is parsed back into them.
     """
     try:
-        opened = _rendered(tokenizer, [_user()], add_generation_prompt=True)
-        asked = _rendered(tokenizer, [_user()])
-        answer = _rendered(tokenizer, [_user(), {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
+        opened = _rendered(tokenizer, [_ASKED], add_generation_prompt=True)
+        asked = _rendered(tokenizer, [_ASKED])
+        answer = _rendered(tokenizer, [_ASKED, {"role": "assistant", "content": _SAID}]).rpartition(_SAID)[2]
     except Exception:  # a template may refuse a conversation with any error
         return None
     stop = str(tokenizer.eos_token or "")
@@ -226,18 +227,14 @@ def _parses(tokenizer: Any, spec: Json, message: Json) -> bool:
     tools = {"tools": [_TOOL]} if "tool_calls" in message else {}
     anchor = spec["start_anchor"]
     try:
-        before = _rendered(tokenizer, [_user()], add_generation_prompt=True, **tools)
-        whole = _rendered(tokenizer, [_user(), {"role": "assistant", **message}], **tools)
+        before = _rendered(tokenizer, [_ASKED], add_generation_prompt=True, **tools)
+        whole = _rendered(tokenizer, [_ASKED, {"role": "assistant", **message}], **tools)
         written = whole.rpartition(anchor)[2].rstrip()  # a model stops at the token that ends its turn
         parsed = tokenizer.parse_response(written, spec, prefix=before.rpartition(anchor)[0] + anchor)
     except Exception:  # raised by the template or the parser
         return False
     parsed = {key: value.strip() if isinstance(value, str) else value for key, value in parsed.items()}
     return parsed == {"role": "assistant", **message}
-
-
-def _user() -> dict[str, str]:
-    return {"role": "user", "content": _ASKED}
 
 
 def _rendered(tokenizer: Any, turns: list[Json], **options: object) -> str:
