@@ -285,11 +285,12 @@ def cells(result: Json) -> dict[str, list[str]]:
         if not (ended := completed_runs(result, name)):
             continue
         steps = [seconds for run in ended for seconds in run["step_seconds"]]
+        low, *_, high = statistics.quantiles(steps, n=10)
         tokens = tokens_per_second(ended)
         first = first or tokens
         flops = ended[0]["flops_per_step"] / statistics.median(steps)
         rows[name] = [
-            f"{tokens:,.0f}", f"{_spread(steps):.1%}", f"{tokens / first:.3f}",
+            f"{tokens:,.0f}", f"{(high - low) / 2 / statistics.median(steps):.1%}", f"{tokens / first:.3f}",
             _share(flops, peak), _share(flops, result["limits"].get("matrix_flops")),
             _memory(ended, "peak_allocated_gib"), _memory(ended, "peak_reserved_gib"),
             f"{max(run['reads_per_step'] for run in ended)}",
@@ -306,11 +307,6 @@ def heading(result: Json) -> str:
         f"{kind}{result['benchmark']} ({result['about']}), {where}, {result['date']}, "
         f"torch {packages['torch']}, deepspeed {packages['deepspeed']}, transformers {packages['transformers']}"
     )
-
-
-def _spread(steps: Sequence[float]) -> float:
-    low, high = (statistics.quantiles(steps, n=10)[index] for index in (0, -1))
-    return (high - low) / 2 / statistics.median(steps)
 
 
 def _share(value: float, of: float | None) -> str:

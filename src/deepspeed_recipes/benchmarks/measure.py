@@ -375,24 +375,32 @@ def of_plain_loop(case: Case, recipe: Recipe, result: Path, asked: Json) -> None
             watch.step(loss.item if watch.done > watch.warm_up + watch.steps - 1 else lambda: None)
 
 
+def adapter_of(recipe: Recipe) -> LoraConfig | None:
+    """Return PEFT's adapters for all linear layers, with its defaults, or None for training all weights."""
+    return LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM") if recipe.lora else None
+
+
+def of_peers(recipe: Recipe, result: Path, batch: int) -> Json:
+    """Return the arguments that both of Hugging Face's trainers get, beside their defaults."""
+    return {
+        "output_dir": str(result.parent / "trainer"),
+        "per_device_train_batch_size": batch,
+        "max_steps": recipe.max_steps,
+        "use_cpu": not torch.cuda.is_available(),
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
 def of_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> None:
     """Train with `transformers.Trainer`'s defaults: fp32 weights under autocast, a dense mask for packed sequences."""
     sequences = sequences_for(recipe, asked)
     trained = random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
-    if recipe.lora:
-        trained = get_peft_model(
-            trained, LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        )
+    if adapter := adapter_of(recipe):
+        trained = get_peft_model(trained, adapter)
     arguments = TrainingArguments(
-        output_dir=str(result.parent / "trainer"),
-        per_device_train_batch_size=recipe.global_batch_size,
-        max_steps=recipe.max_steps,
-        bf16=True,
-        use_cpu=not torch.cuda.is_available(),
-        remove_unused_columns=False,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **of_peers(recipe, result, recipe.global_batch_size), bf16=True, remove_unused_columns=False
     )
     collate = Collator(0)
 
@@ -416,22 +424,11 @@ def of_sft_trainer(case: Case, recipe: Recipe, result: Path, asked: Json) -> Non
     batch = max(1, round(recipe.global_batch_size * recipe.sequence_length / tokens))
     trained = random_model(recipe, asked["draft"], None if recipe.lora else torch.float32)
     described = facts(recipe, trained, lengths, "sdpa")
-    adapter = (
-        LoraConfig(r=recipe.lora.rank, target_modules="all-linear", task_type="CAUSAL_LM") if recipe.lora else None
-    )
+    adapter = adapter_of(recipe)
     described |= {
         name: described[name] * batch / recipe.global_batch_size for name in ("tokens_per_step", "flops_per_step")
     }
-    arguments = SFTConfig(
-        output_dir=str(result.parent / "trainer"),
-        per_device_train_batch_size=batch,
-        max_steps=recipe.max_steps,
-        max_length=recipe.sequence_length,
-        use_cpu=not torch.cuda.is_available(),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+    arguments = SFTConfig(**of_peers(recipe, result, batch), max_length=recipe.sequence_length)
     trainer = SFTTrainer(
         model=trained,
         args=arguments,

@@ -111,20 +111,19 @@ class Host:
             if name in self.before
         }
         self.since, self.before = now, counted
+        # `psutil.cpu_percent` compares with the last call of the same thread: the first sample of a thread would be 0.
         before, self.times = self.times, psutil.cpu_times()
-        used = {"host_memory_gib": round((memory.total - memory.available) / GIB, 3)}
-        return {"cpu_utilization": busy(before, self.times), "host_memory_percent": memory.percent, **used, **rates}
-
-
-def busy(before: Any, after: Any) -> float:
-    """Return the percentage of the time between two readings of `psutil.cpu_times` in which the cores were busy.
-
-    `psutil.cpu_percent` compares with the last call of the same thread: the first sample of a thread would be 0.
-    """
-    spent = {name: getattr(after, name) - getattr(before, name) for name in after._fields if "guest" not in name}
-    total = sum(spent.values())  # Linux counts a guest's time as the user's too
-    idle = spent["idle"] + spent.get("iowait", 0.0)
-    return round(100 * max(0.0, 1 - idle / total), 1) if total > 0 else 0.0
+        fields = [
+            name for name in self.times._fields if "guest" not in name
+        ]  # Linux counts a guest's as the user's too
+        spent = {name: getattr(self.times, name) - getattr(before, name) for name in fields}
+        idle, total = spent["idle"] + spent.get("iowait", 0.0), sum(spent.values())
+        return {
+            "cpu_utilization": round(100 * max(0.0, 1 - idle / total), 1) if total > 0 else 0.0,
+            "host_memory_percent": memory.percent,
+            "host_memory_gib": round((memory.total - memory.available) / GIB, 3),
+            **rates,
+        }
 
 
 def _counters() -> dict[str, int]:

@@ -65,10 +65,8 @@ def memory() -> list[Check]:
 
 def disk(folder: Path, checkpoint_gib: float | None) -> Check:
     """Compare the free space with the size of a checkpoint."""
-    existing = folder.absolute()
     try:
-        while not existing.exists():
-            existing = existing.parent
+        existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     except OSError as error:
         return Check("disk", "error", f"{folder}: {error.strerror}", "choose another --output-dir")
     if not existing.is_dir():
