@@ -57,7 +57,9 @@ FEATURES = {
     # Not text as JSON: a text that is itself JSON, such as a number, would be read as its value.
     "labelled texts": Features({"text": Value("string"), "messages": Json(), **GIVEN, "label": Value("string")}),
     "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
-    "prompts": Features({"messages": Json(), "tools": Json(), "given": Value("int32"), "fields": Json()}),
+    "prompts": Features(
+        {"messages": Json(), "tools": Json(), "given": Value("int32"), "text": Value("string"), "fields": Json()}
+    ),
 }
 """The columns of each kind of examples; `formats.py` describes them."""
 PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}), "where": Value("string")}

@@ -506,12 +506,12 @@ def _prompt_of(where: str, conversation: Example, example: Example, form: str) -
     if keys.options(where, example):
         raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
     read = read_by(form, "grpo")
-    # A prompt that is a text is kept as a text for reward functions that are written for TRL.
-    text = {"prompt"} if isinstance(example.get("prompt"), str) else set()
-    fields = {name: value for name, value in example.items() if name not in read - text}
+    fields = {name: value for name, value in example.items() if name not in read}
     return {
         **conversation,
         "given": len(turns) - (turns[-1]["role"] == "assistant"),
+        # For reward functions that are written for TRL, and get a text where the data has a text.
+        "text": example["prompt"] if isinstance(example.get("prompt"), str) else None,
         "fields": json.loads(json.dumps(fields, default=str)),
     }
 

@@ -148,8 +148,7 @@ def example_of(row: Json) -> Json:
     """Return the example for a reward function: its fields, its prompt (turns, and text) and the expected answer."""
     turns, given = row["messages"], row["given"]
     expected = turns[given]["content"] if len(turns) > given else None
-    fields = dict(row["fields"])
-    return fields | {"prompt": turns[:given], "prompt_text": fields.pop("prompt", None), "expected": expected}
+    return {**row["fields"], "prompt": turns[:given], "prompt_text": row.get("text"), "expected": expected}
 
 
 def check(recipe: Recipe, rows: Sequence[Json]) -> None:
