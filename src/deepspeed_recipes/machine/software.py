@@ -142,27 +142,24 @@ def accelerator() -> list[Check]:
         built = torch.version.cuda or "no CUDA"
         fix = f"install a torch built for CUDA that driver {driver.splitlines()[0]} supports"
         return [Check("GPU", "error", f"nvidia-smi lists a GPU, torch ({built}) does not", fix)]
+    wanted, home = torch.version.cuda or "", os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    text = output(shutil.which("nvcc") or f"{home}/bin/nvcc", "--version")
+    if not (found := re.search(r"release (\d+\.\d+)", text or "")):
+        fix = f"install the CUDA {wanted} toolkit, or avoid fused and quantised ops"
+        nvcc = Check("nvcc", "warning", "not found; CUDA ops cannot be built", fix)
+    elif found[1].split(".")[0] != wanted.split(".")[0]:
+        fix = f"point CUDA_HOME to a CUDA {wanted} toolkit"
+        nvcc = Check("nvcc", "error", f"{found[1]}, but torch was built with {wanted}; ops cannot be built", fix)
+    else:
+        nvcc = Check("nvcc", "ok", found[1])
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     return [
         Check("GPU", "ok", f"{torch.cuda.device_count()} x {', '.join(sorted(names))}"),
         Check("driver", "ok", (driver or "unknown").splitlines()[0]),
         Check("CUDA of torch", "ok", f"{torch.version.cuda}, NCCL {nccl}"),
-        _nvcc(torch.version.cuda or ""),
+        nvcc,
     ]
-
-
-def _nvcc(wanted: str) -> Check:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    text = output(shutil.which("nvcc") or f"{home}/bin/nvcc", "--version")
-    found = re.search(r"release (\d+\.\d+)", text or "")
-    if not found:
-        fix = f"install the CUDA {wanted} toolkit, or avoid fused and quantised ops"
-        return Check("nvcc", "warning", "not found; CUDA ops cannot be built", fix)
-    if found[1].split(".")[0] != wanted.split(".")[0]:
-        fix = f"point CUDA_HOME to a CUDA {wanted} toolkit"
-        return Check("nvcc", "error", f"{found[1]}, but torch was built with {wanted}; ops cannot be built", fix)
-    return Check("nvcc", "ok", found[1])
 
 
 def compilers() -> list[Check]:

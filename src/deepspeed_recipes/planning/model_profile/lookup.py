@@ -156,9 +156,6 @@ def _say_once(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-_SAVED_BYTES = {"per_token", "per_pair", "fixed"}
-
-
 def to_dict(profile: ModelProfile) -> Json:
     """Return the profile in plain JSON types, with a list of three numbers for each `SavedBytes`."""
 
@@ -169,7 +166,8 @@ def to_dict(profile: ModelProfile) -> Json:
 
     def plain(items: list[tuple[str, Any]]) -> Any:
         values = dict(items)
-        return [number(value) for value in values.values()] if set(values) == _SAVED_BYTES else values
+        is_saved_bytes = set(values) == {"per_token", "per_pair", "fixed"}
+        return [number(value) for value in values.values()] if is_saved_bytes else values
 
     return asdict(profile, dict_factory=plain)
 
