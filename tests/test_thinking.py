@@ -76,8 +76,11 @@ def test_an_empty_block_stays_in_the_loss():
     assert "<think>\n\n</think>\n\nYes." in whole and "<think>\n\n</think>\n\nYes." in learned
 
 
-def test_each_turn_of_the_assistant_is_searched_from_its_first_token_to_its_last():
-    assert list(thinking._runs([False, True, True, False, True])) == [(1, 3), (4, 5)]
+def test_each_turn_of_the_assistant_is_searched_from_its_first_token_to_its_last(monkeypatch):
+    searched = []
+    monkeypatch.setattr(thinking, "_block", lambda tokenizer, tokens: searched.append(tokens))
+    thinking.unlearned(None, [], range(5), [False, True, True, False, True])
+    assert searched == [range(1, 3), range(4, 5)]
 
 
 def test_a_mask_that_is_one_token_short_is_noticed(monkeypatch):

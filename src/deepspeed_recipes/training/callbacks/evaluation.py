@@ -91,7 +91,16 @@ class Evaluation(TrainerCallback):
         """Return the line that judges a run: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         kind = "sequence" if self.recipe.method.examples == "texts" else "example"  # long texts are cut into several
         what = f"{title(self.metric)} on {counted(len(self.judged), f'held-out {kind}')}"
-        return f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}{self._beside()}"
+        line = f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}"
+        # The margin of preferences, or the method's second number.
+        method = self.recipe.method
+        key = method.beside or self.metric.replace("_accuracy", "_margin")
+        found = [row[key] for row in read_jsonl(self.run.evaluations) if key != self.metric and key in row]
+        if found and method.beside:
+            line += f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
+        elif found:
+            line += f", margin {found[0]:.2f} -> {found[-1]:.2f} {method.unit}"
+        return line
 
     def warning(self, after: float) -> str | None:
         """Return a warning with the fix if no answer is right, or the kept step is worse than none, or None."""
@@ -119,17 +128,6 @@ class Evaluation(TrainerCallback):
             f"The first are in {display(self.run.answers)}.\n"
             "Train for more steps; if answers in other words can be right too, use data.metric=loss."
         )
-
-    def _beside(self) -> str:
-        """Return the last line's addition: the margin of preferences, or the method's second number."""
-        rows, method = read_jsonl(self.run.evaluations), self.recipe.method
-        key = method.beside or self.metric.replace("_accuracy", "_margin")
-        found = [row[key] for row in rows if key != self.metric and key in row]
-        if not found:
-            return ""
-        if method.beside:
-            return f", {title(key)} {shown(key, found[0])} -> {shown(key, found[-1])}"
-        return f", margin {found[0]:.2f} -> {found[-1]:.2f} {method.unit}"
 
     def on_step_end(
         self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object

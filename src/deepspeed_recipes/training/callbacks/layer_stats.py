@@ -92,12 +92,21 @@ class LayerStats(TrainerCallback):
             return  # DeepSpeed has refused the update, or nothing was trained since the last log
         self.stepped = False
         measured = numbers(self._added(), _unclipped(self.engine))
-        finite = all(math.isfinite(one["grad_norm"]) for one in measured.values())
-        if measured and finite:  # otherwise the loss guard reports the details
-            self._judge(measured)
-            logs["layers"] = measured
-            for verdict, name in self._new(measured):
-                say(f"step {state.global_step}: {_sentence(verdict, name, measured)}")
+        sizes = {name: one["grad_norm"] for name, one in measured.items()}
+        if not measured or not all(map(math.isfinite, sizes.values())):
+            return  # the loss guard reports the details
+        usual = usual_size(sizes)
+        context = f" ({usual:.2g} in the median layer)" if usual else ""
+        for name, verdict in verdicts(sizes, self.earlier).items():
+            measured[name]["verdict"] = verdict
+            if (verdict, name) not in self.said:
+                self.said.add((verdict, name))
+                norm = f"{verdict} gradient in {name}: its norm is {sizes[name]:.2g}{context}"
+                fix = "lower learning_rate or max_grad_norm" if verdict == "exploding" else "it learns next to nothing"
+                say(f"step {state.global_step}: {norm}; {fix}")
+        for name, size in sizes.items():
+            self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
+        logs["layers"] = measured
 
     def _added(self) -> dict[str, list[float]]:
         """Return each layer's sums over all ranks, each element counted once; a collective."""
@@ -110,22 +119,6 @@ class LayerStats(TrainerCallback):
         dist.all_reduce(table)
         table /= holdings.copies(self.engine, self.recipe.layout)
         return dict(zip(self.names, table.tolist(), strict=True))
-
-    def _judge(self, measured: dict[str, Json]) -> None:
-        """Add a verdict to the numbers of layers whose gradients vanish or explode."""
-        sizes = {name: one["grad_norm"] for name, one in measured.items()}
-        for name, verdict in verdicts(sizes, self.earlier).items():
-            measured[name]["verdict"] = verdict
-        for name, size in sizes.items():
-            self.earlier.setdefault(name, deque(maxlen=EARLIER)).append(size)
-
-    def _new(self, measured: Mapping[str, JsonView]) -> Iterator[tuple[str, str]]:
-        """Yield the verdicts that have not been printed before."""
-        for name, one in measured.items():
-            found = (one.get("verdict", ""), name)
-            if found[0] and found not in self.said:
-                self.said.add(found)
-                yield found
 
 
 def numbers(sums: Mapping[str, list[float]], unclipped: float) -> dict[str, Json]:
@@ -165,13 +158,6 @@ def usual_size(sizes: Mapping[str, float]) -> float:
 
 def _numbered(name: str) -> bool:
     return name.rpartition(".")[2].isdigit()
-
-
-def _sentence(verdict: str, name: str, measured: Mapping[str, JsonView]) -> str:
-    usual = usual_size({other: one["grad_norm"] for other, one in measured.items()})
-    context = f" ({usual:.2g} in the median layer)" if usual else ""
-    advice = "lower learning_rate or max_grad_norm" if verdict == "exploding" else "it learns next to nothing"
-    return f"{verdict} gradient in {name}: its norm is {measured[name]['grad_norm']:.2g}{context}; {advice}"
 
 
 def _unclipped(engine: DeepSpeedEngine) -> float:

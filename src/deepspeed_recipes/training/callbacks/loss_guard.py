@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,14 @@ class LossGuard(TrainerCallback):
             self.said_no_gradient = True
             say(no_gradient(state.global_step, self.recipe))
         if is_spike(logs["loss"], self.losses):
-            self._spike(state.global_step, logs["loss"])
+            numbers = sorted(set(gather([number for seen in self.seen for number in seen.numbers])))
+            where = (
+                f"step {state.global_step}: the loss jumped to {logs['loss']:.4f}, from "
+                f"{statistics.fmean(self.losses):.4f} on average; sequences since the last log: {listed(numbers)}"
+            )
+            if self.recipe.on_spike != "warn":
+                self._act("on_spike", where, numbers)
+            say(where)
         self.losses.append(logs["loss"])
         self.seen.clear()
 
@@ -159,19 +166,7 @@ class LossGuard(TrainerCallback):
         if not step:
             say(f"warning: {named}: holds NaN or infinity; the loss of sequences with these tokens is NaN")
 
-    def _spike(self, step: int, loss: float) -> None:
-        """Act on a loss that has jumped; a collective."""
-        numbers = sorted(set(gather([number for seen in self.seen for number in seen.numbers])))
-        where = (
-            f"step {step}: the loss jumped to {loss:.4f}, from {statistics.fmean(self.losses):.4f} on average; "
-            f"sequences since the last log: {listed(numbers)}"
-        )
-        if self.recipe.on_spike == "warn":
-            say(where)
-        else:
-            self._act("on_spike", where, numbers)
-
-    def _act(self, key: str, where: str, numbers: Sequence[int]) -> None:
+    def _act(self, key: str, where: str, numbers: Sequence[int]) -> NoReturn:
         if getattr(self.recipe, key) == "rewind":
             if distributed.is_first():
                 collate.leave_out(self.run, numbers)
@@ -235,7 +230,7 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def not_finite(engine: DeepSpeedEngine) -> list[str]:
-    """Return the names of those groups among the gradients that this rank holds.
+    """Return those groups of this rank's gradients, such as `group 0 of 2 (model.embed_tokens.weight and 14 more)`.
 
     Must be called before DeepSpeed discards the gradients (`upstream.before_refused_updates`).
     """
@@ -247,17 +242,15 @@ def not_finite(engine: DeepSpeedEngine) -> list[str]:
         held = optimizer.averaged_gradients.get(index) or [flat[index].grad]  # the latter under offload
         if any(gradient is not None and not torch.isfinite(gradient).all() for gradient in held):
             bad.add(sub_groups.get(index, index))
-    return [_group_name(engine, index) for index in sorted(bad)]
-
-
-def _group_name(engine: DeepSpeedEngine, index: int) -> str:
-    """Return `group 0 (model.embed_tokens.weight and 14 more)`."""
-    optimizer, groups = engine.optimizer, engine.optimizer.optimizer.param_groups
-    if hasattr(optimizer, "bit16_groups"):
-        members = set(optimizer.bit16_groups[index])
-    else:
-        ids = optimizer.sub_group_to_group_id
-        members = {one for sub, group in enumerate(optimizer.fp16_groups) if ids[sub] == index for one in group}
-    names = [name for name, parameter in engine.module.named_parameters() if parameter in members]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"group {index} of {len(groups)} ({names[0]}{more})" if names else f"group {index} of {len(groups)}"
+    found = []
+    for index in sorted(bad):
+        if hasattr(optimizer, "bit16_groups"):
+            members = set(optimizer.bit16_groups[index])
+        else:
+            groups = enumerate(optimizer.fp16_groups)
+            members = {one for sub, group in groups if sub_groups[sub] == index for one in group}
+        names = [name for name, parameter in engine.module.named_parameters() if parameter in members]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        which = f"group {index} of {len(optimizer.optimizer.param_groups)}"
+        found.append(f"{which} ({names[0]}{more})" if names else which)
+    return found

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -71,14 +72,8 @@ class Progress(TrainerCallback):
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Open the bar."""
         if distributed.is_first():
-            shown = sys.stdout.isatty()
-            self.bar = tqdm(
-                total=state.max_steps,
-                initial=state.global_step,
-                unit="step",
-                disable=not shown,
-                dynamic_ncols=True,
-            )
+            options = {"unit": "step", "disable": not sys.stdout.isatty(), "dynamic_ncols": True}
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, **options)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Advance the bar."""
@@ -91,27 +86,23 @@ class Progress(TrainerCallback):
             self.bar.close()
 
 
+OWN = (
+    *(("rewards/accuracies", "reward accuracy", ".0%"), ("accuracy", "accuracy", ".0%"), ("reward", "reward", ".3f")),
+    *(("rewards/margins", "reward margin", ".2f"), ("kl", "KL", ".2f")),
+)
+"""A method's own numbers in a line, over the training examples since the last log. TRL's rewards do not rank the
+held-out pairs: DPO's are likelihoods relative to the reference model's."""
+
+
 def step_line(record: Json, last_step: int) -> str:
     """Return one logged step as a line; `record` is an object of metrics.jsonl."""
     norm = record["grad_norm"]
-    speed = record["tokens_per_second"]
     left = record["seconds"] / record["step"] * (last_step - record["step"])
-    preference = ""
-    # Over the training examples since the last log. TRL's rewards do not rank the held-out pairs: DPO's are likelihoods
-    # relative to the reference model's.
-    for key, name in (("rewards/accuracies", "reward accuracy"), ("accuracy", "accuracy")):
-        if key in record:
-            preference = f"{name} {record[key]:.0%}  "
-    if "reward" in record:
-        preference += f"reward {record['reward']:.3f}  "
-    if "rewards/margins" in record:
-        preference += f"reward margin {record['rewards/margins']:.2f}  "
-    if "kl" in record:
-        preference += f"KL {record['kl']:.2f}  "
+    own = "".join(f"{name} {record[key]:{digits}}  " for key, name, digits in OWN if key in record)
     return (
-        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:z.4f}  {preference}"
+        f"step {record['step']:>{len(str(last_step))}}/{last_step}  loss {record['loss']:z.4f}  {own}"
         f"lr {record['learning_rate']:.1e}  grad norm {'-' if norm is None else format(norm, '.2f')}  "
-        f"{speed:,.0f} tokens/s  {duration(left)} left"
+        f"{record['tokens_per_second']:,.0f} tokens/s  {duration(left)} left"
     )
 
 
@@ -170,7 +161,10 @@ class Metrics(TrainerCallback):
     def count(self, batches: Iterable[Batch]) -> None:
         """Count the batches of an optimizer step, and remove their counts from them."""
         for batch in batches:
-            tokens, squares = _count(batch)
+            if "tokens" in batch:  # our collator counts
+                tokens, squares = batch.pop("tokens"), batch.pop("squared_lengths")
+            else:  # TRL's preference collator gives a mask; summed on the device, no wait
+                tokens, squares = batch["attention_mask"].sum(), 0
             self.new_tokens += tokens * self.counts
             self.new_squares += squares * self.counts
 
@@ -196,6 +190,10 @@ class Metrics(TrainerCallback):
         self.new_tokens, self.new_squares, self.waited, self.window_start = 0, 0, 0.0, None
         if not distributed.is_first():
             return
+        peak, world = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None, dist.get_world_size()
+        mfu = {}
+        if peak and elapsed and not logs.keys() & {"rewards/chosen", "reward"}:  # no second model, no generated answers
+            mfu = {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * world)}
         record = {
             "step": state.global_step,
             "loss": logs["loss"],
@@ -204,30 +202,16 @@ class Metrics(TrainerCallback):
             "tokens_per_second": tokens / elapsed if elapsed else None,
             "tokens": self.tokens,
             "seconds": self.seconds,
-            "data_wait_seconds": waited / torch.distributed.get_world_size(),
+            "data_wait_seconds": waited / world,
             **memory(),
             **self.utilization(),
-            **self._utilisation(tokens, squares, elapsed, logs),
+            **mfu,
             **{key: value for key, value in logs.items() if key.startswith(OTHERS) or key in self.also},
         }
         accept_recipe(self.run)
         append_jsonl(self.run.metrics, record)
         say(step_line(record, state.max_steps))
         self.on_record(record)
-
-    def _utilisation(self, tokens: float, squares: float, elapsed: float, logs: Json) -> dict[str, float]:
-        """Return `mfu` on a GPU with a known peak, unless a second model runs or answers are generated."""
-        peak = peak_flops(torch.cuda.get_device_name()) if distributed.on_gpu() else None
-        if peak is None or not elapsed or "rewards/chosen" in logs or "reward" in logs:
-            return {}
-        return {"mfu": self.flops.of(tokens, squares) / (elapsed * peak * torch.distributed.get_world_size())}
-
-
-def _count(batch: Batch) -> tuple[int | torch.Tensor, int]:
-    """Return the tokens in a batch and the sum of its documents' squared lengths."""
-    if "tokens" in batch:  # our collator counts
-        return batch.pop("tokens"), batch.pop("squared_lengths")
-    return batch["attention_mask"].sum(), 0  # TRL's preference collator gives a mask; summed on the device, no wait
 
 
 def memory() -> dict[str, float]:

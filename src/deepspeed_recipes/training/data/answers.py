@@ -71,17 +71,10 @@ def generate(
     synced_gpus: bool = False,
     end: Collection[int] = (),
 ) -> list[list[int]]:
-    """Return the tokens of the model's greedy answer to each question.
+    """Return the tokens of the model's greedy answer to each question; images after its prompt are ignored.
 
-    Args:
-        seen: the model's processor.
-        max_pixels: limit per image.
-        model: of transformers or PEFT.
-        tokenizer: the model's.
-        questions: with all images of their conversations; images after the prompt are ignored.
-        max_new_tokens: limit per answer.
-        synced_gpus: whether ranks that have finished wait for the others.
-        end: tokens that end an answer; by default the model's own.
+    With `synced_gpus`, ranks that have finished wait for the others. `end` are the tokens that end an answer, by
+    default the model's own.
     """
     given = _inputs(seen, max_pixels, model, tokenizer, questions)
     return greedy(model, tokenizer, given, max_new_tokens, synced_gpus, end)

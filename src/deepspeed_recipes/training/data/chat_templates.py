@@ -53,30 +53,19 @@ def load_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
         spare = (tokenizer.eos_token, tokenizer.unk_token, tokenizer.bos_token, tokenizer.convert_ids_to_tokens(0))
         tokenizer.pad_token = next(token for token in spare if token is not None)
     choose(recipe, tokenizer)
-    _check_rows(recipe, tokenizer)
+    where = f"model.path={recipe.model.path}"
+    if (folder := stored.folder_of(recipe.model.path)) is not None:
+        # Special tokens need rows in the embeddings only where the template or the tokenizer adds them.
+        adds = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - adds
+        unwritten = {token for token in special if token not in str(tokenizer.chat_template)}
+        weights.check_tokens(folder, tokenizer.get_vocab(), unwritten, where)
     new_tokens.add(tokenizer, recipe.model)
-    _probe(recipe, tokenizer)
+    if tokenizer.chat_template is not None:  # one that never ends is detected here, with every method
+        # A template may refuse this conversation; its actual use will report why.
+        with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(where):
+            tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
     return tokenizer
-
-
-def _check_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse tokens without rows in the embeddings; special ones only where the template or the tokenizer adds them."""
-    folder = stored.folder_of(recipe.model.path)
-    if folder is None:
-        return
-    adds = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token}
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} - adds
-    unwritten = {token for token in special if token not in str(tokenizer.chat_template)}
-    weights.check_tokens(folder, tokenizer.get_vocab(), unwritten, f"model.path={recipe.model.path}")
-
-
-def _probe(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Render a conversation, so that a template that never ends is detected with every method."""
-    if tokenizer.chat_template is None:
-        return
-    # A template may refuse this conversation; its actual use will report why.
-    with contextlib.suppress(TemplateError, TypeError, ValueError), bounded(f"model.path={recipe.model.path}"):
-        tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
 
 
 def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset
 from torch.utils.data import BatchSampler, IterableDataset, Sampler
@@ -29,14 +30,15 @@ def rows(lists: Sequence[Sequence[int]], width: int, value: int) -> torch.Tensor
     return filled
 
 
-def padded(sequences: Sequence[Sequence[int]], pad_token_id: int) -> Batch:
+def padded(sequences: Sequence[Sequence[int]], pad_token_id: int, multiple: int = 1) -> Batch:
     """Return whole texts as `input_ids` and `attention_mask`, [texts, longest] each, and two plain counts.
 
-    Padding follows the tokens; its id may also be that of a token.
+    Padding follows the tokens, to a `multiple` of their number; its id may also be that of a token.
     """
     lengths = [len(sequence) for sequence in sequences]
-    ids = rows(sequences, max(lengths), pad_token_id)
-    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    width = -(-max(lengths) // multiple) * multiple
+    ids = rows(sequences, width, pad_token_id)
+    mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     counts = {"tokens": sum(lengths), "squared_lengths": sum(length**2 for length in lengths)}
     return {"input_ids": ids, "attention_mask": mask, **counts}
 
@@ -65,6 +67,7 @@ class Collator:
         width = -(-longest // self.multiple) * self.multiple
         lengths = [sequence["seq_lengths"] for sequence in sequences]
         labels = rows([sequence["labels"] for sequence in sequences], width, IGNORED)
+        spans: list[list[int]] = [np.repeat(one, one).tolist() for one in lengths] if self.document_lengths else []
         return {
             "input_ids": rows([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
             "labels": labels,
@@ -72,11 +75,7 @@ class Collator:
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
-            **(
-                {"document_lengths": torch.stack([_repeated(one, width) for one in lengths])}
-                if self.document_lengths
-                else {}
-            ),
+            **({"document_lengths": rows(spans, width, 0)} if self.document_lengths else {}),
             **(labelled_only(next_labels(labels)) if self.labelled else {}),
         }
 
@@ -105,11 +104,6 @@ def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
 def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
     lengths = [*lengths[:-1], width - sum(lengths[:-1])]
     return torch.cat([torch.arange(length) for length in lengths])
-
-
-def _repeated(lengths: Sequence[int], width: int) -> torch.Tensor:
-    counts = torch.tensor([*lengths, width - sum(lengths)])
-    return torch.tensor([*lengths, 0]).repeat_interleave(counts)
 
 
 KEY = "number"

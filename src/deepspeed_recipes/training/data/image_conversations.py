@@ -19,7 +19,7 @@ from ..model import processor
 from ..model.control_tokens import ControlTokens, control_tokens
 from ..model.shown import bounded, shown
 from . import chat_templates, thinking
-from .collate import IGNORED, Batch, rows
+from .collate import IGNORED, Batch, padded, rows
 from .images import read_all
 
 Spans = list[tuple[int, int]]
@@ -132,16 +132,12 @@ class PictureCollator:
 
     def __call__(self, sequences: Sequence[Json]) -> Batch:
         """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""
-        lengths = [len(one["input_ids"]) for one in sequences]
-        width = -(-max(lengths) // self.multiple) * self.multiple
-        ids = rows([one["input_ids"] for one in sequences], width, self.pad_token_id)
+        inputs = padded([one["input_ids"] for one in sequences], self.pad_token_id, self.multiple)
+        ids = inputs["input_ids"]
         pictures = [read_all(one["where"], one["images"], self.max_pixels) for one in sequences]
         return {
-            "input_ids": ids,
-            "labels": rows([one["labels"] for one in sequences], width, IGNORED),
-            "attention_mask": (torch.arange(width) < torch.tensor(lengths)[:, None]).long(),
+            **inputs,
+            "labels": rows([one["labels"] for one in sequences], ids.shape[1], IGNORED),
             **processor.token_types(self.seen, self.accepted, ids),
             **processor.for_tower(self.seen, pictures),
-            "tokens": sum(lengths),
-            "squared_lengths": sum(length**2 for length in lengths),
         }

@@ -6,7 +6,6 @@ since text needs none.
 """
 
 import base64
-import binascii
 import importlib.util
 import io
 from collections import deque
@@ -54,7 +53,11 @@ def converted(
 
     for example in formats.converted(bare(), method, form, bad):
         where, pictures = latest
-        yield {**example, "messages": put_back(example["messages"]), "images": pictures, "where": where}
+        turns = [
+            {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn
+            for turn in example["messages"]
+        ]
+        yield {**example, "messages": turns, "images": pictures, "where": where}
 
 
 def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, list[Picture]]:
@@ -157,7 +160,10 @@ def picture(where: str, source: object, folder: Path | None) -> Picture:
             "file, or the bytes of one."
         )
     if source.startswith("data:"):
-        return {"path": None, "bytes": _decoded(where, source)}
+        try:
+            return {"path": None, "bytes": base64.b64decode(source.partition(",")[2], validate=True)}
+        except ValueError as error:
+            raise UserError(f"{where} is not base64 ({error}); encode the file again.") from None
     if "://" in source and not source.startswith("file://"):
         raise UserError(
             f"{where} is a URL ({source[:60]}), which training does not open, since its content can change; download "
@@ -169,20 +175,6 @@ def picture(where: str, source: object, folder: Path | None) -> Picture:
             raise UserError(f"{where} is a relative path ({source}) in data without a folder; give bytes.")
         path = folder / path
     return {"path": str(path), "bytes": None}
-
-
-def _decoded(where: str, source: str) -> bytes:
-    try:
-        return base64.b64decode(source.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise UserError(f"{where} is not base64 ({error}); encode the file again.") from None
-
-
-def put_back(turns: list[Json]) -> list[Json]:
-    """Return turns whose content is a list of parts if it contains images."""
-    return [
-        {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn for turn in turns
-    ]
 
 
 def _parts(text: str) -> list[dict[str, str]]:
@@ -234,27 +226,24 @@ def check(where: str, picture: Picture, whole: bool = True) -> None:
 
 
 def read(where: str, picture: Picture, max_pixels: int) -> "Image":
-    """Return an image in RGB, with at most `max_pixels` pixels, in the same proportions."""
-    with _opened(where, picture) as image:
-        _decode(where, picture, image)
-        return within(_rgb(image), max_pixels)
+    """Return an image in RGB, with at most `max_pixels` pixels, in the same proportions.
+
+    It is rotated according to its camera's orientation tag, and on white where it is transparent.
+    """
+    from PIL import Image, ImageOps
+
+    with _opened(where, picture) as opened:
+        _decode(where, picture, opened)
+        image = ImageOps.exif_transpose(opened)
+        if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image)
+        return within(image.convert("RGB"), max_pixels)
 
 
 def read_all(where: str, pictures: Sequence[Json], max_pixels: int) -> list["Image"]:
     """Return an example's images as Pillow's images."""
     return [read(f"{where}: image {n}", one, max_pixels) for n, one in enumerate(pictures, start=1)]
-
-
-def _rgb(image: "Image") -> "Image":
-    """Return the image, rotated according to its camera's orientation tag, on white where it is transparent."""
-    from PIL import Image, ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    if image.mode not in ("RGBA", "LA", "PA") and "transparency" not in image.info:
-        return image.convert("RGB")
-    image = image.convert("RGBA")
-    ground = Image.new("RGBA", image.size, (255, 255, 255, 255))
-    return Image.alpha_composite(ground, image).convert("RGB")
 
 
 def within(image: "Image", max_pixels: int) -> "Image":

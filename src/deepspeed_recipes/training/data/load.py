@@ -147,6 +147,10 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
         held_out_sequences, held_out_report = _tokenized(held_out, tokenize.alone(recipe), tokenizer, "held out")
     shown = tokenize.first_documents(sequences, tokenizer)
     show(shown)
+    size = None
+    if report:
+        documents = sum(count for *_, count in report.lengths)
+        size = updates.Size(report.examples, documents, report.sequences, report.tokens)
     first = next(iter(sequences))
     if recipe.model.vision:
         first = next((one for one in sequences if one["images"]), first)
@@ -156,7 +160,7 @@ def tokenized_datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Da
         held_out_sequences=held_out_sequences,
         sample=first["input_ids"][: first["seq_lengths"][0]],
         shown=first if recipe.model.vision else None,
-        size=_size(report) if report else None,
+        size=size,
         description={
             "training": asdict(report) if report else None,
             "held_out": asdict(held_out_report) if held_out_report else None,
@@ -203,8 +207,3 @@ def _tokenized(
     if name == "training":
         say("\n".join(report.bars()))
     return sequences, report
-
-
-def _size(report: Report) -> updates.Size:
-    documents = sum(count for *_, count in report.lengths)
-    return updates.Size(report.examples, documents, report.sequences, report.tokens)

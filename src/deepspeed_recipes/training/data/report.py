@@ -130,12 +130,10 @@ def histogram(lengths: np.ndarray) -> tuple[tuple[int, int, int], ...]:
 def pieces(tokens: Sequence[int], learned: Sequence[bool], tokenizer: PreTrainedTokenizerBase) -> Pieces:
     """Return a document as text, divided at the boundaries of the loss."""
     edges = [i for i in range(1, len(tokens)) if learned[i] != learned[i - 1]]
-    spans = zip([0, *edges], [*edges, len(tokens)], strict=True)
-    return [(_clipped(tokenizer.decode(tokens[start:end])), learned[start]) for start, end in spans]
-
-
-def _clipped(text: str) -> str:
-    text = RUNS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
-    half = LONGEST_SHOWN // 2
-    text = text if len(text) <= LONGEST_SHOWN else f"{text[:half]} ... {text[-half:]}"
-    return text.replace("\n", "\\n")
+    found, half = [], LONGEST_SHOWN // 2
+    for start, end in zip([0, *edges], [*edges, len(tokens)], strict=True):
+        text = tokenizer.decode(tokens[start:end])
+        text = RUNS.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])} ", text)
+        text = text if len(text) <= LONGEST_SHOWN else f"{text[:half]} ... {text[-half:]}"
+        found.append((text.replace("\n", "\\n"), learned[start]))
+    return found

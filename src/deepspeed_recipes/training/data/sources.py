@@ -249,7 +249,13 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
     elif path.is_file():
         yield from _from_file(path, bad)
     elif any((path / state).exists() for state in text_files.SAVED):
-        yield from _from_disk(path, split)
+        with text_files.damage_named(path, "what save_to_disk writes"):
+            saved = load_from_disk(path)
+            if isinstance(saved, DatasetDict):
+                if split not in saved:
+                    raise text_files.no_split(path, split, saved)
+                saved = saved[split]
+            yield from _numbered(path, _as_files(saved))
     else:
         for file in _files(path, split):
             yield from _from_file(file, bad)
@@ -282,7 +288,13 @@ def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
     with text_files.damage_named(path, kind):
         text_files.check_table(path, kind)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
-        yield from _of_sane_size(path, _numbered(path, _as_files(examples)))
+        total, most = 0, max(text_files.UNPACKED_BYTES, text_files.PACKED_TIMES * path.stat().st_size)
+        for where, example in _numbered(path, _as_files(examples)):
+            # The columns' sizes are not enough: a dictionary stores equal texts once.
+            total += formats.characters(example, other=1)
+            if total > most:
+                raise text_files.unpacks(path)
+            yield where, example
 
 
 def _as_files(found: Examples) -> Examples:
@@ -300,16 +312,6 @@ def _undecoded(kind: object) -> Any:
     if isinstance(kind, List):
         return List(_undecoded(kind.feature), length=kind.length)
     return {name: _undecoded(one) for name, one in kind.items()} if isinstance(kind, dict) else kind
-
-
-def _of_sane_size(path: Path, located: Located) -> Located:
-    """Yield the examples, until they prove far larger than the file: a dictionary stores equal texts once."""
-    total, most = 0, max(text_files.UNPACKED_BYTES, text_files.PACKED_TIMES * path.stat().st_size)
-    for where, example in located:
-        total += formats.characters(example, other=1)
-        if total > most:
-            raise text_files.unpacks(path)
-        yield where, example
 
 
 def _splits(folder: Path) -> Mapping[str, Sequence[str]]:
@@ -402,16 +404,6 @@ def empty_files(source: Source, split: str) -> str | None:
 
 def _is_of_files(folder: Path) -> bool:
     return folder.is_dir() and not any((folder / state).exists() for state in text_files.SAVED)
-
-
-def _from_disk(folder: Path, split: str) -> Located:
-    with text_files.damage_named(folder, "what save_to_disk writes"):
-        saved = load_from_disk(folder)
-        if isinstance(saved, DatasetDict):
-            if split not in saved:
-                raise text_files.no_split(folder, split, saved)
-            saved = saved[split]
-        yield from _numbered(folder, _as_files(saved))
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:

@@ -186,8 +186,10 @@ def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
         return _table(path, SEPARATORS[kind], bad)
     if kind in PLAIN:
         return _plain(path, bad)
-    if kind == ".json" and _is_array(path):
-        return _array(path, bad)
+    if kind == ".json":
+        with path.open("rb") as start:
+            if start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                return _array(path, bad)
     return _json_lines(path, bad)
 
 
@@ -360,11 +362,6 @@ def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return getattr(error, "msg", None) or str(error).partition(";")[0]
-
-
-def _is_array(path: Path) -> bool:
-    with path.open("rb") as start:
-        return start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
 
 
 def _object(where: str, row: object) -> Json:

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -25,24 +25,20 @@ AT_START = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 def stripped(turns: Turns) -> Turns:
     """Return the turns without the assistant's reasoning. A template may still write an empty block."""
-    found = [_without(turn) if turn["role"] == "assistant" else turn for turn in turns]
-    for number, turn in enumerate(found, start=1):
-        if (
-            turn["role"] == "assistant"
-            and not (turn["content"] or turn.get("tool_calls"))
-            and turns[number - 1] != turn
-        ):
-            raise UserError(
-                f"data.thinking=strip: leaves nothing of turn {number}, which only reasons; remove the example, or use "
-                f"data.thinking=learn.\nIt begins: {str(turns)[:200]}"
-            )
+    found = []
+    for number, turn in enumerate(turns, start=1):
+        kept = turn
+        if turn["role"] == "assistant":
+            kept = {name: value for name, value in turn.items() if name not in REASONING}
+            if isinstance(kept["content"], str):
+                kept["content"] = AT_START.sub("", kept["content"], count=1)
+            if not (kept["content"] or kept.get("tool_calls")) and kept != turn:
+                raise UserError(
+                    f"data.thinking=strip: leaves nothing of turn {number}, which only reasons; remove the example, or "
+                    f"use data.thinking=learn.\nIt begins: {str(turns)[:200]}"
+                )
+        found.append(kept)
     return found
-
-
-def _without(turn: Json) -> Json:
-    kept = {name: value for name, value in turn.items() if name not in REASONING}
-    content = kept.get("content")
-    return kept | {"content": AT_START.sub("", content, count=1)} if isinstance(content, str) else kept
 
 
 def final(text: str) -> str:
@@ -61,28 +57,20 @@ def unlearned(
     the template must write a known block.
     """
     kept, found = list(assistant), False
-    for start, end in _runs(assistant):
-        block = _block(tokenizer, tokens[start:end])
+    for said, stretch in groupby(range(len(assistant)), key=lambda at: assistant[at]):
+        places = list(stretch)
+        start = places[0]
+        block = _block(tokenizer, tokens[start : places[-1] + 1]) if said else None
         if block is not None:
             found = True
             kept[start + block.start : start + block.stop] = [False] * len(block)
-    if not found and turns and turns[-1]["role"] == "assistant" and _reasons(turns[-1]):
+    if found or not turns or turns[-1]["role"] != "assistant":
+        return kept
+    content = turns[-1].get("content")
+    written = AT_START.match(content) if isinstance(content, str) else None
+    if any(turns[-1].get(name) for name in REASONING) or (written and written[1].strip()):
         raise UserError("it writes no known reasoning block, so data.thinking=read has nothing to exclude")
     return kept
-
-
-def _reasons(turn: Json) -> bool:
-    content = turn.get("content")
-    block = AT_START.match(content) if isinstance(content, str) else None
-    return any(turn.get(name) for name in REASONING) or bool(block and block[1].strip())
-
-
-def _runs(assistant: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each run of the assistant's tokens."""
-    for said, stretch in groupby(range(len(assistant)), key=lambda at: assistant[at]):
-        if said:
-            places = list(stretch)
-            yield places[0], places[-1] + 1
 
 
 def _block(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> range | None:

@@ -236,6 +236,12 @@ def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenize
     return raw.map(tokenize, **options)
 
 
+def mapped(examples: Dataset, tokenizer: PreTrainedTokenizerBase, make: Callable[..., Json]) -> Dataset:
+    """Return the columns that `make` computes from each example, from the cache if they are there."""
+    key = cache_key(examples, tokenizer, make)
+    return examples.map(make, remove_columns=examples.column_names, new_fingerprint=key)
+
+
 def cache_key(examples: Dataset, tokenizer: PreTrainedTokenizerBase, *given: object) -> str:
     """Return the key of what tokenizing `examples` gives, which depends on `given` and on this version of the code.
 

@@ -43,8 +43,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         classes.check_known("data.validation", held_out["label"], labels)
     numbers = {name: number for number, name in enumerate(labels)}
     make = partial(_with_tokens, tokenizer=tokenizer, numbers=numbers, longest=recipe.sequence_length)
-    key = tokenize.cache_key(found, tokenizer, make)
-    tokens = found.map(make, remove_columns=found.column_names, new_fingerprint=key)
+    tokens = tokenize.mapped(found, tokenizer, make)
     cut = sum(tokens["cut"])
     kept = tokens.remove_columns("cut")
     shown = [[(f"({found[at]['label']}) ", True), (tokenizer.decode(kept[at]["input_ids"]), False)] for at in (0, 1)]

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from peft import PeftModel
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl.trainer.utils import maybe_gather_lm_head_ctx
@@ -63,6 +64,8 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Datasets:
 class RunDistillTrainer(Averaging, Trainer):
     """transformers' Trainer with the run's hooks, and a teacher."""
 
+    train_dataset: Dataset
+
     def __init__(self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, **options: object) -> None:
         recipe = context.recipe
         boundaries = needs_boundaries(options["model"])
@@ -75,30 +78,17 @@ class RunDistillTrainer(Averaging, Trainer):
         self.head = output_head.head_of(self.student, self.vocabulary)
         self.teacher: Teacher | None = None
         if self.distill.top_k is None:
-            self.teacher = self._load_teacher()
-        else:
-            self.train_dataset = self._with_likeliest()
-
-    def _load_teacher(self) -> Teacher:
-        recipe = self.context.recipe
-        model = teacher.load_frozen(recipe)
-        return Teacher.of(model, recipe, self.vocabulary, self.accelerator)
-
-    def _with_likeliest(self) -> likeliest.WithLikeliest:
-        """Return the training data with the teacher's likeliest tokens; loads the teacher only to compute them."""
-        recipe, run = self.context.recipe, self.context.run
-        folder = Path(self.distill.cache or run.likeliest)
-        mark = likeliest.of_run(recipe, self.train_dataset, self.processing_class)
+            self.teacher = Teacher.of(recipe, self.vocabulary, self.accelerator)
+            return
+        folder = Path(self.distill.cache or context.run.likeliest)
+        mark = likeliest.of_run(recipe, self.train_dataset, processing_class)
         if not likeliest.known(folder, mark):
-            asked = self._connect() if self.distill.served else self._load_teacher()
-            batch = recipe.micro_batch_size
-            likeliest.compute(folder, mark, asked, self.train_dataset, self.data_collator, batch)
-        return likeliest.read(folder, self.train_dataset)
-
-    def _connect(self) -> Served:
-        found = Served.of(self.context.recipe, self.vocabulary)
-        found.check(self.processing_class)
-        return found
+            served = Served.of(recipe, self.vocabulary) if self.distill.served else None
+            if served:
+                served.check(processing_class)
+            asked = served or Teacher.of(recipe, self.vocabulary, self.accelerator)
+            likeliest.compute(folder, mark, asked, self.train_dataset, self.data_collator, recipe.micro_batch_size)
+        self.train_dataset = likeliest.read(folder, self.train_dataset)
 
     def prepare_step(self, batches: list[Batch], items: object) -> tuple[list[Batch], object]:
         """Return a step's micro-batches, with the student's own answers in the share of steps `distill.on_policy`."""
@@ -206,9 +196,5 @@ def _prompt_length(labels: list[int]) -> int:
 
 
 def _sequence(prompt: list[int], answer: list[int]) -> Json:
-    length = len(prompt) + len(answer)
-    return {
-        "input_ids": [*prompt, *answer],
-        "labels": [IGNORED] * len(prompt) + answer,
-        "seq_lengths": [length],
-    }
+    ids = [*prompt, *answer]
+    return {"input_ids": ids, "labels": [IGNORED] * len(prompt) + answer, "seq_lengths": [len(ids)]}

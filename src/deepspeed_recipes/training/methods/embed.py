@@ -41,8 +41,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     classes.check_pairs("data.path", len(found), recipe.global_batch_size)
     sides = SIDES if negatives else SIDES[:2]
     make = partial(_with_tokens, tokenizer=tokenizer, sides=sides, longest=recipe.sequence_length)
-    key = tokenize.cache_key(found, tokenizer, make)
-    tokens = found.map(make, remove_columns=found.column_names, new_fingerprint=key).shuffle(recipe.seed)
+    tokens = tokenize.mapped(found, tokenizer, make).shuffle(recipe.seed)
     cut, tokens = sum(tokens["cut"]), tokens.remove_columns("cut")
     # Ranks could not exchange the texts of unequal batches.
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())

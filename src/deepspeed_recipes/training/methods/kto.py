@@ -98,9 +98,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         held_out = None
     shown = tokenize.first_judged(found, tokenizer)
     load.show(shown)
-    make = partial(with_tokens, tokenizer=tokenizer)
-    key = tokenize.cache_key(found, tokenizer, make)
-    tokens = found.map(make, remove_columns=found.column_names, new_fingerprint=key)
+    tokens = tokenize.mapped(found, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     fits = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
     kept = fits.select(range(len(fits) // together * together))

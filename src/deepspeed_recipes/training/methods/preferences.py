@@ -44,9 +44,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     pairs, held_out = load.read_examples(recipe, tokenizer)
     shown = tokenize.first_pair(pairs, tokenizer)
     load.show(shown)
-    make = partial(with_tokens, tokenizer=tokenizer)
-    key = tokenize.cache_key(pairs, tokenizer, make)
-    tokens = pairs.map(make, remove_columns=pairs.column_names, new_fingerprint=key)
+    tokens = tokenize.mapped(pairs, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])
     if equal := len(tokens) - len(differing):
         alike = f"{equal} of {len(tokens)} pairs have two answers of the same tokens, as the chat template renders them"
@@ -172,21 +170,6 @@ def with_reference(kind: type[RunHooks]) -> Callable[[RunContext, Parts], RunHoo
     return lambda context, parts: kind.of(context, parts, ref_model=reference_of(context.recipe))
 
 
-def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
-    """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
-
-    A new run computes them and stores them in its folder, for when it is resumed with a model that has changed.
-    """
-    context = trainer.context
-    if context.checkpoint:
-        return stored_reference(context.run, len(pairs))
-    say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
-    computed = computed_reference(trainer, pairs)
-    if distributed.is_first():
-        write_json(context.run.reference, computed.tolist())
-    return computed
-
-
 def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
     """Return the log-probabilities that a run has stored for `count` pairs."""
     found = read_json(run.reference) if run.reference.exists() else []
@@ -199,10 +182,17 @@ def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def computed_reference(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
-    """Return the log-probabilities under the current model, without its adapters if it has any; a collective."""
-    engine, size = trainer.deepspeed, trainer.context.recipe.micro_batch_size
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
+    """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
+
+    A new run computes them under the current model, without its adapters if it has any, and stores them in its folder,
+    for when it is resumed with a model that has changed.
+    """
+    engine, context = trainer.deepspeed, trainer.context
+    if context.checkpoint:
+        return stored_reference(context.run, len(pairs))
+    say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
+    size, ranks, rank = context.recipe.micro_batch_size, dist.get_world_size(), dist.get_rank()
     parts = []
     engine.eval()
     for start in range(0, len(pairs), ranks * size):  # under ZeRO-3 ranks must make equally many passes
@@ -214,7 +204,10 @@ def computed_reference(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
         dist.all_gather(gathered, said)
         parts += [part.cpu() for part in gathered]
     engine.train()
-    return torch.cat(parts)[: len(pairs)]
+    computed = torch.cat(parts)[: len(pairs)]
+    if distributed.is_first():
+        write_json(context.run.reference, computed.tolist())
+    return computed
 
 
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
@@ -342,21 +335,11 @@ def dpo_arguments(common: Json, recipe: Recipe) -> DPOConfig:
     return DPOConfig(**common, **loss, **options)
 
 
-def orpo_arguments(common: Json, recipe: Recipe) -> ORPOConfig:
-    """Return TRL's arguments of ORPO."""
-    return ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length)
-
-
 def simpo_arguments(common: Json, recipe: Recipe) -> CPOConfig:
     """Return TRL's arguments; `cpo_alpha` would add CPO's imitation of the better answer, which SimPO lacks."""
     simpo = Simpo.of(recipe)
     loss = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": simpo.beta, "simpo_gamma": simpo.gamma}
     return CPOConfig(**common, **loss, max_length=recipe.sequence_length)
-
-
-def reward_arguments(common: Json, recipe: Recipe) -> RewardConfig:
-    """Return TRL's arguments of reward modelling."""
-    return RewardConfig(**common, max_length=recipe.sequence_length)
 
 
 @dataclass(frozen=True)
@@ -371,7 +354,15 @@ class PairMethod:
 
 METHODS = {
     "dpo": PairMethod(dpo_arguments, with_reference(RunDPOTrainer), ranked_by(scores.log_likelihood)),
-    "orpo": PairMethod(orpo_arguments, RunORPOTrainer.of, ranked_by(partial(scores.log_likelihood, per_token=True))),
+    "orpo": PairMethod(
+        lambda common, recipe: ORPOConfig(**common, beta=Orpo.of(recipe).beta, max_length=recipe.sequence_length),
+        RunORPOTrainer.of,
+        ranked_by(partial(scores.log_likelihood, per_token=True)),
+    ),
     "simpo": PairMethod(simpo_arguments, RunSimPOTrainer.of, ranked_by(partial(scores.log_likelihood, per_token=True))),
-    "reward": PairMethod(reward_arguments, RunRewardTrainer.of, ranked_by(scores.reward)),
+    "reward": PairMethod(
+        lambda common, recipe: RewardConfig(**common, max_length=recipe.sequence_length),
+        RunRewardTrainer.of,
+        ranked_by(scores.reward),
+    ),
 }

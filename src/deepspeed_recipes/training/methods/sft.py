@@ -78,15 +78,7 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
     sequences, one document each.
     """
     recipe = trainer.context.recipe
-    samples: list[scores.Answer] = []
-
-    written: list[tuple[str, str]] = []
-
-    def keep(answer: scores.Answer) -> None:
-        written.append((answer.text, answer.expected))
-        if len(samples) < SAMPLES:
-            samples.append(answer)
-
+    written: list[scores.Answer] = []
     gather = _gathers(trainer)
     with _generating(trainer, gather) as whole:
         measured = scores.exact_match(
@@ -97,11 +89,12 @@ def metric(trainer: RunTrainer, examples: Dataset) -> dict[str, float]:
             # Each token is a collective also of ranks that share the experts of a layer.
             synced_gpus=recipe.layout.expert > 1 or (not gather and trainer.context.file.stage == 3),
             layout=recipe.layout,
-            on_answer=keep,
+            on_answer=written.append,
             **({"ask": _ask(trainer), "batch_size": answers.AT_ONCE} if recipe.model.vision else {}),
         )
-    _store(trainer, samples)
-    return measured | scores.own_metrics(recipe, written, trainer.context.run, trainer.state.global_step)
+    _store(trainer, written[:SAMPLES])
+    pairs = [(one.text, one.expected) for one in written]
+    return measured | scores.own_metrics(recipe, pairs, trainer.context.run, trainer.state.global_step)
 
 
 def answer(trainer: RunTrainer, examples: Dataset) -> None:
@@ -167,6 +160,10 @@ def sample(prompt: str, expected: str, answer: str) -> dict[str, str]:
     An image's placeholders, hundreds of one token, are written as one.
     """
     prompt = re.sub(r"(<[^<>\s]+>)\1+", r"\1", prompt)
-    texts = {"expected": expected, "answer": answer}
-    cut = {name: text if len(text) <= LONGEST else f"{text[:LONGEST]} ..." for name, text in texts.items()}
-    return {"prompt": prompt if len(prompt) <= LONGEST else f"... {prompt[-LONGEST:]}", **cut}
+    shown = prompt if len(prompt) <= LONGEST else f"... {prompt[-LONGEST:]}"
+    return {"prompt": shown, "expected": cut(expected), "answer": cut(answer)}
+
+
+def cut(text: str) -> str:
+    """Return the stored part of a text."""
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -37,7 +37,8 @@ class Run:
 
     def table(self, rows: Sequence[Sequence[str]]) -> None:
         """Add the answers as a table in text."""
-        cells = [[_cell(text) for text in row] for row in (ANSWERS, ["---"] * len(ANSWERS), *rows)]
+        table = (ANSWERS, ["---"] * len(ANSWERS), *rows)
+        cells = [[text.replace("|", "\\|").replace("\n", "<br>") for text in row] for row in table]
         self._text("answers", "\n".join(f"| {' | '.join(row)} |" for row in cells))
 
     def alert(self, title: str, text: str) -> None:
@@ -60,10 +61,6 @@ def last_step(folder: object) -> int:
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 1}).Reload()
     drawn = [tag for tag in events.Tags()["scalars"] if not tag.startswith("by_tokens/")]
     return max((event.step for tag in drawn for event in events.Scalars(tag)), default=-1)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>")
 
 
 def _as_code(value: object) -> str:

@@ -170,17 +170,13 @@ class Run:
     def finish(self, summary: JsonView, status: int) -> str:
         """Close the W&B run; return its address, or the command that uploads it."""
         self.live.summary.update(dict(summary))
-        line = self.live.url if self.online else f"wandb sync {self._parts()}"
+        if self.online:
+            line = self.live.url
+        else:
+            folder, pattern = Path(self.live.dir).parent, f"offline-run-*-{self.id}"
+            several = self.artifacts or len(list(folder.parent.glob(pattern))) > 1  # artifacts are a part that follows
+            parts = pattern if several else shlex.quote(folder.name)  # the shell expands a pattern that is not quoted
+            line = f"wandb sync {shlex.quote(display(folder.parent))}/{parts}"
         self.live.finish(exit_code=status)
         wandb.teardown()  # returns when the last record is on the disk; finish() does not wait for that
         return f"W&B          {line}"
-
-    def _parts(self) -> str:
-        """Return the folder of the offline run, or a pattern for the folders of all its parts.
-
-        The result is for a shell, which expands the pattern because it is not quoted.
-        """
-        folder = Path(self.live.dir).parent
-        pattern = f"offline-run-*-{self.id}"
-        several = self.artifacts or len(list(folder.parent.glob(pattern))) > 1  # artifacts are a part that follows
-        return f"{shlex.quote(display(folder.parent))}/{pattern if several else shlex.quote(folder.name)}"

@@ -525,19 +525,11 @@ def _labelled_text(where: str, example: Example) -> Example:
     return {"text": text, "messages": None, "tools": None, "label": _class(where, example)}
 
 
-def _labelled_prompt(where: str, example: Example) -> Example:
-    """Return a prompt with its class; if it has a `completion`, that answer is classified."""
-    turns = _asked(where, example)
-    if example.get("completion"):
+def _labelled(where: str, example: Example, field: str = "prompt") -> Example:
+    """Return a field's turns with their class; if a prompt has a `completion`, that answer is classified."""
+    turns = _asked(where, example) if field == "prompt" else read_turns(where, example, field)
+    if field == "prompt" and example.get("completion"):
         turns += read_side(where, example, "completion", "assistant")
-    return _labelled(where, example, turns)
-
-
-def _labelled_messages(where: str, example: Example) -> Example:
-    return _labelled(where, example, read_turns(where, example, "messages"))
-
-
-def _labelled(where: str, example: Example, turns: list[Turn]) -> Example:
     turns = with_system(where, example, turns)
     turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
     return {"text": None, "messages": turns, "label": _class(where, example), **read_arguments(where, example)}
@@ -577,8 +569,8 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "judged_alpaca": partial(_judged, form="alpaca"),
     "text": _text,
     "labelled_text": _labelled_text,
-    "labelled_prompt": _labelled_prompt,
-    "labelled_messages": _labelled_messages,
+    "labelled_prompt": _labelled,
+    "labelled_messages": partial(_labelled, field="messages"),
     "anchor_positive": _anchor_positive,
     "query_positive": partial(_anchor_positive, anchor="query"),
     "prompt": _prompt,

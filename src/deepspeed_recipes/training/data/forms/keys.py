@@ -43,10 +43,7 @@ OF_PART = ("type", "text", "image", "image_url", "path", "url", "bytes", "base64
 """Keys of content parts that are read."""
 PLACEHOLDERS = ("<image>", "<video>", "<audio>")
 REWRITE = "data.transform=FILE.py:FUNCTION can rewrite such examples"
-WORDS = {
-    **dict.fromkeys(("true", "yes", "1", "1.0"), True),
-    **dict.fromkeys(("false", "no", "0", "0.0"), False),
-}
+WORDS = {**dict.fromkeys(("true", "yes", "1", "1.0"), True), **dict.fromkeys(("false", "no", "0", "0.0"), False)}
 JUDGEMENTS = {
     **WORDS,
     **dict.fromkeys(("good", "desirable", "chosen", "accepted", "up", "thumbs_up", "like"), True),
@@ -74,7 +71,10 @@ def refuse_media(where: str, example: JsonView) -> None:
     """Refuse images, videos and audio: a model that does not receive them would learn to make answers up."""
     for name in MEDIA:
         if example.get(name) not in EMPTY:
-            raise UserError(f"{where}: {name!r} {_unseen(name)}; remove the field to train on the text alone.")
+            holds = "images, which only recipes with model.vision=true read, such as tiny_vision's"
+            if not name.startswith("image"):
+                holds = f"{'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
+            raise UserError(f"{where}: {name!r} holds {holds}; remove the field to train on the text alone.")
 
 
 def refuse_placeholder(where: str, content: str) -> None:
@@ -86,12 +86,6 @@ def refuse_placeholder(where: str, content: str) -> None:
                 f"{where} has a placeholder, {written}, and the example names no file for it; add the file to "
                 "'images', which only recipes with model.vision=true read, or remove the placeholder."
             )
-
-
-def _unseen(name: str) -> str:
-    if name.startswith("image"):
-        return "holds images, which only recipes with model.vision=true read, such as tiny_vision's"
-    return f"holds {'sound' if name.startswith('audio') else 'video'}, which no recipe reads"
 
 
 def is_text(part: object) -> bool:

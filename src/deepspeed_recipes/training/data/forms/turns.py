@@ -8,7 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 from ....recipe.errors import UserError
@@ -59,13 +59,7 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
                 f"{where}: turns {number - 1} and {number} of {field!r} are both system prompts, of which templates "
                 "show one; join them."
             )
-    _check_calls(where, field, turns)
-    return turns, given
-
-
-def _check_calls(where: str, field: str, turns: list[Turn]) -> None:
-    """Refuse results of tool calls that no earlier turn makes, if the calls have ids."""
-    made: set[str] = set()
+    made: set[str] = set()  # calls may have no ids
     for number, turn in enumerate(turns, start=1):
         made |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}
         answered = turn.get("tool_call_id")
@@ -74,6 +68,7 @@ def _check_calls(where: str, field: str, turns: list[Turn]) -> None:
                 f"{where}: turn {number} of {field!r} answers the tool call {answered!r}, which no turn before it "
                 f"makes (those have {', '.join(sorted(made)[:3])}); correct the 'tool_call_id'."
             )
+    return turns, given
 
 
 def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
@@ -112,9 +107,8 @@ def _turns_as_text(text: str) -> Any:
     if _DIALOGUE.match(text):
         parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)[1:]
         turns = [said(role.lower(), content.strip()) for role, content in zip(parts[::2], parts[1::2], strict=True)]
-        return (
-            turns[:-1] if turns[1:] and turns[-1] == {"role": "assistant", "content": ""} else turns
-        )  # the answer follows
+        waits = turns[1:] and turns[-1] == {"role": "assistant", "content": ""}  # for the answer, which follows
+        return turns[:-1] if waits else turns
     if not text.lstrip().startswith(("[{", "{")) or not any(f'"{name}"' in text for name in ("role", "from")):
         return None
     try:
@@ -189,8 +183,12 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
                 found.append("a call has no result before the next turn")
         if example.get("tools") is None:
             continue
-        written = [text for turn in turns if turn["role"] == "assistant" for text in _WRITTEN.findall(turn["content"])]
-        for call in [*(call for _, calls, _ in _called(turns) for call in calls), *_calls_in(where, written)]:
+        every = [call for _, calls, _ in _called(turns) for call in calls]
+        said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        for written in chain.from_iterable(map(_WRITTEN.findall, said)):
+            with contextlib.suppress(UserError):  # to the model, it is text like any other
+                every += _calls(where, written)
+        for call in every:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name not in tools:
                 found.append(f"{name!r} is not in 'tools'")
@@ -214,12 +212,6 @@ def _without_images(value: Any) -> Any:
 
 _WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A call that an answer spells out, as in Hermes's data."""
-
-
-def _calls_in(where: str, texts: Iterable[str]) -> Iterator[Json]:
-    for text in texts:
-        with contextlib.suppress(UserError):  # to the model, it is text like any other
-            yield from _calls(where, text)
 
 
 def _parameters(function: Json) -> tuple[Iterable[str] | None, list[str]]:

@@ -118,25 +118,20 @@ class Served:
         options = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": count}
         answer = _asked_for(self.address, "/v1/completions", {"model": self.model, "prompt": prompts, **options})
         likely = [choice["prompt_logprobs"] for choice in sorted(answer["choices"], key=lambda one: one["index"])]
-        found = [
-            self._outcomes(of_document[place - first + 1], count)
-            for (first, inside), of_document in zip(documents.items(), likely, strict=True)
-            for place in inside
-        ]
-        tokens, log_probs = zip(*found, strict=True)
+        tokens, log_probs = [], []
+        for (first, inside), of_document in zip(documents.items(), likely, strict=True):
+            for place in inside:
+                listed = of_document[place - first + 1].items()
+                kept = sorted((one["rank"], int(token), one["logprob"]) for token, one in listed)[:count]
+                tokens.append([token for _, token, _ in kept])
+                if max(tokens[-1]) >= self.vocabulary:
+                    raise UserError(
+                        f"distill.teacher={self.address}: finds token {max(tokens[-1])} likely, and the model that "
+                        f"learns has only {self.vocabulary}; choose two models of one family."
+                    )
+                others = max(1 - sum(math.exp(log_prob) for *_, log_prob in kept), ROUNDING)
+                log_probs.append([*(log_prob for *_, log_prob in kept), math.log(others)])
         return torch.tensor(tokens, dtype=torch.int32), torch.tensor(log_probs)
-
-    def _outcomes(self, likely: dict[str, Json], count: int) -> tuple[list[int], list[float]]:
-        """Return a place's likeliest tokens, and the log-probabilities of these and of all others."""
-        kept = sorted(((one["rank"], int(token), one["logprob"]) for token, one in likely.items()))[:count]
-        tokens, log_probs = [token for _, token, _ in kept], [log_prob for *_, log_prob in kept]
-        if max(tokens) >= self.vocabulary:
-            raise UserError(
-                f"distill.teacher={self.address}: finds token {max(tokens)} likely, and the model that learns has only "
-                f"{self.vocabulary}; choose two models of one family."
-            )
-        others = max(1 - sum(map(math.exp, log_probs)), ROUNDING)
-        return tokens, [*log_probs, math.log(others)]
 
 
 def _asked_for(address: str, path: str, body: Json | None = None) -> Any:
@@ -208,14 +203,7 @@ def known(folder: Path, mark: Json) -> bool:
     return True
 
 
-def compute(
-    folder: Path,
-    mark: Json,
-    teacher: Asked,
-    training: Dataset,
-    collator: PlacesCollator,
-    batch: int,
-) -> None:
+def compute(folder: Path, mark: Json, teacher: Asked, training: Dataset, collator: PlacesCollator, batch: int) -> None:
     """Write the folder, on each rank a share of the sequences; a collective."""
     say(f"teacher: computing its {mark['top_k']} likeliest next tokens of all training data once, into {folder}")
     folder.mkdir(parents=True, exist_ok=True)

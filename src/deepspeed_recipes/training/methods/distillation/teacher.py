@@ -83,26 +83,9 @@ def check_model(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
 def _tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
     path = recipe_of(recipe).model.path
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=recipe.model.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"distill.teacher={path}: has no tokenizer to compare with the model's: {error}") from error
-    return found
-
-
-def load_frozen(recipe: Recipe) -> PreTrainedModel:
-    """Return the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank."""
-    teacher = recipe_of(recipe)
-    attention = _attention[teacher.model.path]
-    model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
-    if broken := loss_guard.damaged(model):
-        raise UserError(
-            f"distill.teacher={teacher.model.path}: {broken[0]} has values that are not finite; copy or download the "
-            "teacher again."
-        )
-    say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
-    return model.requires_grad_(False).eval()
 
 
 @dataclass(frozen=True)
@@ -116,8 +99,21 @@ class Teacher:
     temperature: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, recipe: Recipe, entries: int, accelerator: Accelerator) -> "Teacher":
-        """Return the teacher, with the engine that holds a sharded one; `entries` as from `check`."""
+    def of(cls, recipe: Recipe, entries: int, accelerator: Accelerator) -> "Teacher":
+        """Load the teacher, which `check_model` has checked: under ZeRO-3 as shards, in 4 bits whole on each rank.
+
+        `entries` is as from `check`.
+        """
+        teacher = recipe_of(recipe)
+        attention = _attention[teacher.model.path]
+        model = load.load_base(replace(teacher, model=replace(teacher.model, attention=attention)))
+        if broken := loss_guard.damaged(model):
+            raise UserError(
+                f"distill.teacher={teacher.model.path}: {broken[0]} has values that are not finite; copy or download "
+                "the teacher again."
+            )
+        say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
+        model = model.requires_grad_(False).eval()
         sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())
         return cls(engine, model, output_head.head_of(model, entries), Distill.of(recipe).temperature)

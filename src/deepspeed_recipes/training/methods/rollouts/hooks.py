@@ -31,6 +31,7 @@ from ...model.generate import continued
 from ...model_folder import expected
 from ...trainer import RunContext
 from ..averages import Averaging
+from ..sft import cut
 from .scoring import Scorer
 
 
@@ -79,8 +80,6 @@ def written_answers(
 
 EXAMPLES = "examples"
 """Key of a batch's list of prompts, which TRL's trainers convert to tensors themselves."""
-LONGEST = 4000
-"""Maximum number of stored characters per prompt and per answer."""
 
 
 class Groups(RepeatSampler):
@@ -103,12 +102,7 @@ class RolloutHooks(Averaging):
     """A TRL trainer whose answers do not depend on the ranks, and in which a failing reward ends no run."""
 
     def __init__(
-        self,
-        context: RunContext,
-        *,
-        processing_class: PreTrainedTokenizerBase,
-        reference: object,
-        **options: object,
+        self, context: RunContext, *, processing_class: PreTrainedTokenizerBase, reference: object, **options: object
     ) -> None:
         """Take `reference`, the model before training or None; `options` are passed to the trainer's own class."""
         self.scorer = Scorer(context.recipe)
@@ -261,8 +255,8 @@ class RolloutHooks(Averaging):
                 "which": which,
                 "reward": totals[at],
                 "rewards": {name: values[at] for name, values in rewards.items()},
-                "prompt": _cut("\n".join(f"{turn['role']}: {turn['content']}" for turn in self._logs["prompt"][at])),
-                "answer": _cut(self._logs["completion"][at][0].get("content") or ""),
+                "prompt": cut("\n".join(f"{turn['role']}: {turn['content']}" for turn in self._logs["prompt"][at])),
+                "answer": cut(self._logs["completion"][at][0].get("content") or ""),
             }
             append_jsonl(self.context.run.rollouts, row)
 
@@ -294,7 +288,3 @@ def _named(name: str) -> Any:
 
 def _apart(wanted: list[Json], found: list[Json]) -> float:
     return max(expected.apart(one["logprobs"], other["logprobs"]) for one, other in zip(wanted, found, strict=True))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ..."

@@ -71,6 +71,7 @@ class Scorer:
 
     def ask(self, answer: str, example: Json) -> list[float] | str:
         """Return each function's number, or an error message."""
+        slow = f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
         self._start()
         assert self.process is not None and self.process.stdin is not None
         try:
@@ -78,10 +79,13 @@ class Scorer:
             self.process.stdin.flush()
             reply = self._reply(self.seconds + GRACE)
         except (BrokenPipeError, EOFError):
-            return self._ended()
+            status = self.process.wait()
+            self.close()
+            ended = f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
+            return slow if status == -signal.SIGALRM else ended
         except TimeoutError:
             self.close()
-            return f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
+            return slow
         wrong = [
             f"{function.name} {result}" if result.startswith("returned") else f"{function.name}: {result}"
             for function, result in zip(self.functions, reply, strict=True)
@@ -123,15 +127,6 @@ class Scorer:
                 raise EOFError
             read += part
         return json.loads(read)
-
-    def _ended(self) -> str:
-        """Return why the worker has ended during an answer."""
-        assert self.process is not None
-        status = self.process.wait()
-        self.close()
-        if status == -signal.SIGALRM:
-            return f"took more than grpo.reward_seconds={self.seconds:g} for one answer"
-        return f"ended its process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
 
     def close(self) -> None:
         """End the worker and the processes that it has started."""
