@@ -120,6 +120,7 @@ PAIRS = {
     "texts of hh-rlhf": {"chosen": "\n\nHuman: Hi?\n\nAssistant: Yes.", "rejected": "\n\nHuman: Hi?\n\nAssistant: No."},
     "a prompt of hh-rlhf": {"prompt": "\n\nHuman: Hi?\n\nAssistant:", "chosen": "Yes.", "rejected": "No."},
     "answers of hh-rlhf": {"prompt": "Hi?", "chosen": "\n\nAssistant: Yes.", "rejected": "\n\nAssistant: No."},
+    "ms-swift's": {"messages": SHORT, "rejected_response": "No."},
     "whole conversations": {"chosen": SHORT, "rejected": [user("Hi?"), assistant("No.")]},
     "whole conversations beside a prompt": {
         "prompt": "Hi?",

@@ -95,6 +95,7 @@ class Data:
         "alpaca",
         "prompt_completion",
         "preference",
+        "preference_messages",
         "judged",
         "judged_messages",
         "judged_sharegpt",

@@ -60,6 +60,7 @@ FORMS: dict[str, tuple[Examples, tuple[str, ...]]] = {
     "alpaca": ("conversations", ("instruction", "output")),
     "prompt_completion": ("conversations", ("prompt", "completion")),
     "preference": ("pairs", ("chosen", "rejected")),
+    "preference_messages": ("pairs", ("messages", "rejected_response")),
     "judged": ("judged answers", ("prompt", "completion", "label")),
     "judged_messages": ("judged answers", ("messages", "label")),
     "judged_sharegpt": ("judged answers", ("conversations", "label")),
@@ -451,6 +452,14 @@ def _preference(where: str, example: Example) -> Example:
     return sides
 
 
+def _preference_messages(where: str, example: Example) -> Example:
+    """Return ms-swift's pair: a conversation, and a worse answer than its last."""
+    turns = read_turns(where, example, "messages")
+    worse = said("assistant", read_string(where, example, "rejected_response"))
+    others = {name: value for name, value in example.items() if name != "messages"}
+    return _preference(where, {**others, "chosen": turns, "rejected": [*turns[:-1], worse]})
+
+
 def _check_end(where: str, field: str, answer: list[Turn]) -> None:
     """Refuse an answer to compare that ends with another's words, which would be learned as the model's."""
     if answer[-1]["role"] != "assistant":
@@ -563,6 +572,7 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "alpaca": _alpaca,
     "prompt_completion": _prompt_completion,
     "preference": _preference,
+    "preference_messages": _preference_messages,
     "judged": _judged,
     "judged_messages": partial(_judged, form="messages"),
     "judged_sharegpt": partial(_judged, form="sharegpt"),
