@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import os
 import sys
 import tomllib
@@ -92,7 +93,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     keys = override_keys()
     values = to_dict(recipe)
     given = set()
-    assignments = list(assignments)
+    assignments = [_of_method(assignment, recipe.method.name) for assignment in assignments]
     if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
         lines = [unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]]
         if more := wrong[MOST_UNKNOWN:]:
@@ -181,6 +182,25 @@ def word(text: str) -> str:
         return text
     print(f"{key} is read as {FOREIGN_NAMES[key]}", file=sys.stderr)
     return f"{FOREIGN_NAMES[key]}={value}"
+
+
+OF_METHOD = ("beta", "pref_beta", "loss_type", "pref_loss", "label_smoothing")
+"""Names of other tools for settings that several methods have."""
+
+
+def _of_method(text: str, method: str) -> str:
+    """Return an assignment with the method's own key for another tool's (`kto.beta` for `beta`); says so once."""
+    name, _, value = text.partition("=")
+    key = f"{method}.{FOREIGN_NAMES[name].rpartition('.')[2]}" if name in OF_METHOD else name
+    if key == name or key not in override_keys():
+        return text
+    _say_once(f"{name} is read as {key}")
+    return f"{key}={value}"
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def is_redundant(text: str) -> bool:
