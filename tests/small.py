@@ -26,6 +26,11 @@ def in_sub_groups(folder: Path) -> str:
     return with_zero(folder, "zero3.json", sub_group_size=1000)
 
 
+def in_round_robin(folder: Path) -> str:
+    """Return ZeRO-2's configuration with the weights in another order than the model's, as LLaMA-Factory ships it."""
+    return with_zero(folder, "zero2.json", round_robin_gradients=True)
+
+
 def language_families() -> list[str]:
     """Return the families whose decoder is a language model of transformers too, not only a part of one that sees."""
     return [name for name in pages.families() if not any(map(decoders.is_stand_in, _configs(name)))]

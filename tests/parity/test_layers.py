@@ -14,7 +14,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model.lora import add
 from tests import ROOT
 from tests.parity import gate, plain
-from tests.small import in_sub_groups
+from tests.small import in_round_robin, in_sub_groups
 from tests.tiers import tiered
 from tests.workers import mistakes
 
@@ -33,11 +33,12 @@ class Case:
     layout: Layout = field(default_factory=Layout)
     world_size: int = 2
     sub_groups: bool = False
+    round_robin: bool = False
     adapters: bool = False
 
     def __str__(self) -> str:
         sizes = "x".join(str(size) for size in (self.layout.pipeline, self.layout.tensor, self.layout.sequence))
-        kind = ("-lora" if self.adapters else "") + ("-groups" if self.sub_groups else "")
+        kind = "-lora" * self.adapters + "-groups" * self.sub_groups + "-round-robin" * self.round_robin
         return f"zero{self.stage}-{sizes}-of-{self.world_size}{kind}"
 
 
@@ -45,6 +46,7 @@ CORE = [Case(0, Layout(pipeline=2, tensor=2), 4)]
 MORE = [
     *(Case(stage) for stage in range(4)),
     Case(3, sub_groups=True),
+    Case(2, round_robin=True),
     *(Case(stage, Layout(tensor=2), 4) for stage in (0, 1)),
     *(Case(stage, Layout(pipeline=2), 4) for stage in (0, 1)),
     *(Case(stage, Layout(sequence=2), 4) for stage in (0, 3)),
@@ -72,6 +74,7 @@ def models(tmp_path_factory, model_folder):
 
 def recipe_of(case, model, data, folder):
     deepspeed = in_sub_groups(folder) if case.sub_groups else f"zero{case.stage}.json"
+    deepspeed = in_round_robin(folder) if case.round_robin else deepspeed
     recipe = gate.recipe_for(SETTINGS, model, data, deepspeed, layout=case.layout, micro_batch_size=1)
     return replace(recipe, lora=Lora(rank=4, alpha=8)) if case.adapters else recipe
 

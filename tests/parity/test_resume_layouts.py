@@ -30,7 +30,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training import upstream
 from deepspeed_recipes.training.checkpoint import digests, universal
 from tests.ranks import read_logs
-from tests.small import in_sub_groups, small
+from tests.small import in_round_robin, in_sub_groups, small
 from tests.tiers import tiered
 
 STEPS = 5
@@ -42,6 +42,7 @@ CASES = {
     "zero2": ("zero2.json", {}),
     "zero3": ("zero3.json", {}),
     "sub_groups": (in_sub_groups, {}),
+    "round_robin": (in_round_robin, {}),
     "lora": ("zero2.json", {"lora": LORA}),
     "lora_zero3": ("zero3.json", {"lora": LORA}),
     "dora": ("zero3_adapters.json", {"lora": replace(LORA, dora=True)}),
@@ -58,12 +59,13 @@ CHANGES = [
     *(("zero1", 2, 1), ("zero1", 2, 4), ("zero1", 1, 2), ("zero1", 4, 2)),
     *(("zero2", 2, 1), ("zero2", 2, 4)),
     *(("zero3", 2, 1), ("zero3", 2, 4), ("zero3", 1, 2), ("zero3", 4, 2), ("sub_groups", 2, 1), ("sub_groups", 2, 4)),
+    *(("round_robin", 2, 1), ("round_robin", 2, 4)),
     *(("lora", 2, 1), ("lora", 2, 4), ("lora_zero3", 2, 1), ("lora_zero3", 2, 4), ("dora", 2, 1)),
     *(("zero2_offload", 2, 1), ("zero3_offload", 2, 1), ("zero3_hpz", 2, 4)),
     *(("pipeline", 2, 4), ("pipeline", 4, 2), ("sequence", 2, 4), ("tensor", 2, 4), ("tensor_zero0", 2, 4)),
 ]
 """What, written by how many ranks, resumed by how many."""
-CORE = {("zero2", 2, 1)}
+CORE = {("round_robin", 2, 1)}
 """Those that `make test` tries; `make test-all` tries them all."""
 
 

@@ -3,7 +3,7 @@
 import torch
 from deepspeed.runtime import engine, utils
 from deepspeed.runtime.fp16 import unfused_optimizer
-from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero import partition_parameters, stage_1_and_2
 from transformers import TrainerState, trainer_callback
 
 from deepspeed_recipes.prove import prove
@@ -27,6 +27,14 @@ def gradient_norm() -> None:
 def step_of_zeros() -> None:
     """Make no step."""
     unfused_optimizer.FP16_UnfusedOptimizer.initialize_optimizer_states = lambda self: None
+
+
+def round_robin_order() -> None:
+    """Keep the model's order."""
+    stage_1_and_2.DeepSpeedZeroOptimizer._round_robin_reorder = lambda self, weights, _: (
+        weights,
+        [*range(len(weights))],
+    )
 
 
 def resume_intervals() -> None:

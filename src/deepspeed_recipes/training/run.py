@@ -85,6 +85,7 @@ def main(folder: str) -> None:
             distributed.start()
             save.load_only_data()
             upstream.leave_out_step_of_zeros()
+            upstream.link_weights_in_their_order()
             execute(starting_recipe(run), run, trackers)
             distributed.stop()
     except UserError as error:

@@ -11,6 +11,7 @@ from deepspeed import DeepSpeedEngine, comm
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import safe_get_full_fp32_param
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import distributed
@@ -30,6 +31,7 @@ RANKS = {
     "gradient_norm": 1,
     "pipeline_accumulation": 2,
     "rotary_frequencies": 1,
+    "round_robin_order": 2,
     "shared_memory_group": 4,
     "step_of_zeros": 1,
     "universal_checkpoint_groups": 1,
@@ -270,6 +272,30 @@ def shared_memory_group() -> tuple[bool, str]:
     value = torch.ones(4)
     comm.inference_all_reduce(value, group=groups[distributed.get_rank() // 2])
     return value[0].item() != 2, f"1 summed over a group of two ranks is {value[0].item():g}, in a world of four"
+
+
+def round_robin_order() -> tuple[bool, str]:
+    """With `round_robin_gradients`, ZeRO 1 and 2 take other weights' fp32 copies for a weight's own.
+
+    `_link_all_hp_params` in zero/stage_1_and_2.py passes offsets in the order of the parameters unless some are padded,
+    but the flat buffer has them in round-robin order. `safe_get_full_fp32_param` returns another weight, and a
+    universal checkpoint holds, and loads, weights under others' names.
+    """
+    deepspeed.init_distributed(verbose=False)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(4)))
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True},
+    }  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    wrong = [
+        name
+        for name, weight in engine.module.named_parameters()
+        if not torch.equal(safe_get_full_fp32_param(weight), weight.detach())
+    ]
+    return bool(wrong), f"the fp32 copies of {len(wrong)} of 4 weights are other weights'"
 
 
 def step_of_zeros() -> tuple[bool, str]:
