@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
@@ -21,6 +20,8 @@ from ...training.data.forms import formats
 
 CHARACTERS = 4
 """Characters of English text per token, approximately, with today's tokenizers; other languages have fewer."""
+TEMPLATE = 4
+"""Tokens that a chat template writes around a turn, with its role: Llama 3's and ChatML write 5, others 2 to 4."""
 SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 QUICK = 64 * 2**20
 """Largest size of the data, in bytes, that is read before a run; it takes about a second."""
@@ -63,7 +64,7 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
         counted, attended = tokens_of(recipe)
-        about = f"{CHARACTERS} characters per token"
+        about = f"{_characters_per_token(recipe):.2g} characters per token"
         return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
 
@@ -95,13 +96,14 @@ def deadline(text: str, flag: str = "--deadline") -> float:
 def tokens_of(recipe: Recipe) -> tuple[float, float]:
     """Return the approximate tokens of an epoch, and the average length of the document to which a token belongs.
 
-    Both are estimated from the characters of local files; no tokenizer is loaded.
+    Both are estimated from the characters of local files, and of their first examples with a local tokenizer.
 
     Raises:
         UserError: the data is not local text, or not in a format that the method reads.
     """
+    per_token = _characters_per_token(recipe)
     lengths = [
-        (_characters(example), times)
+        (_characters(example, per_token), times)
         for file in _files(recipe)
         for examples, times in [_read(file, recipe)]
         for example in examples
@@ -110,9 +112,9 @@ def tokens_of(recipe: Recipe) -> tuple[float, float]:
     if not characters:
         raise UserError(f"data.path={' '.join(names(recipe.data.path))}: has no text to train on; give --tokens.")
     share = min(1.0, (recipe.data.max_examples or examples) / examples)
-    whole = recipe.sequence_length * CHARACTERS  # longer documents are divided
+    whole = recipe.sequence_length * per_token  # longer documents are divided
     attended = sum(times * length * min(length, whole) for length, times in lengths) / characters
-    return max(1.0, share * characters / CHARACTERS), max(1.0, attended / CHARACTERS)
+    return max(1.0, share * characters / per_token), max(1.0, attended / per_token)
 
 
 def size_of(recipe: Recipe) -> updates.Size | None:
@@ -123,11 +125,10 @@ def size_of(recipe: Recipe) -> updates.Size | None:
     lengths: list[tuple[int, float]] = []  # with the number of examples that each stands for
     try:
         files = list(_files(recipe))
-        large = _text_bytes(files) > QUICK
+        large, per_token = _text_bytes(files) > QUICK, _characters_per_token(recipe)
         for file in files:
             sample, times = _read(file, recipe, large)
-            lengths += [(_characters(example), times) for example in sample]
-        per_token = _characters_per_token(recipe)
+            lengths += [(_characters(example, per_token), times) for example in sample]
     except UserError:
         return None
     if recipe.method.name != "pretrain":  # which cuts longer texts; other methods drop longer examples
@@ -157,7 +158,7 @@ def _characters_per_token(recipe: Recipe) -> float:
 
     samples = (_read(file, recipe)[0] for file in _files(recipe))
     examples = islice((one for sample in samples for one in sample), SAMPLED)
-    texts = [json.dumps(one, ensure_ascii=False, default=str) for one in examples]
+    texts = [text for one in examples for text in _texts(one) if text]
     try:
         tokens = sum(len(one.ids) for one in Tokenizer.from_file(str(file)).encode_batch(texts))
     except Exception:  # a damaged file raises a bare Exception; the ranks report it
@@ -240,11 +241,21 @@ def _bad(recipe: Recipe) -> text_files.BadExamples | None:
     return text_files.BadExamples() if recipe.data.bad == "skip" else None
 
 
-def _characters(value: object) -> int:
-    """Return the number of characters in an example; a preference pair's prompt counts twice."""
+def _characters(example: Json, per_token: float) -> float:
+    """Return the number of characters in an example, with those that a chat template would add to its turns."""
+    return sum(TEMPLATE * per_token if text is None else len(text) for text in _texts(example))
+
+
+def _texts(value: object) -> Iterator[str | None]:
+    """Yield the texts of an example, and None for each turn; a preference pair's prompt is in it twice."""
     if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        twice = 2 if "chosen" in value else 1
-        return sum(_characters(part) * (twice if key == "prompt" else 1) for key, part in value.items())
-    return sum(_characters(part) for part in value) if isinstance(value, list) else 0
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, dict):
+        if "role" in value:
+            yield None
+        for key, part in value.items():
+            for _ in range(0 if key == "role" else 2 if key == "prompt" and "chosen" in value else 1):
+                yield from _texts(part)
