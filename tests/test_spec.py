@@ -82,6 +82,7 @@ def test_foreign_names_with_the_same_values_are_read_as_ours(full, capsys):
     ]
     found = [overrides.word(one) for one in words]
     assert found[:2] == ["epochs=3", "lora.rank=8"] and found[-1] == "tiny"
+    assert overrides.word("run_name=first") == "wandb.name=first"
     changed = overrides.apply(full, found[:-1])
     assert (changed.epochs, changed.lora.rank, changed.lora.target_modules) == (3, 8, "all-linear")
     assert (changed.schedule.kind, changed.schedule.warmup) == ("linear", 0.1)

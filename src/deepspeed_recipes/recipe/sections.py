@@ -93,6 +93,8 @@ class Wandb:
     """Project of the run in W&B and Trackio; in MLflow, the experiment."""
     entity: str | None = None
     """User or team that owns the project. None uses W&B's default for the API key."""
+    name: str | None = None
+    """Name of the run in W&B and MLflow. None uses the recipe's, such as `llama3-8b-lora`."""
     group: str | None = None
     """Group of the run; W&B shows the runs of a group together. A sweep sets this key."""
     job_type: str | None = None

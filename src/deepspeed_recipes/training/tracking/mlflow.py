@@ -41,7 +41,7 @@ class Run:
             )
             return
         labels = {TAG: run_id(run), "tags": ",".join(tags(recipe)), "group": recipe.wandb.group or ""}
-        self.id = self.client.create_run(number, run_name=recipe.name, tags=labels).info.run_id
+        self.id = self.client.create_run(number, run_name=recipe.wandb.name or recipe.name, tags=labels).info.run_id
         shown = settings(recipe, deepspeed_config)
         params = [Param(key, str(value)[:500]) for key, value in flatten_dict(shown["recipe"]).items()]
         for start in range(0, len(params), BATCH):

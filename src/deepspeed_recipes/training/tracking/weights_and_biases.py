@@ -122,7 +122,7 @@ class Run:
                 entity=recipe.wandb.entity,
                 group=recipe.wandb.group,
                 job_type=recipe.wandb.job_type,
-                name=recipe.name,
+                name=recipe.wandb.name or recipe.name,
                 tags=tags(recipe),
                 config=config,
                 dir=place,

@@ -209,7 +209,7 @@ def _trackers(found: Translation) -> None:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
     if "report_to" in found.values and "all" not in names:
         found.set("tracking", ",".join(known) or "none", "report_to")
-    found.need_none(["run_name"], "a run is named after its recipe; wandb.group and wandb.tags can be set")
+    found.rename_given({"run_name": "wandb.name"})
 
 
 def _sharding(found: Translation) -> None:
