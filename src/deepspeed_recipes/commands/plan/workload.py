@@ -122,7 +122,7 @@ def size_of(recipe: Recipe) -> updates.Size | None:
 
     Files of columns and text of more than `QUICK` bytes are estimated from the first examples of each file.
     """
-    lengths: list[tuple[int, float]] = []  # with the number of examples that each stands for
+    lengths: list[tuple[float, float]] = []  # with the number of examples that each stands for
     try:
         files = list(_files(recipe))
         large, per_token = _text_bytes(files) > QUICK, _characters_per_token(recipe)
