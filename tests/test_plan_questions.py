@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 from datasets import Dataset
 from pyarrow import Table, parquet
+from tokenizers import Tokenizer
 
 from deepspeed_recipes.commands import main, plan
 from deepspeed_recipes.commands.plan import workload
@@ -24,6 +25,7 @@ from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import SAMPLES
+from deepspeed_recipes.recipe.samples import TINY_MODEL
 from tests import ROOT
 
 EIGHT = ("--gpu", "p5.48xlarge")
@@ -150,9 +152,15 @@ def test_a_pair_of_answers_reads_its_prompt_twice():
     recipe = model_recipe.find("tiny", "dpo_lora")
     lines = (SAMPLES / "preferences" / "train.jsonl").read_text(encoding="utf-8").splitlines()
     pairs = [json.loads(line) for line in lines]
-    once = sum(len(turn["content"]) for pair in pairs for key in ("prompt", "chosen", "rejected") for turn in pair[key])
-    prompts = sum(len(turn["content"]) for pair in pairs for turn in pair["prompt"])
-    assert 4 * workload.tokens_of(recipe)[0] == pytest.approx(once + prompts, rel=0.1)  # and the turns' roles
+    reader = Tokenizer.from_file(f"{TINY_MODEL}/tokenizer.json")
+    read = [
+        turn["content"] for pair in pairs for key in ("prompt", "prompt", "chosen", "rejected") for turn in pair[key]
+    ]
+    known = sum(len(one.ids) for one in reader.encode_batch(read)) + workload.TEMPLATE * len(read)
+    assert workload.tokens_of(recipe)[0] == pytest.approx(known, rel=0.05)
+    elsewhere = replace(recipe, model=replace(recipe.model, path="owner/name"))  # 4 characters of English per token
+    about = sum(map(len, read)) / workload.CHARACTERS + workload.TEMPLATE * len(read)
+    assert workload.tokens_of(elsewhere)[0] == pytest.approx(about, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def check(section: object, prefix: str = "") -> None:
         if nested:
             if not isinstance(value, nested):
                 raise UserError(f"{key}={shown(value)}: must be a section with its own keys.")
-            check(value, f"{getattr(value, 'name', key)}.")  # a method's keys begin with its name
+            check(value, f"{getattr(value, 'name', key) if name == 'method' else key}.")  # `method` holds `dpo.beta`
         elif isinstance(value, str) and value in words:
             continue
         elif isinstance(value, bool):
