@@ -207,9 +207,9 @@ def is_redundant(text: str) -> bool:
     """Return whether a word of the command line is a setting of another tool that says nothing more here; says so."""
     key, equals, _ = text.partition("=")
     why = OTHER_TOOLS["redundant"].get(text.lower())
-    answered = {*FOREIGN_NAMES, *OTHER_TOOLS["words"], *OTHER_TOOLS["options"], *override_keys()}
-    if equals and key not in answered:
-        why = why or next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
+    tables = (FOREIGN_NAMES, OTHER_TOOLS["words"], OTHER_TOOLS["options"], override_keys())
+    if why is None and equals and not any(key in table for table in tables):
+        why = next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
     if why:
         print(f"{text} is left out: {why}", file=sys.stderr)
     return bool(why)

@@ -63,8 +63,9 @@ def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[st
         each = recipe.global_batch_size * recipe.sequence_length * recipe.method.sequences
         return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
-        counted, attended = tokens_of(recipe)
-        about = f"{_characters_per_token(recipe):.2g} characters per token"
+        per_token = _characters_per_token(recipe)
+        counted, attended = tokens_of(recipe, per_token)
+        about = f"{per_token:.2g} characters per token"
         return Workload(recipe.epochs * counted, known, about, document_length=attended)
     return None
 
@@ -93,15 +94,16 @@ def deadline(text: str, flag: str = "--deadline") -> float:
     return hours
 
 
-def tokens_of(recipe: Recipe) -> tuple[float, float]:
+def tokens_of(recipe: Recipe, per_token: float | None = None) -> tuple[float, float]:
     """Return the approximate tokens of an epoch, and the average length of the document to which a token belongs.
 
-    Both are estimated from the characters of local files, and of their first examples with a local tokenizer.
+    Both are estimated from the characters of local files, with `per_token` characters per token or, if it is None, as
+    many as a local tokenizer reads in the first examples.
 
     Raises:
         UserError: the data is not local text, or not in a format that the method reads.
     """
-    per_token = _characters_per_token(recipe)
+    per_token = per_token or _characters_per_token(recipe)
     lengths = [
         (_characters(example, per_token), times)
         for file in _files(recipe)
