@@ -851,7 +851,7 @@ GOOD = chats(("user", "Hi?"), ("assistant", "Yes."))
 
 def recipe_on(path, **data):
     recipe = small(path, path)
-    return replace(recipe, data=replace(recipe.data, path=str(path), validation=None, **data))
+    return replace(recipe, data=replace(recipe.data, path=str(path), **{"validation": None, **data}))
 
 
 def test_an_example_may_lack_a_renamed_column(tmp_path):
@@ -865,6 +865,41 @@ def test_an_example_may_lack_a_renamed_column(tmp_path):
         sources.read(str(path), recipe_on(path, **columns))
     with pytest.raises(UserError, match=r":1: data.columns names 'b'; this example has 'q'"):
         sources.read(str(path), recipe_on(path, columns="q:prompt,b:completion", bad="skip"))
+
+
+def test_several_sources_with_columns_of_their_own(tmp_path):
+    rows = [
+        {"question": "Hi?", "answer": "Yes."},
+        {"frage": "Hi?", "completion": "Yes."},  # one renamed, the other under its usual name
+        {"messages": SHORT, "note": "kept out"},  # none of the columns
+    ]
+    files = [tmp_path / f"{number}.jsonl" for number in range(len(rows))]
+    for file, row in zip(files, rows, strict=True):
+        file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    columns = "question:prompt,answer:completion,frage:prompt"
+    recipe = recipe_on(",".join(map(str, files)), columns=columns)
+    preflight.check_data(recipe)
+    found = sources.read(recipe.data.path, recipe)
+    assert [one.form for one in found] == ["prompt_completion", "prompt_completion", "messages"]
+    assert all(next(iter(one.examples))["messages"] == SHORT for one in found)
+    held_out = recipe_on(files[0], columns="question:prompt,answer:completion", validation=str(files[2]))
+    preflight.check_data(held_out)
+    assert sources.read(held_out.data.validation, held_out)[0].examples[0]["messages"] == SHORT
+    both = tmp_path / "both.jsonl"
+    both.write_text(json.dumps({"question": "Hi?", "frage": "No?", "answer": "Yes."}))
+    for path, given, message in (
+        (recipe.data.path, f"{columns},anser:completion", "'anser', which neither data.path nor"),
+        (f"{files[0]},{files[2]}", "qestion:prompt,anser:completion", "names 'qestion', which neither"),
+        (f"{files[1]},{both}", columns, "'question' and 'frage' are both prompt"),
+        (
+            f"{files[1]},{files[0]}",
+            "frage:prompt,answer:completion",
+            "names 'frage'; this example has 'question'",
+        ),
+    ):
+        for check in (preflight.check_data, lambda one: sources.read(one.data.path, one)):
+            with pytest.raises(UserError, match=message):
+                check(recipe_on(path, columns=given))
 
 
 def test_bad_examples_are_named_together_or_left_out(tmp_path):

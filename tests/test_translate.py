@@ -491,11 +491,22 @@ def test_a_file_that_is_no_training_file_is_a_line(place, text, message):
     assert "\n" not in str(caught.value)
 
 
-def test_data_sets_with_other_columns_do_not_go_together(place):
-    entries = {name: {"file_name": "train.jsonl", "columns": {"prompt": name}} for name in ("ours", "theirs")}
+@pytest.mark.parametrize(
+    ("theirs", "renamed", "missing"),
+    [
+        ({"prompt": "theirs"}, "ours:instruction,theirs:instruction", None),
+        ({"query": "ours"}, "ours:instruction", "'ours' is instruction in one data set, input in another"),
+    ],
+)
+def test_data_sets_with_other_columns_go_together(place, theirs, renamed, missing):
+    entries = {
+        "ours": {"file_name": "train.jsonl", "columns": {"prompt": "ours"}},
+        "theirs": {"file_name": "train.jsonl", "columns": theirs},
+    }
     (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
     found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,theirs"})), 1)
-    assert "for all sources" in found.missing["dataset.columns"]
+    assert found.overrides["data.columns"] == renamed
+    assert found.missing.get("dataset.columns", "").startswith(missing or "nothing") == (missing is not None)
 
 
 def test_anchors_are_read(place):

@@ -12,7 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,11 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     rendering = chat_template.Rendering(recipe)
     reads_columns = importlib.util.find_spec("pyarrow") is not None
     kinds_of: dict[str, Counter[object]] = {}
+    every = [Path(name) for name in names(recipe.data.path) + names(recipe.data.validation)]
+    found_files = [text_files.files_of(name, recipe.data.split)[0] for name in every]
+    if all(found_files) and (reads_columns or not any(map(text_files.is_columnar, chain(*found_files)))):
+        rows = (text_files.read(file, lambda _: None) for file in chain(*found_files))
+        formats.refuse_unknown_columns(formats.reading_of(recipe.data), rows)
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()
         for name in names(path):

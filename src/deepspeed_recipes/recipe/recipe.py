@@ -76,7 +76,8 @@ class Data:
     separate several with commas."""
     columns: Annotated[str | None, Several()] = None
     """Renames columns, as `COLUMN:FIELD` pairs separated by commas: `question:prompt,answer:completion`. The fields
-    `role` and `content` rename keys of turns: `speaker:role,text:content`."""
+    `role` and `content` rename keys of turns: `speaker:role,text:content`. Of several sources, each renames the columns
+    that it has."""
     roles: Annotated[str | None, Several()] = None
     """Renames roles of turns, as `NAME:ROLE` pairs separated by commas: `customer:user,agent:assistant`."""
     join_turns: bool = False

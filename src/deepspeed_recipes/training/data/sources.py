@@ -130,6 +130,10 @@ def read(path: str, recipe: Recipe, streaming: bool = False) -> list[Source]:
     Streamed examples are checked when they are reached.
     """
     upstream.keep_json_numbers()
+    data = recipe.data
+    every = names(data.path) + names(data.validation)
+    rows = (_located(name, data.split, True, lambda _: None) for name in every)
+    formats.refuse_unknown_columns(formats.reading_of(data), rows)
     return [_source(name, recipe, streaming) for name in names(path)]
 
 

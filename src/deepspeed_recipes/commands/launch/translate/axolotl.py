@@ -334,8 +334,8 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
             if entry[theirs] in (field, "messages", "conversations"):
                 found.note(f"{start}{theirs}", "the same here")
             else:
-                renamed[entry[theirs]] = field
                 found.note(f"{start}{theirs}", f"data.columns={entry[theirs]}:{field}")
+                found.rename_column(f"{start}{theirs}", renamed, entry[theirs], field)
         for name in ("message_property_mappings", "message_field_role", "message_field_content"):
             if not entry.get(name):
                 continue

@@ -249,7 +249,7 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         for theirs, column in columns.items():
             field = usual.get(theirs, {"kto_tag": "label"}.get(theirs, theirs))
             if column != field and field in (*usual.values(), *OTHER_FIELDS):
-                renamed[column] = field
+                found.rename_column(f"{name}.columns", renamed, column, field)
     if "dataset_dir" in found.values:
         found.unneeded.pop("dataset_dir", None)
         found.note("dataset_dir", key)
@@ -259,12 +259,6 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), name)
     if renamed and key == "data.path":
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
-        if len({str(listed[word].get("columns")) for word in words if word in listed}) > 1:
-            found.lack(
-                f"{name}.columns",
-                "data.columns is for all sources; where their columns differ, rename them in the files, or in "
-                "data.transform=FILE.py:FUNCTION",
-            )
 
 
 def _problems(entry: JsonView) -> Iterator[str]:

@@ -116,6 +116,11 @@ class Translation:
         self.translated.pop(name, None)
         self.missing[name] = why
 
+    def rename_column(self, name: str, renamed: dict[str, str], column: str, field: str) -> None:
+        """Add a column of one data set to those `renamed`; `data.columns` gives a name one field in all data sets."""
+        if renamed.setdefault(column, field) != field:
+            self.lack(name, f"{column!r} is {renamed[column]} in one data set, {field} in another; rename it in a file")
+
     def give(self, changes: dict[str, str]) -> None:
         """Let the user's overrides win over what the file says, and supply what it lacks."""
         self.overrides |= changes

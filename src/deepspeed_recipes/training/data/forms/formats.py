@@ -27,7 +27,7 @@ from ....recipe import own_code, variants
 from ....recipe.errors import UserError, counted
 from ....recipe.files import Json, JsonView
 from ....recipe.methods import METHODS, Examples, reading
-from ....recipe.recipe import Data
+from ....recipe.recipe import Data, names
 from ....recipe.samples import ROLES
 from ..text_files import Bad, refuse
 from . import keys
@@ -598,26 +598,48 @@ def column_fields(text: str | None) -> dict[str, str]:
 
 
 def renamed_columns(
-    located: Iterable[tuple[str, Example]], columns: Mapping[str, str]
+    located: Iterable[tuple[str, Example]], columns: Mapping[str, str], several: bool = False
 ) -> Iterator[tuple[str, Example]]:
-    """Yield the examples of one source with the columns renamed that `fields` lists; some examples may lack some."""
+    """Yield the examples of one source with the columns renamed that `columns` lists; some examples may lack some.
+
+    The source may lack a column altogether if it is one of `several` and has the column's field all the same, or if it
+    has none of the columns: they are other sources' (`refuse_unknown_columns` knows all).
+    """
     located = iter(located)
     first = list(islice(located, 1))
     if any(column not in example for _, example in first for column in columns):
         first += islice(located, AHEAD)
-    missing = [column for column in columns if first and not any(column in example for _, example in first)]
+    here = {name for _, example in first for name in example}
+    missing = [column for column in columns if first and column not in here]
+    if several:
+        fields = here.union(field for column, field in columns.items() if column in here)
+        missing = [column for column in missing if here & columns.keys() and columns[column] not in fields]
     if missing:
         where, example = first[0]
         # A pair with another field is read as the beginning of the next column's name.
         if unknown := re.match(r"[^:]+:\s*([^:,]+?)\s*,", missing[0]):
             raise UserError(f"{where}: data.columns: {unknown[1]!r} is not a field; {HOW_TO_RENAME}")
-        raise UserError(
-            f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}. All sources of "
-            "data.path need the columns; data.transform=FILE.py:FUNCTION can change the examples of some."
-        )
+        raise UserError(f"{where}: data.columns names {missing[0]!r}; this example has {fields_of(example)}.")
     for where, example in chain(first, located):
-        kept = {name: value for name, value in example.items() if name in columns or name not in columns.values()}
+        new: dict[str, str] = {}
+        for name in filter(columns.__contains__, example):
+            if columns[name] in new:
+                raise UserError(f"{where}: data.columns: {new[columns[name]]!r} and {name!r} are both {columns[name]}.")
+            new[columns[name]] = name
+        kept = {name: value for name, value in example.items() if name in columns or name not in new}
         yield where, {columns.get(name, name): value for name, value in kept.items()}
+
+
+def refuse_unknown_columns(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> None:
+    """Refuse a column of `data.columns` that no source has in its first examples; `reading` is from `reading_of`."""
+    unknown = dict(reading["columns"])
+    for located in sources if reading["several"] else ():
+        for _, example in own_code.transformed(islice(located, AHEAD), reading["transform"], on_error=lambda _: None):
+            unknown = {column: field for column, field in unknown.items() if column not in example}
+        if not unknown:
+            return
+    if reading["several"] and unknown:
+        raise UserError(f"data.columns names {next(iter(unknown))!r}, which neither data.path nor data.validation has.")
 
 
 def role_names(text: str | None) -> dict[str, str]:
@@ -644,7 +666,7 @@ def prepared(
     """
     turns = {name: reading[name] for name in ("keys", "roles", "join")}
     located = own_code.transformed(located, reading["transform"], on_drop, bad)
-    for where, example in renamed_columns(located, reading["columns"]):
+    for where, example in renamed_columns(located, reading["columns"], reading["several"]):
         if any(turns.values()):
             try:
                 changes = {
@@ -667,6 +689,7 @@ def reading_of(data: Data) -> Json:
     of_turns = {key: field for key, field in fields.items() if field in OF_TURNS}
     return {
         "columns": columns,
+        "several": len(names(data.path) + names(data.validation)) > 1,
         "keys": of_turns,
         "roles": role_names(data.roles),
         "join": data.join_turns,
