@@ -203,6 +203,7 @@ NOT_RUN = {
     "heads-not-divisible": "needs a model whose heads do not divide",
     "no-hidden-size": "needs a model without a hidden size",
     "step-of-zeros": "shown by step_of_zeros of prove/defects/in_deepspeed.py, which tests/test_prove.py runs",
+    "round-robin-order": "shown by round_robin_order of prove/defects/in_deepspeed.py, which tests/test_prove.py runs",
     "section-unused": "a warning",
     "fp16-without-zero": "tests/test_upstream.py shows it, on processors that have fp16",
     "scheduler-block": "a warning; the Trainer's own documentation says so",

@@ -157,6 +157,7 @@ CASES: dict[str, tuple[Facts, object, object]] = {
         zero(3, stage3_prefetch_bucket_size=0),
         zero(3, stage3_prefetch_bucket_size=0, overlap_comm=False),
     ),
+    "round-robin-order": (HF, zero(2, round_robin_gradients=True), zero(3, round_robin_gradients=True)),
     "sub-group-size-0": (HF, zero(3, sub_group_size=0), zero(2, sub_group_size=0)),
     "live-parameters-0": (HF, zero(3, stage3_max_live_parameters=0), zero(3, stage3_max_live_parameters=9)),
     "zenflow-without-offload": (HF, zero(2, zenflow={}), zero(2, zenflow={}, offload_optimizer=CPU)),
@@ -419,7 +420,7 @@ def test_a_section_that_deepspeed_does_not_read_is_not_checked():
 
 
 def test_every_rule_has_its_two_configs():
-    assert len(RULES) == len({rule.id for rule in RULES}) == 104
+    assert len(RULES) == len({rule.id for rule in RULES}) == 105
     assert {rule.id for rule in RULES} == {*CASES} | MACHINE
 
 

@@ -63,6 +63,14 @@ def _sub_group(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_ZERO, "sub_group_size"), size, what, "remove it (the default is 1e9), or write 1e8")
 
 
+@rule("round-robin-order", "warning", WRONG)
+def _round_robin(config: Config, facts: Facts) -> Iterator[Hit]:
+    path = (_ZERO, "round_robin_gradients")
+    if config.stage in (1, 2) and config.on(*path):
+        what = "in universal checkpoints and `safe_get_full_fp32_param`, weights have the fp32 copies of others"
+        yield Hit(path, config.get(*path), what, "remove it", (Edit("remove", path),))
+
+
 @rule("live-parameters-0", "warning", COSTS)
 def _live_parameters(config: Config, facts: Facts) -> Iterator[Hit]:
     if config.stage != 3:
