@@ -114,16 +114,6 @@ def test_windows_and_causal_masks_halve_what_is_attended():
     assert attended_tokens(kind, 4096) == pytest.approx((1024 * 512 + 3072 * 1024) / 4096)
 
 
-def test_software_whose_kernel_was_another_has_one_share():
-    known = constants("H100", "llm-foundry")
-    assert known.kernels == {}
-    job = Job(llama(), TrainingSetup(1), Cluster(find("H100")), known)
-    forward, backward = attention_seconds(job, KIND)
-    assert backward == pytest.approx(2.5 * forward)
-    faster = replace(job, known=replace(known, attention=2 * known.attention))
-    assert attention_seconds(faster, KIND)[0] == pytest.approx(forward / 2)
-
-
 def test_packed_documents_attend_only_to_themselves():
     """Kernels for documents skip what lies between them; SDPA computes what its mask hides."""
 

@@ -11,7 +11,6 @@ from deepspeed_recipes.planning.cost.constants import (
     constants,
     kinds_of,
     memory_range,
-    resolve,
     speed_range,
 )
 from deepspeed_recipes.planning.cost.step_time import step_time
@@ -34,7 +33,7 @@ def held_out(change_setup=lambda setup: setup, without=()) -> dict[str, list[tup
     for run in runs():
         if run.fitted or run.software == "deepspeed":
             continue
-        known = constants(run.cluster.gpu.name, run.software)
+        known = calibrate.constants_of(run, calibrate.read())
         time = step_time(run.profile, change_setup(run.setup), run.cluster, known)
         left = time.seconds - sum(time.components[name] for name in without)
         pairs.setdefault(run.table, []).append((time.tokens / time.gpus / left, run.tokens_per_second_per_gpu))
@@ -106,7 +105,7 @@ def test_batches_in_the_tables_are_whole_numbers():
 
 
 def test_fitting_lowers_the_loss_and_finds_what_was_changed():
-    data = json.loads(FILE.read_text())
+    data = calibrate.read()
     rows = [run for run in runs() if run.table == "llm-foundry, A100 40GB"][::8]
     right = calibrate.loss(rows, data)
     data["gpus"]["A100"]["values"]["matmul"] *= 0.7
@@ -133,9 +132,9 @@ def test_an_unmeasured_gpu_borrows_another_gpus_shares_and_says_so():
     assert products == pytest.approx(constants("A100 80GB").matmul * (70.89 / 121) / (264.53 / 312), abs=1e-3)
     assert not step_time(llama(), TrainingSetup(1), cluster("L4")).measured
     assert constants("RTX 4090").measured and not constants("RTX 5090").measured and not constants("B200").measured
-    data = json.loads(FILE.read_text())
-    taken = data["software"]["llm-foundry"]["values"]["network"]
-    assert resolve(data, "H100", "deepspeed").network == taken
+    others = calibrate.read()["others"]
+    for name, software in calibrate.TAKEN.items():
+        assert getattr(constants("H100"), name) == others[software]["values"][name]
 
 
 # Ranges.

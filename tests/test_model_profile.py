@@ -8,12 +8,13 @@ from itertools import product
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.planning.cost import activations
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.planning.cost.weights import NF4
-from deepspeed_recipes.planning.model_profile import lookup
+from deepspeed_recipes.planning.model_profile import allocations, lookup
 from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
 from deepspeed_recipes.planning.model_profile.meta_device import profile_model
 from deepspeed_recipes.recipe import pages
@@ -42,6 +43,36 @@ MODES = {
     "adapters": {"lora": LORA},
     "adapters, packed, checkpointed": {"lora": LORA, "packing": True, "gradient_checkpointing": True},
 }
+
+
+class CpuKernels(allocations.Kernels):
+    """Allocates as the CPU's kernels do, on which the drafts below are measured.
+
+    Attention with every mask is flash attention; if heads have two widths, all scores are saved. Dropout saves a factor
+    in the element's type. (PyTorch 2.13, aten/src/ATen/native/transformers: attention.cpp, sdp_utils_cpp.cpp.)
+    """
+
+    def attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        if query.shape[-1] == value.shape[-1] and not dropout_p:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+            )[0]
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+    def dropout(self, input, *args, **kwargs):
+        return functional.dropout(input, *args, **kwargs)
+
+
+@pytest.fixture
+def on_a_cpu(monkeypatch):
+    """Let profiles imitate the kernels of this machine."""
+    monkeypatch.setattr(allocations, "Kernels", CpuKernels)
 
 
 def is_fused_on_cpu(config) -> bool:
@@ -108,9 +139,10 @@ def measured(model, setup, backward=False):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("on_a_cpu")
 def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
     config = draft_of(family)
-    profile = profile_model(config.to_dict(), [None, LORA], device="cpu")
+    profile = profile_model(config.to_dict(), [None, LORA])
     found = {}
     for name, changes in MODES.items():
         setup = setup_for(family, **changes)
@@ -142,12 +174,13 @@ def test_what_autograd_saves_of_a_draft_is_what_is_predicted(family):
         },
     ),
 )
+@pytest.mark.usefixtures("on_a_cpu")
 def test_the_worst_moment_is_what_is_predicted(family, name):
     """All live bytes of a forward and a backward pass are tracked, except the gradients of weights."""
     config, setup = draft_of(family), setup_for(family, **MODES[name])
     config.vocab_size, config.pad_token_id = 64, None  # so that the logits are not all that counts
     without = [None, setup.lora]  # masks, and what eager attention takes, are measured without adapters
-    profile = profile_model(config.to_dict(), without, device="cpu")
+    profile = profile_model(config.to_dict(), without)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=setup.attention).train()
     kept = sum(activations.kept_bytes(layer, setup) for layer in profile.layers)
     kept += activations.mask_bytes(profile.layer_kinds, setup)
@@ -156,13 +189,15 @@ def test_the_worst_moment_is_what_is_predicted(family, name):
     assert kept + max(worst, activations.loss_bytes(profile, setup)[0]) == pytest.approx(found, rel=0.08)
 
 
+@pytest.mark.usefixtures("on_a_cpu")
 def test_a_forgotten_mask_is_noticed():
-    profile = profile_model(draft_of("llama3").to_dict(), device="cpu")
+    profile = profile_model(draft_of("llama3").to_dict())
     model = AutoModelForCausalLM.from_config(draft_of("llama3"), dtype=torch.bfloat16).train()
     found = measured(model, setup_for("llama3", packing=True))
     assert predicted(profile, setup_for("llama3")) != pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.usefixtures("on_a_cpu")
 def test_4_bit_weights_save_the_same_activations_and_need_the_predicted_memory(tmp_path):
     config = draft_of("llama3", hidden=256)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -173,7 +208,7 @@ def test_4_bit_weights_save_the_same_activations_and_need_the_predicted_memory(t
     packed = [one for one in model.parameters() if hasattr(one, "quant_state")]
     states = [one.quant_state for one in packed]
     scales = sum(state.absmax.nbytes + state.state2.absmax.nbytes for state in states)
-    profile = profile_model(config.to_dict(), [LORA], device="cpu")
+    profile = profile_model(config.to_dict(), [LORA])
     linears = sum(inputs * outputs for layer in profile.layers for inputs, outputs in layer.linears)
     assert sum(one.nbytes for one in packed) + scales == pytest.approx(NF4 * linears, rel=0.01)
     setup = setup_for("llama3", lora=LORA)

@@ -69,7 +69,7 @@ def allocated(hidden: int, tokens: int, lora: Lora | None, head=transforms.tile_
     if lora:
         model.enable_input_require_grads()
         model = adapters.add(model, lora)
-    with Kernels("cuda"):
+    with Kernels():
         found = measure(model, layers, 1, tokens)
     return found["saved_outside_layers"] + found["loss_peak"]
 
@@ -156,7 +156,7 @@ def weighed(lever: str, lora: Lora | None) -> tuple[float, float]:
     if lora:
         model.enable_input_require_grads()
         model = adapters.add(model, lora)
-    with Kernels("cuda"):
+    with Kernels():
         found = measure(model, layers, SEQUENCES, LENGTH)
     return found["saved", 0], found["saved", 0] + found["backward_peak", 0]
 

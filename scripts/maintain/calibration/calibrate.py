@@ -12,11 +12,12 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
-from deepspeed_recipes.planning.cost.constants import FILE, constants, resolve
+from deepspeed_recipes.planning.cost.constants import COUNTS, FILE, Constants, constants, resolve
 from deepspeed_recipes.planning.cost.step_time import step_time
 from deepspeed_recipes.recipe import files
 
@@ -25,8 +26,10 @@ from .measured_runs import MeasuredRun, runs
 from .published_models import profile_of
 from .published_rows import PublishedRow, published_rows
 
+OTHERS = Path(__file__).with_name("other_software.json")
+"""The constants of published tables' software, which the planner does not need."""
 ConstantPath = tuple[str, ...]
-"""The keys of a constant in `constants.json`, from the top."""
+"""The keys of a constant in the result of `read`, from the top."""
 
 
 def _limits(*keys: str, **limits: tuple[float, float]) -> dict[ConstantPath, tuple[float, float]]:
@@ -35,28 +38,47 @@ def _limits(*keys: str, **limits: tuple[float, float]) -> dict[ConstantPath, tup
 
 PUBLISHED: dict[ConstantPath, tuple[float, float]] = {
     **_limits("common", latency=(1e-6, 1e-3)),
-    **_limits("gpus", "A100", matmul=(0.5, 0.95), attention=(0.1, 0.8), waves=(0.1, 3)),
-    **_limits("gpus", "H100", matmul=(0.4, 0.95), attention=(0.1, 0.8), waves=(0.1, 3)),
-    **_limits("software", "llm-foundry", passes=(0.5, 8), gap=(1e-6, 1e-2), overlap=(0, 1), network=(0.2, 0.95)),
-    **_limits("software", "megatron-deepspeed", passes=(0.5, 8), gap=(1e-6, 1e-2), network=(0.05, 0.95)),
-    **_limits("software", "megatron-deepspeed", scores=(4, 60), unaligned=(0.4, 1)),
+    **_limits("gpus", "A100", matmul=(0.5, 0.95), waves=(0.1, 3)),
+    **_limits("gpus", "H100", matmul=(0.4, 0.95), waves=(0.1, 3)),
+    **_limits("others", "llm-foundry", passes=(0.5, 8), gap=(1e-6, 1e-2), overlap=(0, 1), network=(0.2, 0.95)),
+    ("others", "llm-foundry", "attention", "A100"): (0.1, 0.8),
+    ("others", "llm-foundry", "attention", "H100"): (0.1, 0.8),
+    **_limits("others", "megatron-deepspeed", passes=(0.5, 8), gap=(1e-6, 1e-2), network=(0.05, 0.95)),
+    **_limits("others", "megatron-deepspeed", scores=(4, 60), unaligned=(0.4, 1)),
 }
 """Constants that are fitted on the published tables, with their limits."""
 OWN: dict[ConstantPath, tuple[float, float]] = {
-    **_limits("software", "deepspeed", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), overlap=(1e-3, 1)),
-    **_limits("software", "deepspeed", hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
+    **_limits("common", gap=(1e-6, 1e-3), launch=(2e-6, 3e-5), overlap=(1e-3, 1)),
+    **_limits("common", hook=(1e-4, 2e-3), waiting=(1e-3, 1)),
     **_limits("gpus", "RTX 30", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "RTX 40", matmul=(0.5, 1.0)),
     **_limits("gpus", "RTX PRO", matmul=(0.5, 1.0), peer=(0.02, 0.75)),
     **_limits("gpus", "B300", matmul=(0.5, 0.95), waves=(0.1, 3)),
 }
 """Constants that are fitted on the fitted share of the published rows and on the project's own measurements."""
+TAKEN = {"network": "llm-foundry", "unaligned": "megatron-deepspeed"}
+"""Constants of this project that were fitted for other software alone."""
+
+
+def read() -> dict[str, Any]:
+    """Return the content of `constants.json`, with the constants of published tables' software as `others`."""
+    return {**json.loads(FILE.read_text(encoding="utf-8")), "others": json.loads(OTHERS.read_text(encoding="utf-8"))}
+
+
+def constants_of(run: MeasuredRun, data: Mapping[str, Any]) -> Constants:
+    """Return the constants of a run's GPU and software; other software used one kernel, as fast at every length."""
+    own = resolve(data, run.cluster.gpu.name)
+    if run.software == "deepspeed":
+        return own
+    other = data["others"][run.software]
+    share = other.get("attention", {}).get(run.cluster.gpu.name.split()[0], 1.0)  # unfused attention does not read it
+    share *= 1 + COUNTS.half_speed / run.setup.sequence_length
+    return replace(own, **other["values"], kernels={"flash_2": (share, share)})
 
 
 def predicted(run: MeasuredRun, data: Mapping[str, Any]) -> float:
     """Return the predicted tokens per second and GPU."""
-    constants = resolve(data, run.cluster.gpu.name, run.software)
-    return step_time(run.profile, run.setup, run.cluster, constants).tokens_per_second_per_gpu
+    return step_time(run.profile, run.setup, run.cluster, constants_of(run, data)).tokens_per_second_per_gpu
 
 
 @dataclass(frozen=True)
@@ -184,7 +206,9 @@ def report(data: Mapping[str, Any]) -> str:
 
 def _write(data: Mapping[str, Any]) -> None:
     """Write the constants, and use them for all further predictions."""
-    files.write_text(FILE, json.dumps(data, indent=2) + "\n")
+    own = {name: value for name, value in data.items() if name != "others"}
+    for file, content in ((FILE, own), (OTHERS, data["others"])):
+        files.write_text(file, json.dumps(content, indent=2) + "\n")
     constants.cache_clear()
 
 
@@ -193,12 +217,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--report", action="store_true", help="only report the errors; change nothing")
     report_only = parser.parse_args(arguments).report
-    data = json.loads(FILE.read_text())
+    data = read()
     if not report_only:
         published = [run for run in runs() if run.fitted and run.software != "deepspeed"]
         own = [run for run in runs() if run.fitted and run.software == "deepspeed"]
         own += published_runs([row for row in published_rows() if _is_fitted(row)])
         print(f"{len(published)} rows: {fit(data, PUBLISHED, lambda changed: loss(published, changed)):.4f}")
+        for name, software in TAKEN.items():
+            data["common"]["values"][name] = data["others"][software]["values"][name]
         print(f"{len(own)} rows: {fit(data, OWN, lambda changed: row_loss(own, changed)):.4f}")
         data["date"] = date.today().isoformat()
         _write(data)

@@ -27,7 +27,7 @@ class MeasuredRun:
     fitted: bool
     """Whether the constants are fitted on this row; all other rows are held out."""
     software: str
-    """A key of `constants.json`."""
+    """`deepspeed` for this project's, otherwise a key of `other_software.json`."""
     profile: ModelProfile
     setup: TrainingSetup
     cluster: Cluster
@@ -84,6 +84,7 @@ def _llm_foundry() -> Iterator[MeasuredRun]:
             gradient_accumulation_steps=row["accumulation"],
             sequence_length=row["sequence_length"],
             gradient_checkpointing=row["checkpointing"],
+            packing=False,  # without a mask of documents
         )
         yield MeasuredRun(
             f"llm-foundry, {part}",

@@ -87,14 +87,11 @@ def attention_seconds(job: Job, kind: LayerProfile) -> tuple[float, float]:
     if setup.attention == "eager":
         forward = per_key * length / known.matmul
         return forward, 2 * forward
-    # Fused kernels recompute the scores in the backward pass: five products instead of four.
-    if not known.kernels:
-        forward = per_key * attended_tokens(kind, length) / known.attention
-        return forward, 2.5 * forward
     attention = implementation(setup)
     masked = attention == "sdpa" and (setup.packing or (kind.window is not None and kind.window <= length))
     if setup.packing and setup.document_length and not masked:  # with a mask, hidden pairs are computed as well
         length = min(length, setup.document_length)
+    # Fused kernels recompute the scores in the backward pass: five products instead of four.
     ahead, back = known.kernels[kernel(attention, masked, known.kernels)]
     keys = length if masked else attended_tokens(kind, length)
     each = per_key * keys * (1 + COUNTS.half_speed / length)

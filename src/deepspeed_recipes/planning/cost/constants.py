@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -33,8 +33,6 @@ class Constants:
 
     matmul: float
     """Share of the peak that large matrix products reach."""
-    attention: float
-    """Share of the peak that fused attention reaches, if `kernels` is empty."""
     waves: float
     """Waves of tiles per matrix product that are lost to wave quantisation."""
     memory: float
@@ -49,33 +47,32 @@ class Constants:
     """Number of times that element-wise operations read or write a layer's results; fused kernels need fewer."""
     gap: float
     """Seconds that the GPU idles between the kernels of one layer's forward pass, however long they run."""
-    overlap: float = 0.0
+    overlap: float
     """Share of ZeRO's communication that overlaps with computation, as long as there is computation."""
-    scores: float = 0.0
+    scores: float
     """Bytes moved per score in the forward pass of unfused attention."""
-    unaligned: float = 1.0
+    unaligned: float
     """Share of a matrix product's rate that remains if a dimension is not a multiple of 64."""
-    launch: float = 5e-6
+    launch: float
     """Seconds in which Python launches a kernel, while the GPU runs earlier ones."""
+    hook: float
+    """Seconds in which the host of one rank fetches or releases a module under ZeRO-3, per pass."""
+    waiting: float
+    """Relative increase of `hook` for each further rank that exchanges weights."""
+    kernels: Mapping[str, tuple[float, float]]
+    """Shares of the peak that each attention kernel reaches on long sequences, forward and backward."""
+    measured: bool
+    """False if this kind of GPU was not measured and has the shares of another."""
     peer: float = 0.0
     """Share of PCIe bandwidth that collectives reach inside a node without NVLink. GeForce GPUs cannot read each
     other's memory, so all data pass through the host's. 0 stands for the same share as `link`."""
-    hook: float = 0.0
-    """Seconds in which the host of one rank fetches or releases a module under ZeRO-3, per pass."""
-    waiting: float = 0.0
-    """Relative increase of `hook` for each further rank that exchanges weights."""
     step: float = 0.8e-4
     """Seconds per trained weight in which the host launches an optimizer step: norms, scales, copies (deepspeed 0.19.8,
     Llamas of 8 and 16 layers with nine weights each, 64 wide, two CPU ranks, process time: 0.7 ms per layer)."""
     step_sharded: float = 1.3e-4
     """The same under ZeRO-3 (measured likewise: 1.1 and 1.2 ms per layer)."""
-    kernels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Shares of the peak that each attention kernel reaches on long sequences, forward and backward. Empty for software
-    of a table that used another kernel."""
     cpu: "Cpu | None" = None
     """Rates of a rank that is a process on a CPU; None for GPUs."""
-    measured: bool = True
-    """False if this kind of GPU was not measured and has the shares of another."""
 
 
 @dataclass(frozen=True)
@@ -107,28 +104,24 @@ class Cpu:
     """Ratio of a reduce-scatter to an all-gather of the same size."""
 
 
-def resolve(data: JsonView, gpu: str, software: str) -> Constants:
-    """Return the constants of a GPU and of the training software from `data`, the content of `constants.json`."""
+def resolve(data: JsonView, gpu: str) -> Constants:
+    """Return the constants of a GPU from `data`, the content of `constants.json`."""
     gpus = data["gpus"]
     kind = max((kind for kind in gpus if gpu.startswith(kind)), key=len, default="other")
-    measured = not {"like", "assumed"} & set(gpus[kind])
-    own, kind = gpus[kind], gpus[kind].get("like", kind)
-    entry, hardware = data["software"][software], gpus[kind]["values"]
-    taken = {name: data["software"][other]["values"][name] for name, other in entry.get("takes", {}).items()}
-    hardware = {**hardware, **{name: hardware[name] * times for name, times in own.get("times", {}).items()}}
-    values = {**data["common"]["values"], **hardware, **taken, **entry["values"], "measured": measured}
-    kernels = own.get("kernels", gpus[kind]["kernels"]) if entry.get("by_kernel") else {}
-    return Constants(**values, kernels={name: (forward, backward) for name, (forward, backward) in kernels.items()})
+    own, like = gpus[kind], gpus[gpus[kind].get("like", kind)]
+    scaled = {name: like["values"][name] * times for name, times in own.get("times", {}).items()}
+    kernels = {name: tuple(shares) for name, shares in own.get("kernels", like["kernels"]).items()}
+    measured = not {"like", "assumed"} & set(own)
+    return Constants(**data["common"]["values"], **like["values"] | scaled, kernels=kernels, measured=measured)
 
 
 @cache
-def constants(gpu: str, software: str = "deepspeed") -> Constants:
-    """Return the constants of a GPU by its name in `gpus.GPUS`, and of the training software.
+def constants(gpu: str) -> Constants:
+    """Return the constants of a GPU by its name in `gpus.GPUS`.
 
-    A GPU that was not measured has the shares of the most similar measured GPU. The software is a key in
-    `constants.json`: `deepspeed` is this project's, the others are those of published tables.
+    A GPU that was not measured has the shares of the most similar measured GPU.
     """
-    return resolve(json.loads(FILE.read_text(encoding="utf-8")), gpu, software)
+    return resolve(json.loads(FILE.read_text(encoding="utf-8")), gpu)
 
 
 ALL = "all"

@@ -137,7 +137,7 @@ def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Const
         return known
     # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
     kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
-    return replace(known, matmul=known.matmul / 2, attention=known.attention / 2, kernels=kernels)
+    return replace(known, matmul=known.matmul / 2, kernels=kernels)
 
 
 def _stages(job: Job) -> list[dict[str, float]]:

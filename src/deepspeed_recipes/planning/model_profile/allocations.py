@@ -30,35 +30,26 @@ OUTSIDE, AFTER_LAYERS = -1, -2
 
 
 class Kernels(TorchFunctionMode):
-    """Allocates as another device's kernels would; all differences between devices are in this class.
+    """Allocates as CUDA's kernels would.
 
-    - Attention. CUDA: flash attention saves queries, keys, values, outputs and a logarithm per token and head. With a
-      mask, or with heads wider than 256 or of two widths, it is the memory-efficient kernel, which also saves the mask
-      as numbers. CPU: flash attention for every mask; if heads have two widths, all scores are saved.
-    - Dropout. CUDA saves one byte per element, the CPU a factor in the element's type.
-
-    (PyTorch 2.13, aten/src/ATen/native/transformers: attention.cpp, cuda/sdp_utils.cpp, sdp_utils_cpp.cpp.)
+    Flash attention saves queries, keys, values, outputs and a logarithm per token and head. With a mask, or with heads
+    wider than 256 or of two widths, it is the memory-efficient kernel, which also saves the mask as numbers. Dropout
+    saves one byte per element. (PyTorch 2.13, aten/src/ATen/native/transformers: attention.cpp, cuda/sdp_utils.cpp.)
     Internal allocations of kernels are not measured: flash attention's backward pass accumulates the gradients of
     queries in fp32, 4 bytes per token and width, but by then at least as much of the layer has been freed.
     """
 
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
     def __torch_function__(
         self, func: Callable[..., object], types: object, args: tuple[Any, ...] = (), kwargs: Json | None = None
     ) -> object:
-        kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            return self._attention(func, *args, **kwargs)
-        if func is functional.dropout and self.device == "cuda":
-            return self._dropout(*args, **kwargs)
-        return func(*args, **kwargs)
+            return self.attention(*args, **kwargs or {})
+        if func is functional.dropout:
+            return self.dropout(*args, **kwargs or {})
+        return func(*args, **kwargs or {})
 
-    def _attention(
+    def attention(
         self,
-        func: Callable[..., object],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -68,26 +59,21 @@ class Kernels(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        one_width = query.shape[-1] == value.shape[-1]
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
-        if self.device == "cpu" and one_width and not dropout_p:
-            return aten._scaled_dot_product_flash_attention_for_cpu(
-                query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-            )[0]
-        if self.device == "cpu":
-            return func(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        if attn_mask is None and one_width and query.shape[-1] <= 256:
+        """Return the result of `scaled_dot_product_attention`, whose arguments these are."""
+        if attn_mask is None and query.shape[-1] == value.shape[-1] <= 256:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None:
+            if attn_mask.dtype == torch.bool:
+                attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
             attn_mask = attn_mask.expand(*query.shape[:2], -1, -1)
         return aten._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
         )[0]
 
-    def _dropout(
+    def dropout(
         self, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> torch.Tensor:
+        """Return the result of `functional.dropout`, whose arguments these are."""
         return torch.native_dropout(input, p, True)[0] if training and p else input
 
 
@@ -232,15 +218,14 @@ def difference(measured: Mapping[Key, float], fitted: Fit) -> Fit:
     }
 
 
-def fit(model: nn.Module, device: str, mask: bool = False) -> Fit:
+def fit(model: nn.Module, mask: bool = False) -> Fit:
     """Measure a model that has two layers of each kind with three batches, and fit their memory.
 
-    `device` is the one whose kernels to imitate, "cuda" or "cpu"; with `mask`, attention gets one, as for packed
-    sequences.
+    With `mask`, attention gets one, as for packed sequences.
     """
-    measured = measure_batch(model, device, mask)
-    twice = measure_batch(model, device, mask, sequences=2 * SEQUENCES)
-    long = measure_batch(model, device, mask, length=2 * LENGTH)
+    measured = measure_batch(model, mask)
+    twice = measure_batch(model, mask, sequences=2 * SEQUENCES)
+    long = measure_batch(model, mask, length=2 * LENGTH)
     found = {}
     for key, one in measured.items():
         sequence = (twice[key] - one) / SEQUENCES
@@ -251,7 +236,7 @@ def fit(model: nn.Module, device: str, mask: bool = False) -> Fit:
 
 
 def measure_batch(
-    model: nn.Module, device: str, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
+    model: nn.Module, mask: bool = False, sequences: int = SEQUENCES, length: int = LENGTH
 ) -> dict[Key, float]:
     """Measure a model that has two layers of each kind with one batch."""
     # transformers detects packed sequences by the values of positions, which the meta device lacks: replace the check.
@@ -260,7 +245,7 @@ def measure_batch(
     with (
         mock.patch.object(masking_utils, "find_packed_sequence_indices", packed),
         mock.patch.object(torch, "autocast", lambda *_, **__: contextlib.nullcontext()),  # lacks the meta device
-        Kernels(device),
+        Kernels(),
     ):
         return measure(model, decoder_layers(base), sequences, length)
 

@@ -44,13 +44,10 @@ SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
 """Styles that split a matrix, but leave its output or input whole on every rank."""
 
 
-def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), device: str = "cuda") -> ModelProfile:
-    """Return a decoder's profile for the given training modes.
+def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,)) -> ModelProfile:
+    """Return a decoder's profile for each kind of adapters, of any rank, and for training all weights if it is None.
 
-    Args:
-        config: as in a `config.json`; `model_type` and the dimensions are enough.
-        loras: the kinds of adapters; None stands for training all weights. Ranks do not matter.
-        device: the device whose kernels to imitate, "cuda" or "cpu"; `allocations.Kernels` lists the differences.
+    Of a `config.json`, `model_type` and the dimensions are enough.
     """
     whole = build(config)
     inner = whole.config.get_text_config()
@@ -61,7 +58,7 @@ def profile_model(config: JsonView, loras: Sequence[Lora | None] = (None,), devi
     kinds = list(dict.fromkeys(signatures))
     first = [signatures.index(kind) for kind in kinds]
     try:
-        fits = {mode: one for lora in loras for mode, one in _modes(config, lora, first, device).items()}
+        fits = {mode: one for lora in loras for mode, one in _modes(config, lora, first).items()}
     except (RuntimeError, ZeroDivisionError) as error:  # the model's own code cannot compute with these sizes
         raise UserError(f"{inner.model_type}: its sizes contradict each other: {first_line(error)[:200]}") from error
     adapted = {f"{training_mode(lora)}{end}" for lora in loras if lora for end in ("", " rank")}
@@ -221,24 +218,24 @@ def planned_submodules(layer: nn.Module, styles: Mapping[str, str], wanted: Sequ
                 yield name, style
 
 
-def _modes(config: JsonView, lora: Lora | None, first: Sequence[int], device: str) -> dict[str, Fit]:
+def _modes(config: JsonView, lora: Lora | None, first: Sequence[int]) -> dict[str, Fit]:
     """Return the memory of training with `lora`, by the names that `training_mode` explains."""
     mode = training_mode(lora)
     if lora is not None:
         small, large = (_adapted(_two_of_each_kind(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
-        smaller = fit(small, device)
-        more = difference(measure_batch(large, device), smaller)
+        smaller = fit(small)
+        more = difference(measure_batch(large), smaller)
         per_rank = {key: 1 / (RANKS[1] - RANKS[0]) * size for key, size in more.items()}
         return {mode: combined(smaller, -RANKS[0], per_rank), f"{mode} rank": per_rank}
     model = _two_of_each_kind(build(config), first)
-    full = fit(model, device)
+    full = fit(model)
     modes = {mode: full}
     if model.config._attn_implementation == "sdpa":
-        modes["masked"] = combined(fit(model, device, mask=True), -1, full)
-        modes["eager"] = combined(fit(_two_of_each_kind(build(config, "eager"), first), device), -1, full)
+        modes["masked"] = combined(fit(model, mask=True), -1, full)
+        modes["eager"] = combined(fit(_two_of_each_kind(build(config, "eager"), first)), -1, full)
     shared = getattr(model.config, "num_key_value_heads", None) or 2
     if tensor_plan(model.config) and not (model.config.num_attention_heads % 2 or shared % 2):
-        half = difference(measure_batch(_half(model), device), full)
+        half = difference(measure_batch(_half(model)), full)
         modes["split"] = {key: -2 * size for key, size in half.items()}
     return modes
 
