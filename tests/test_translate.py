@@ -267,6 +267,7 @@ def test_saved_arguments_of_trl_keep_their_method_and_its_defaults(place, kind, 
         ({"stage": "kto"}, "kto_lora", {"kto.beta": "0.1"}),
         ({"stage": "pt"}, "pretrain", {"packing": "true", "lora.rank": "8"}),
         ({"stage": "rm", "finetuning_type": "full"}, "reward", {}),
+        ({"finetuning_type": "full", "additional_target": "embed_tokens", "loraplus_lr_ratio": 16}, "full", {}),
         ({"use_dora": True}, "lora", {}),
         ({"max_steps": 9}, "lora", {"max_steps": "9"}),
         (
@@ -391,7 +392,8 @@ def test_every_key_is_in_exactly_one_list(place, seed):
     tools = overrides.OTHER_TOOLS
 
     def some(tables, count):
-        names = sorted({name.replace("*", "x") for table in tables for kinds in table.values() for name in kinds})
+        kinds = [table.get(kind, {}) for table in tables for kind in ("unneeded", "yours", "missing", "on")]
+        names = sorted({name.replace("*", "x") for kind in kinds for name in kind})
         values = [1, 0.5, True, False, None, "", "word", {"a": 1}, [1]]
         return {name: draw.choice(values) for name in [*draw.sample(names, count), "odd"] if name not in TAKEN}
 

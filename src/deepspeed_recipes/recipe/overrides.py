@@ -171,13 +171,12 @@ def _settle_data(data: Json, given: set[str], resumed: bool) -> None:
 def word(text: str) -> str:
     """Return a word of the command line, with our key for another tool's that takes the same values; says so."""
     key, equals, value = text.partition("=")
-    known, switched = OTHER_TOOLS["settings"], f"{key}={str(SWITCHES.get(value.lower())).lower()}"
-    ours = known.get(text.lower()) or known.get(switched)
+    ours = setting_of(key, value)
     if FOREIGN_NAMES.get(key, key) == "optimizer" and value in OUR_OPTIMIZERS and not value.startswith("paged_"):
         ours = f"optimizer={OUR_OPTIMIZERS[value]}"
     if ours and ours != text:
         print(f"{text} is read as {ours}", file=sys.stderr)
-        return str(ours)
+        return ours
     if not equals or key not in SAME:
         return text
     print(f"{key} is read as {FOREIGN_NAMES[key]}", file=sys.stderr)
@@ -188,11 +187,23 @@ OF_METHOD = ("beta", "pref_beta", "loss_type", "pref_loss", "label_smoothing")
 """Names of other tools for settings that several methods have."""
 
 
+def setting_of(name: str, value: str) -> str | None:
+    """Return our `key=value` for another tool's setting that is one of ours, or None."""
+    known: dict[str, str] = OTHER_TOOLS["settings"]
+    return known.get(f"{name}={value}".lower()) or known.get(f"{name}={str(SWITCHES.get(value.lower())).lower()}")
+
+
+def key_of(name: str, method: str) -> str:
+    """Return our key for another tool's name that takes the same values, or the name; the method's own key first."""
+    own = f"{method}.{FOREIGN_NAMES[name].rpartition('.')[2] if name in OF_METHOD else name}"
+    return own if own in override_keys() else FOREIGN_NAMES[name] if name in SAME else name
+
+
 def _of_method(text: str, method: str) -> str:
     """Return an assignment with the method's own key for another tool's (`kto.beta` for `beta`); says so once."""
     name, _, value = text.partition("=")
-    key = f"{method}.{FOREIGN_NAMES[name].rpartition('.')[2]}" if name in OF_METHOD else name
-    if key == name or key not in override_keys():
+    key = key_of(name, method) if name in OF_METHOD else name
+    if key == name:
         return text
     _say_once(f"{name} is read as {key}")
     return f"{key}={value}"

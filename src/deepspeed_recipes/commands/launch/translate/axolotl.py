@@ -7,29 +7,13 @@ import re
 from pathlib import Path
 
 from ....recipe.files import Json, JsonView
+from ....recipe.overrides import OTHER_TOOLS, key_of
 from ....recipe.samples import ROLES
-from . import trainer, trl
-from .translation import Translation, as_text
+from . import trainer
+from .translation import ADAPTERS, Translation, as_text
 
-DEFAULTS: Json = trainer.DEFAULTS | {
-    "per_device_train_batch_size": 1,
-    "num_train_epochs": 1.0,
-    "lr_scheduler_type": "cosine",
-    "warmup_ratio": 0.03,
-    "sequence_len": 512,
-    "val_set_size": 0.0,
-    "lora_r": 8,
-    "lora_alpha": 16,
-    "bf16": "auto",
-}
+DEFAULTS: Json = trainer.DEFAULTS | OTHER_TOOLS["axolotl"]["defaults"]
 SETS = ("datasets", "test_datasets", "pretraining_dataset")
-LORA = {
-    "rank": "lora_r",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "dora": "peft_use_dora",
-    "rslora": "peft_use_rslora",
-}
 METHODS = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "grpo": "grpo"}
 TYPES = (
     *("", "chat_template", "alpaca", "sharegpt", "completion", "pretrain"),
@@ -75,16 +59,6 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
         found.set("packing", bool(found.take("sample_packing")) or streamed, "sample_packing")
     elif found.given("sample_packing"):
         found.unneeded["sample_packing"] = f"{found.method} does not pack, there and here"
-    found.rename_given(
-        {
-            "tensor_parallel_size": "layout.tensor",
-            "context_parallel_size": "layout.sequence",
-            "sequence_parallel_degree": "layout.sequence",
-            "expert_parallel_size": "layout.expert",
-            "wandb_project": "wandb.project",
-            "wandb_entity": "wandb.entity",
-        }
-    )
     found.set_if_given("wandb_log_model", "wandb.artifacts")
     found.finish("axolotl")
     return found
@@ -126,9 +100,6 @@ def _method(found: Translation, values: JsonView) -> None:
         beta = found.take("rl_beta", "dpo_beta", "orpo_alpha")
         if found.method != "grpo":
             found.set(f"{found.method}.beta", beta or 0.1, "rl_beta", "dpo_beta", "orpo_alpha")
-        if found.method == "simpo" and found.given("simpo_gamma"):
-            found.rename("simpo_gamma", "simpo.gamma")
-        found.rename_given({"kto_desirable_weight": "kto.good_weight", "kto_undesirable_weight": "kto.bad_weight"})
         if found.method == "simpo" and values.get("cpo_alpha") != 0:
             found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
         if found.method == "grpo":
@@ -140,7 +111,6 @@ def _method(found: Translation, values: JsonView) -> None:
 
 
 def _grpo(found: Translation, settings: JsonView) -> None:
-    names = trl.KEYS["grpo"] | {"loss_type": "grpo.loss"}
     for name, value in settings.items():
         if name == "reward_funcs":
             files = [
@@ -148,8 +118,8 @@ def _grpo(found: Translation, settings: JsonView) -> None:
                 for module, _, function in (one.rpartition(".") for one in value)
             ]
             found.set("reward", files, "trl.reward_funcs")
-        elif name in names and value is not None:
-            found.set(names[name], value, f"trl.{name}")
+        elif (key := key_of(name, "grpo")).startswith("grpo.") and value is not None:
+            found.set(key, value, f"trl.{name}")
         elif value not in (None, False):
             found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
 
@@ -162,7 +132,9 @@ def _adapter(found: Translation) -> None:
         if kind == "qlora" or bits:
             found.set("model.quantization", "nf4", "load_in_4bit" if "load_in_4bit" in found.values else "adapter")
         found.note("adapter", found.adapter)
-        trainer.adapters(found, LORA)
+        trainer.adapters(found)
+        for key in ("dora", "rslora"):
+            found.set_if_given(f"peft_use_{key}", f"lora.{key}")
         targets, linear = found.take("lora_target_modules"), found.take("lora_target_linear")
         name = "lora_target_linear" if linear else "lora_target_modules"
         if isinstance(targets, str) and not targets.replace("_", "").isalnum() and not linear:
@@ -175,9 +147,6 @@ def _adapter(found: Translation) -> None:
             if linear and targets:
                 found.note("lora_target_modules", "all-linear has them")
             found.set("lora.target_modules", "all-linear" if linear or not targets else targets, name)
-        found.rename_given(
-            {"lora_modules_to_save": "lora.modules_to_save", "lora_target_parameters": "lora.target_parameters"}
-        )
         if found.values.get("peft_init_lora_weights") == "pissa":
             found.set("lora.init", "pissa", "peft_init_lora_weights")
         return
@@ -188,12 +157,12 @@ def _adapter(found: Translation) -> None:
             found.lack("unfrozen_parameters", "rows of a weight cannot be chosen; train=REGEX chooses whole weights")
         else:
             found.set("train", "|".join(f"^(?:{one})" for one in patterns), "unfrozen_parameters")
-    more = ("lora_target_modules", "lora_target_linear", "lora_target_parameters")
-    found.need_none((*LORA.values(), *more), "no adapter is set: all weights are trained")
+    if found.given("load_in_4bit"):
+        found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (adapter: qlora)")
+    found.need_none((*ADAPTERS, "lora_target_linear"), "no adapter is set: all weights are trained")
 
 
 def _model(found: Translation) -> None:
-    found.rename_given({"trust_remote_code": "model.trust_remote_code"})
     tokens = found.take("special_tokens") or {}
     if not isinstance(tokens, dict):
         found.lack("special_tokens", f"{as_text(tokens)}: names no tokens")
@@ -249,7 +218,7 @@ def _kinds(values: JsonView) -> set[str]:
 
 
 def _data(found: Translation, values: JsonView) -> None:
-    found.rename("sequence_len", "sequence_length")
+    found.rename("sequence_length", "sequence_len")
     if found.take("excess_length_strategy") == "truncate":
         found.set("truncate", True, "excess_length_strategy")
     else:
@@ -274,7 +243,6 @@ def _data(found: Translation, values: JsonView) -> None:
     if values.get("pretraining_dataset"):
         found.set("data.streaming", True, "pretraining_dataset")
     trainer.held_out_share(found, "val_set_size")
-    found.rename_given({"streaming": "data.streaming"})
 
 
 def _sources(found: Translation, key: str, entries: list[tuple[str, Json]]) -> None:

@@ -9,31 +9,14 @@ from pathlib import Path
 
 from ....recipe.errors import UserError
 from ....recipe.files import JsonView
+from ....recipe.overrides import OTHER_TOOLS
 from ....recipe.run_folder import read_json
 from ....recipe.samples import ROLES
 from . import trainer
-from .translation import Translation
+from .translation import ADAPTERS, Translation
 
-DEFAULTS = trainer.DEFAULTS | {
-    "stage": "sft",
-    "finetuning_type": "lora",
-    "dataset_dir": "data",
-    "cutoff_len": 2048,
-    "val_size": 0.0,
-    "lora_rank": 8,
-    "lora_target": "all",
-    "pref_loss": "sigmoid",
-    "pref_beta": 0.1,
-    "simpo_gamma": 0.5,
-}
+DEFAULTS = trainer.DEFAULTS | OTHER_TOOLS["llama_factory"]["defaults"]
 METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
-LORA = {
-    "rank": "lora_rank",
-    "alpha": "lora_alpha",
-    "dropout": "lora_dropout",
-    "dora": "use_dora",
-    "rslora": "use_rslora",
-}
 MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Its keys for the GPUs that share a copy of the model."""
 OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
@@ -102,16 +85,9 @@ def _method(found: Translation) -> None:
         raise UserError(f"stage: {stage}: not available; there are pt, sft, rm, dpo and kto, and grpo in place of ppo.")
     found.note("stage", found.method)
     if found.method in ("dpo", "kto", "orpo", "simpo"):
-        found.rename("pref_beta", f"{found.method}.beta")
+        found.rename(f"{found.method}.beta", "pref_beta")
     if found.method == "simpo":
-        found.rename("simpo_gamma", "simpo.gamma")
-    found.rename_given(
-        {
-            "dpo_label_smoothing": "dpo.label_smoothing",
-            "kto_chosen_weight": "kto.good_weight",
-            "kto_rejected_weight": "kto.bad_weight",
-        }
-    )
+        found.rename("simpo.gamma")
     kind = str(found.take("finetuning_type"))
     if kind == "lora":
         bits = found.take("quantization_bit")
@@ -120,10 +96,10 @@ def _method(found: Translation) -> None:
             found.set("model.quantization", "nf4", "quantization_bit")
         elif bits:
             found.lack("quantization_bit", f"{bits}: base weights are in 4 bits (nf4) or whole")
-        trainer.adapters(found, LORA, default_alpha=2)
+        found.defaults["lora_alpha"] = int(2 * trainer.number(found.take("lora_rank"), "lora_rank"))
+        trainer.adapters(found)
         target = str(found.take("lora_target"))
         found.set("lora.target_modules", "all-linear" if target == "all" else target, "lora_target")
-        found.rename_given({"additional_target": "lora.modules_to_save"})
         found.set_if_given("pissa_init", "lora.init", "pissa")
         found.note("finetuning_type", found.adapter)
     elif kind == "full":
@@ -135,8 +111,7 @@ def _method(found: Translation) -> None:
     else:
         found.lack("finetuning_type", f"{kind}: all weights are trained, or adapters (lora)")
     if not found.adapter:
-        more = ("lora_target", "loraplus_lr_ratio", "loraplus_lr_embedding", "pissa_init")
-        found.need_none((*LORA.values(), *more), "there are no adapters")
+        found.need_none((*ADAPTERS, "loraplus_lr_embedding"), "there are no adapters")
 
 
 def _frozen(found: Translation) -> None:
@@ -182,7 +157,6 @@ def _model(found: Translation) -> None:
     }
     found.set("model.attention", kinds.get(attention, "auto"), "flash_attn")
     found.add_tokens(*((name, found.take(name)) for name in ("add_tokens", "add_special_tokens")))
-    found.rename_given({"enable_liger_kernel": "liger_kernel", "image_max_pixels": "data.max_pixels"})
     vision = found.take("freeze_vision_tower")
     if vision is False:
         found.set("model.train_vision", True, "freeze_vision_tower")
@@ -193,13 +167,11 @@ def _model(found: Translation) -> None:
 
 
 def _data(found: Translation, place: Path) -> None:
-    found.rename("cutoff_len", "sequence_length")
+    found.rename("sequence_length", "cutoff_len")
     if found.method == "sft" and not (found.given("packing") or found.given("neat_packing")):
         found.set("truncate", True, "cutoff_len")  # packed, longer examples are left out there too
     elif found.method != "pretrain":
         found.remarks.append("cutoff_len: longer examples are left out and counted, not cut")
-    found.set_if_given("mask_history", "loss_on", "last")
-    found.set_if_given("train_on_prompt", "loss_on", "all")
     if found.given("train_on_prompt") and found.given("mask_history"):
         found.lack("mask_history", "with train_on_prompt: loss_on is all or last")
     folder = Path(str(found.take("dataset_dir")))
@@ -216,11 +188,8 @@ def _data(found: Translation, place: Path) -> None:
         else:
             _sources(found, name, key, known, words)
     trainer.held_out_share(found, "val_size")
-    if found.given("max_samples"):
-        found.rename("max_samples", "data.max_examples")
-        if "," in str(found.values.get("dataset", "")):
-            found.remarks.append("max_samples: the number is of all data sets together, not of each")
-    found.rename_given({"streaming": "data.streaming"})
+    if found.given("max_samples") and "," in str(found.values.get("dataset", "")):
+        found.remarks.append("max_samples: the number is of all data sets together, not of each")
 
 
 def _sources(found: Translation, name: str, key: str, folder: Path, words: list[str]) -> None:

@@ -3,30 +3,18 @@
 Sources: transformers.TrainingArguments, trl.SFTConfig, trl.DPOConfig and peft.LoraConfig of the pinned versions.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ....recipe.errors import UserError
 from ....recipe.files import Json
+from ....recipe.overrides import OTHER_TOOLS
 from ....recipe.project import CONFIGS
 from ....recipe.recipe import Schedule
 from ....recipe.sections import OUR_OPTIMIZERS, PAGED, why_impossible
 from .translation import Translation, as_text
 
-DEFAULTS: Json = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 5e-5,
-    "num_train_epochs": 3.0,
-    "lr_scheduler_type": "linear",
-    "weight_decay": 0.0,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "max_grad_norm": 1.0,
-    "optim": "adamw_torch_fused",
-    "seed": 42,
-}
+DEFAULTS: Json = OTHER_TOOLS["trainer"]["defaults"]
 SCHEDULES = get_args(get_type_hints(Schedule)["kind"])
 SCHEDULE_OPTIONS = {
     "min_lr_rate": "schedule.min_rate",
@@ -38,20 +26,6 @@ SCHEDULE_OPTIONS = {
     "timescale": "schedule.timescale",
 }
 """`lr_scheduler_kwargs` -> our keys; the absolute rates `min_lr` and `lr_end` are divided by the learning rate."""
-DEEPSPEED = {
-    "z0": "zero0.json",
-    "z1": "zero1.json",
-    "z2_offload": "zero2_offload.json",
-    "z2": "zero2.json",
-    "z3_offload": "zero3_offload_params.json",
-    "z3": "zero3.json",
-    "zero1": "zero1.json",
-    "zero2": "zero2.json",
-    "zero3_bf16_cpuoffload_all": "zero3_offload_params.json",
-    "zero3_bf16_cpuoffload_params": "zero3_offload_params.json",
-    "zero3": "zero3.json",
-}
-"""Parts of the names of DeepSpeed files in LLaMA-Factory's and Axolotl's repositories -> ours; the first match wins."""
 
 
 def settings(found: Translation, gpus: int) -> None:
@@ -74,13 +48,11 @@ def settings(found: Translation, gpus: int) -> None:
     else:
         if "max_steps" in found.values:
             found.note("max_steps", "epochs decides")
-        found.set("epochs", found.take("num_train_epochs", "num_epochs"), "num_train_epochs", "num_epochs")
-    found.rename("learning_rate", "learning_rate")
-    for key in ("weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm"):
+        found.rename("epochs", "num_train_epochs", "num_epochs")
+    for key in ("learning_rate", "weight_decay", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed"):
         found.rename(key, key)
     if found.given("adam_beta1") and found.values["adam_beta1"] == 0.9:
         found.note("adam_beta1", "0.9, as always")
-    found.rename("seed", "seed")
     if found.given("data_seed"):
         found.lack("data_seed", "one seed is for the order of the data, too")
     _schedule(found)
@@ -89,7 +61,6 @@ def settings(found: Translation, gpus: int) -> None:
     _saving(found)
     _trackers(found)
     _sharding(found)
-    found.set_if_given("torch_compile", "compile", "regional")
 
 
 def _schedule(found: Translation) -> None:
@@ -99,7 +70,7 @@ def _schedule(found: Translation) -> None:
     if kind == "cosine" and (found.given("cosine_min_lr_ratio")):  # Axolotl's
         if number(found.values["cosine_min_lr_ratio"], "cosine_min_lr_ratio") < 1:
             kind = "cosine_with_min_lr"
-            found.rename("cosine_min_lr_ratio", "schedule.min_rate")
+            found.rename("schedule.min_rate", "cosine_min_lr_ratio")
         else:
             kind = "constant_with_warmup"
             found.note("cosine_min_lr_ratio", f"schedule.kind={kind}")
@@ -176,13 +147,6 @@ def _saving(found: Translation) -> None:
                 found.set(key, value, *((name,) if kind else ()), steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
-    found.rename_given(
-        {
-            "early_stopping_patience": "early_stopping",
-            "early_stopping_steps": "early_stopping",
-            "load_best_model_at_end": "keep_best",
-        }
-    )
     metric = str(found.take("metric_for_best_model") or "")
     if metric in ("loss", "eval_loss"):
         found.note("metric_for_best_model", "data.metric=loss")
@@ -190,7 +154,7 @@ def _saving(found: Translation) -> None:
         found.lack("metric_for_best_model", f"{metric}: the best step is judged by data.metric")
     if found.take("greater_is_better") is not None:
         found.note("greater_is_better", "known of each metric")
-    found.rename("logging_steps", "logging_steps")
+    found.rename("logging_steps")
     if found.given("save_total_limit"):
         limit = _whole(found.take("save_total_limit"), "save_total_limit")
         found.set("keep_checkpoints", max(2, limit), "save_total_limit")
@@ -209,7 +173,6 @@ def _trackers(found: Translation) -> None:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
     if "report_to" in found.values and "all" not in names:
         found.set("tracking", ",".join(known) or "none", "report_to")
-    found.rename_given({"run_name": "wandb.name"})
 
 
 def _sharding(found: Translation) -> None:
@@ -222,7 +185,8 @@ def _sharding(found: Translation) -> None:
         if not path.is_file():  # ours for one that another tool ships under a well-known name
             name = path.stem.lower()
             known = f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else None
-            ours = known or next((mine for part, mine in DEEPSPEED.items() if part in name), file)
+            shipped = OTHER_TOOLS["trainer"]["deepspeed"].items()
+            ours = known or next((mine for part, mine in shipped if part in name), file)
         found.set("deepspeed", ours, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
     if (shards or settings) and not file:
@@ -237,23 +201,11 @@ def _sharding(found: Translation) -> None:
             found.set("gradient_checkpointing", True, "fsdp_config")
 
 
-def adapters(found: Translation, names: Mapping[str, str], default_alpha: float | None = None) -> None:
-    """Translate LoRA's settings; `names` maps our key without `lora.` to the other tool's.
-
-    Where the other tool derives alpha from the rank, `default_alpha` is the multiple.
-    """
-    rank = found.take(names["rank"])
-    found.set("lora.rank", rank, names["rank"])
-    alpha = found.take(names["alpha"])
-    if alpha is None and default_alpha:
-        alpha = int(default_alpha * number(rank, names["rank"]))
-    if alpha is not None:
-        found.set("lora.alpha", alpha, names["alpha"])
-    dropout = found.take(names["dropout"])
-    found.set("lora.dropout", dropout or 0.0, names["dropout"])
-    for key in ("dora", "rslora"):
-        found.set_if_given(names[key], f"lora.{key}")
-    found.rename_given({"loraplus_lr_ratio": "lora.plus_ratio"})
+def adapters(found: Translation) -> None:
+    """Translate those of LoRA's settings that have a default in every tool."""
+    found.rename("lora.rank")
+    found.rename("lora.alpha")
+    found.set("lora.dropout", found.take("lora_dropout") or 0.0, "lora_dropout")
 
 
 def number(value: Any, name: str) -> float:

@@ -1,15 +1,17 @@
 """A training file of another tool and the command that it becomes, filled in key by key."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from ....recipe import new_tokens
 from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
-from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, SAME, listed, override_keys
+from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, key_of, listed, override_keys, setting_of
 
+ADAPTERS = [name for name, key in FOREIGN_NAMES.items() if key.startswith("lora.")]
+"""Other tools' names for settings of adapters."""
 SHARED = ("data", "lora", "model", "schedule", "wandb", "layout", "draft")
 """Sections of a recipe with any method."""
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
@@ -63,17 +65,12 @@ class Translation:
         if not used:
             self.by_default.add(key)
 
-    def rename(self, name: str, key: str) -> None:
-        """Give the value of the file's key `name`, or its default, to our `key` if there is one."""
-        value = self.take(name)
+    def rename(self, key: str, *names: str) -> None:
+        """Give our `key` the value of the file's key, or its default; `names` are those of the table `same` if none."""
+        names = names or (key, *OTHER_TOOLS["same"].get(key, "").split())
+        value = self.take(*names)
         if value is not None:
-            self.set(key, value, name)
-
-    def rename_given(self, keys: Mapping[str, str]) -> None:
-        """Give the values of those of the file's keys that ask for something to our keys."""
-        for name, key in keys.items():
-            if self.given(name):
-                self.rename(name, key)
+            self.set(key, value, *names)
 
     def set_if_given(self, name: str, key: str, value: object = True) -> None:
         """Set our `key` to `value` if the file's key `name` asks for something."""
@@ -137,8 +134,7 @@ class Translation:
         self.model = self.overrides.pop("model.path", self.model)
 
     def finish(self, tool: str) -> None:
-        """Sort the keys that are in no list by the tables of other_tools.toml, the tool's and `trainer`'s."""
-        self._settle_evaluation()
+        """Sort the keys that are in no list by the tables of other_tools.toml: its own, the tool's and `trainer`'s."""
         parts = {re.split("[.:]", name)[0] for name in self.missing}  # of `lr_scheduler_kwargs.power`
         named = {*self.translated, *self.unneeded, *self.yours, *self.missing, *parts}
         for name in sorted(set(self.values) - named):
@@ -155,13 +151,16 @@ class Translation:
                     place[name] = why
                     break
             else:
-                key = FOREIGN_NAMES[name] if name in SAME else name
+                setting, _, value = (setting_of(name, as_text(self.values[name])) or "").partition("=")
+                setting = "" if setting in self.overrides else setting  # which other keys of the file decide
+                key = setting or key_of(name, self.method)
                 section = key.partition(".")[0]
                 if key in override_keys() and not inside and section in (self.method, key, *SHARED):
-                    self.set(key, self.values[name], name)
+                    self.set(key, value if setting else self.values[name], name)
                     self.adapter = self.adapter or ("lora" if section == "lora" else "")
                 else:
-                    self.missing[name] = "not known here"
+                    self.missing[name] = f"a setting of {section}" if section in METHODS else "not known here"
+        self._settle_evaluation()
 
     def _settle_evaluation(self) -> None:
         """Leave out what needs held-out examples or checkpoints that are not there, or goes by another metric."""

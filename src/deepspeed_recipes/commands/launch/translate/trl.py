@@ -10,68 +10,14 @@ from ....recipe.errors import UserError, errors_only
 from ....recipe.files import Json, JsonView
 from ....recipe.methods.grpo import Grpo
 from ....recipe.methods.preferences import DpoLoss
+from ....recipe.overrides import OTHER_TOOLS, key_of
 from . import trainer
-from .translation import Translation
+from .translation import ADAPTERS, Translation
 
-DEFAULTS = trainer.DEFAULTS | {
-    "bf16": True,  # unless fp16 is set
-    "gradient_checkpointing": True,
-    "max_length": 1024,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "lora_dropout": 0.05,
-}
-PREFERENCES: Json = {"learning_rate": 1e-6, "beta": 0.1}
-METHODS: dict[str, Json] = {
-    "sft": {"learning_rate": 2e-5, "packing": False},
-    "dpo": PREFERENCES | {"loss_type": ["sigmoid"], "label_smoothing": 0.0},
-    "kto": PREFERENCES | {"desirable_weight": 1.0, "undesirable_weight": 1.0},
-    "orpo": PREFERENCES,
-    "simpo": PREFERENCES | {"simpo_gamma": 0.5, "cpo_alpha": 1.0},
-    "grpo": {
-        "learning_rate": 1e-6,
-        "beta": 0.0,
-        "num_generations": 8,
-        "max_completion_length": 512,
-        "temperature": 1.0,
-        "epsilon": 0.2,
-        "num_iterations": 1,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "mask_truncated_completions": False,
-    },
-    "reward": {"learning_rate": 1e-4},
-}
+TRL = OTHER_TOOLS["trl"]
+DEFAULTS = trainer.DEFAULTS | TRL["defaults"]
+METHODS: dict[str, Json] = TRL["methods"]
 """The methods, and the defaults of their configurations."""
-KEYS = {
-    "dpo": {"beta": "dpo.beta", "label_smoothing": "dpo.label_smoothing", "precompute_ref_log_probs": "dpo.precompute"},
-    "kto": {"beta": "kto.beta", "desirable_weight": "kto.good_weight", "undesirable_weight": "kto.bad_weight"},
-    "orpo": {"beta": "orpo.beta"},
-    "simpo": {"beta": "simpo.beta", "simpo_gamma": "simpo.gamma"},
-    "grpo": {
-        "beta": "grpo.beta",
-        "num_generations": "grpo.group_size",
-        "max_completion_length": "grpo.max_new_tokens",
-        "temperature": "grpo.temperature",
-        "reward_weights": "grpo.reward_weights",
-        "epsilon": "grpo.epsilon",
-        "epsilon_high": "grpo.epsilon_high",
-        "num_iterations": "grpo.iterations",
-        "mask_truncated_completions": "grpo.mask_truncated",
-    },
-}
-"""The keys of a method that mean the same here, and ours."""
-SIGNS = {
-    "grpo": ("reward_funcs", "reward_model_name_or_path", "num_generations", "max_completion_length"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "simpo": ("simpo_gamma",),
-    "reward": ("center_rewards_coefficient",),
-    "dpo": ("precompute_ref_log_probs", "f_divergence_type", "sync_ref_model", "label_smoothing", "use_weighting"),
-    "sft": ("assistant_only_loss", "completion_only_loss", "packing", "packing_strategy", "dataset_text_field"),
-}
-"""Keys that only one method has: a file of TRL does not name its method, which is a word of the command line."""
-LORA = {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "dora": "use_dora", "rslora": "use_rslora"}
-
 PEFT_TARGETS = "q_proj,v_proj"
 
 
@@ -105,16 +51,16 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     if own and found.given("fp16"):
         found.defaults["bf16"] = False
     trainer.settings(found, gpus)
-    for name, key in KEYS.get(method, {}).items():
-        if own or found.given(name):
-            found.rename(name, key)
     if own:
+        for name in METHODS[method]:
+            if (key := key_of(name, method)).startswith(f"{method}.") and name != "loss_type":
+                found.rename(key, name)
         _losses(found)
         _adapter(found)
     if own and method != "grpo" and "max_length" in given and given["max_length"] is None:
         found.lack("max_length", "null: no limit; give sequence_length=N")
     elif method != "grpo":
-        found.rename("max_length", "sequence_length")
+        found.rename("sequence_length", "max_length")
     if own and method not in ("sft", "grpo"):
         found.remarks.append("max_length: longer examples are left out and counted, not cut")
     if own and method == "sft":
@@ -126,14 +72,6 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
         found.set("packing", bool(found.take("packing")), "packing")
     _data(found)
     found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
-    found.rename_given(
-        {
-            "attn_implementation": "model.attention",
-            "chat_template_path": "model.chat_template",
-            "trust_remote_code": "model.trust_remote_code",
-            "activation_offloading": "activation_offloading",
-        }
-    )
     found.finish("trl")
     return found
 
@@ -148,8 +86,8 @@ def _method(values: JsonView) -> tuple[str, bool]:
         return kind, True
     if kind in get_args(get_type_hints(Grpo)["loss"]):
         return "grpo", True
-    for method, names in SIGNS.items():
-        if any(values.get(name) is not None for name in names):
+    for method, names in TRL["signs"].items():
+        if any(values.get(name) is not None for name in names.split()):
             return method, True
     preferences = kind in get_args(DpoLoss) or "beta" in values
     return ("dpo" if preferences else "sft"), preferences
@@ -197,15 +135,14 @@ def _losses(found: Translation) -> None:
 
 def _adapter(found: Translation) -> None:
     if not found.given("use_peft"):
-        more = ("lora_target_modules", "lora_target_parameters", "lora_modules_to_save")
-        found.need_none((*LORA.values(), *more), "use_peft is not set: all weights are trained, as in TRL")
+        found.need_none(ADAPTERS, "use_peft is not set: all weights are trained, as in TRL")
         if found.given("load_in_4bit"):
             found.lack("load_in_4bit", "4-bit weights are frozen: train adapters (use_peft: true)")
         return
     bits = found.given("load_in_4bit")
     found.adapter = "dora" if found.given("use_dora") else "qlora" if bits else "lora"
     found.note("use_peft", found.adapter)
-    trainer.adapters(found, LORA)
+    trainer.adapters(found)
     if bits:
         found.set("model.quantization", "nf4", "load_in_4bit")
     targets = found.take("lora_target_modules")
@@ -217,15 +154,9 @@ def _adapter(found: Translation) -> None:
             f"lora.target_modules: PEFT's own choice for Llama, Mistral, Qwen and Gemma is {PEFT_TARGETS}; for other "
             "architectures name PEFT's, or all-linear"
         )
-    found.rename_given(
-        {"lora_modules_to_save": "lora.modules_to_save", "lora_target_parameters": "lora.target_parameters"}
-    )
 
 
 def _data(found: Translation) -> None:
-    found.rename_given(
-        {"dataset_name": "data.path", "dataset_train_split": "data.split", "dataset_streaming": "data.streaming"}
-    )
     if not found.given("dataset_name"):
         found.lack("dataset", "the file names no data: give data.path=FILE")
     elif found.take("eval_strategy", "evaluation_strategy") not in (None, "no", False):
