@@ -334,15 +334,18 @@ def test_the_keys_are_those_of_accelerate():
 
     assert set(keys.TOP) == {field.name for field in fields(ClusterConfig)}
     options = {action.dest for action in launch_command_parser()._actions}
-    listed = {*keys.DEEPSPEED, *keys.FSDP, *keys.PARALLELISM}
+    listed = {*(name for kind in ("deepspeed", "fsdp", "parallelism") for name in keys.SECTIONS[f"{kind}_config"])}
     assert listed - {"fsdp_ignored_modules"} <= options  # which the launcher reads, but does not list
     sections = ("fsdp_", "parallelism_config_", "zero", "offload_", "deepspeed_", "gradient_")
     assert {name for name in options if name.startswith(sections)} - {
         "deepspeed_fields_from_accelerate_config"
     } <= listed
-    assert tuple(constants.DEEPSPEED_MULTINODE_LAUNCHERS) == keys.LAUNCHERS
+    assert (
+        tuple(constants.DEEPSPEED_MULTINODE_LAUNCHERS)
+        == keys.CHOICES["deepspeed_config", "deepspeed_multinode_launcher"]
+    )
     assert tuple(constants.FSDP_SHARDING_STRATEGY) == keys.STRATEGIES
-    assert tuple(constants.FSDP_AUTO_WRAP_POLICY) == keys.WRAPS
+    assert tuple(constants.FSDP_AUTO_WRAP_POLICY) == keys.CHOICES["fsdp_config", "fsdp_auto_wrap_policy"]
 
 
 def test_accelerate_stops_where_the_linter_says_so(tmp_path, monkeypatch):

@@ -159,7 +159,11 @@ def processes(config: Config, folder: Path) -> Iterator[Hit]:
         return
     launcher = str(config.get(DEEPSPEED_KEYS, "deepspeed_multinode_launcher", default="pdsh"))
     deepspeed = str(config.get("distributed_type")).upper() == "DEEPSPEED"
-    if deepspeed and launcher in keys.LAUNCHERS and launcher != "standard":
+    if (
+        deepspeed
+        and launcher in keys.CHOICES[DEEPSPEED_KEYS, "deepspeed_multinode_launcher"]
+        and launcher != "standard"
+    ):
         if not config.has(DEEPSPEED_KEYS, "deepspeed_hostfile"):
             what = f"{launcher} needs deepspeed_hostfile, which is missing"
             fix = "add deepspeed_hostfile, or write standard, which is started on each machine"
@@ -350,7 +354,7 @@ def parallelism(config: Config, folder: Path) -> Iterator[Hit]:
     """Yield invalid sizes, sizes whose product is not the number of processes, and sizes that have no effect."""
     at, shard = "parallelism_config", "parallelism_config_dp_shard_size"
     sizes = {}
-    for name in keys.PARALLELISM:
+    for name in keys.SECTIONS[at]:
         if not name.endswith("_size") or not config.has(at, name):
             continue
         size = config.get(at, name)
