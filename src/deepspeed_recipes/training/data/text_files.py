@@ -115,6 +115,10 @@ def files_of(place: Path, split: str) -> tuple[list[Path], bool]:
     return examples, not any(map(is_columnar, examples))
 
 
+NUMBERED = re.compile(r"(.*?:(?: row )?)(\d+)(: .*)", re.DOTALL)
+"""A message that begins with the place of an example."""
+
+
 class BadExamples:
     """Collects the errors of a source's examples that cannot be used."""
 
@@ -149,8 +153,13 @@ class BadExamples:
         if self.count == 1:
             return UserError(f"{self.first[0]} data.bad=skip trains without this example.")
         listed = f", of which the first {self.LISTED} are listed" if self.count > self.LISTED else ""
+        places: dict[tuple[str, str], list[str]] = {}
+        for message in self.first:  # a reason is written once for all its lines of a file
+            start, line, reason = found.groups() if (found := NUMBERED.fullmatch(message)) else (message, "", "")
+            places.setdefault((start, reason), []).append(line)
         return UserError(
-            "\n".join(self.first) + f"\n{self.count} of {self.count + usable} examples cannot be used{listed}; correct "
+            "".join(f"{start}{', '.join(lines)}{reason}\n" for (start, reason), lines in places.items())
+            + f"{self.count} of {self.count + usable} examples cannot be used{listed}; correct "
             "them, or train without them: data.bad=skip."
         )
 
