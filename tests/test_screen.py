@@ -77,11 +77,6 @@ def test_help_of_a_key_says_everything_about_it(capsys):
         ("--dryrun", "--dryrun: no such option; did you mean --dry-run?"),
         ("--nproc_per_node=2", "--nproc_per_node: no such option; did you mean --gpus?"),
         ("--frobnicate=secret", "--frobnicate: no such option; ds-recipes launch --help lists"),
-        ("--overwrite_output_dir", "--overwrite_output_dir: no such option; a run never overwrites"),
-        (
-            "--namespace=ml",
-            "--namespace: no such option; --kubernetes writes manifests without a namespace: kubectl -n",
-        ),
     ],
 )
 def test_an_unknown_option_leads_to_the_nearest_or_to_a_key(typed, said, capsys):
@@ -89,6 +84,28 @@ def test_an_unknown_option_leads_to_the_nearest_or_to_a_key(typed, said, capsys)
         launch.main(["tiny", "full", typed])
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error and "secret" not in error
+
+
+def test_other_tools_options_are_left_out_or_answered_together(capsys):
+    theirs = (
+        "--overwrite_output_dir tiny lora --train_type lora --per_device_eval_batch_size 1 --stage sft --quant_bits 4"
+    )
+    several = "--lora_target_modules q_proj v_proj --attn_impl sdpa --greater_is_better False"
+    found = options.parse(f"{theirs} {several}".split(), "")
+    assert (found.recipe, found.variant) == ("tiny", "lora")
+    assert sorted(found.overrides) == [
+        *("lora.target_modules=q_proj,v_proj", "model.attention=sdpa", "model.quantization=nf4"),
+    ]
+    said = capsys.readouterr().err
+    assert (
+        "train_type=lora is left out: the variant is lora" in said and "batch_size=1 is left out: micro_batch" in said
+    )
+    words = ["tiny", "lora", "--train_type", "full", "--namespace", "ml", "--rlhf_type", "dpo", "data.path=x.jsonl"]
+    assert main.run("launch", words) == 2
+    said = capsys.readouterr().err
+    assert (
+        all(f"unknown key {key!r}; " in said for key in ("train_type", "namespace", "rlhf_type")) and "ml" not in said
+    )
 
 
 def test_keys_can_be_typed_as_options(capsys):

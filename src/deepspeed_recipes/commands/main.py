@@ -257,14 +257,18 @@ class Parser(argparse.ArgumentParser):
                 continue
             key = name.removeprefix("--").replace("-", "_")
             own = any(one.startswith(name) for one in self._option_string_actions) or self._guessed(name)
-            if not name.startswith("--") or own or key not in {**overrides.FOREIGN_NAMES, **overrides.override_keys()}:
+            if not name.startswith("--") or own or not overrides.is_known(key):
                 found.append(word)
                 continue
+            typed = [one for one in found if not one.startswith("-") and "=" not in one]
+            named = len(typed) > 1 + (typed[:1] == ["auto"])  # with the variant
             if not equals:
-                value = left.pop() if left and overrides.takes(key, left[-1]) else "true"
+                value = left.pop() if left and overrides.takes(key, left[-1], named) else "true"
+            while named and left and overrides.holds_several(key) and not re.search("^-|=", left[-1]):
+                value = f"{value},{left.pop()}"
             keys.append(f"{key}={value}")
         # Keys come after the words that name a recipe.
-        return [word for word in found + keys if not overrides.is_redundant(word)]
+        return [word for word in found + keys if not overrides.is_redundant(word, found)]
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """Return an option's values; only the system prompt may be empty, and argparse would take the last of several.

@@ -214,10 +214,15 @@ def _say_once(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def is_redundant(text: str) -> bool:
-    """Return whether a word of the command line is a setting of another tool that says nothing more here; says so."""
-    key, equals, _ = text.partition("=")
+def is_redundant(text: str, words: Iterable[str] = ()) -> bool:
+    """Return whether one of the `words` of a command is a setting of another tool that adds nothing; says so."""
+    key, equals, value = text.partition("=")
     why = OTHER_TOOLS["redundant"].get(text.lower())
+    if key in OTHER_TOOLS["of_the_variant"]["keys"].split():
+        plain = "full lora qlora dora" if value == "sft" else ""
+        why = next(
+            (f"the variant is {word}" for word in words if value in word.split("_") or word in plain.split()), None
+        )
     tables = (FOREIGN_NAMES, OTHER_TOOLS["words"], OTHER_TOOLS["options"], override_keys())
     if why is None and equals and not any(key in table for table in tables):
         why = next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
@@ -226,12 +231,30 @@ def is_redundant(text: str) -> bool:
     return bool(why)
 
 
-def takes(key: str, text: str) -> bool:
-    """Return whether the word after an option that is named like a key is its value; a switch may have none."""
+def is_known(key: str) -> bool:
+    """Return whether a name is a key, or a name in other tools of which something is known."""
+    settings = (*OTHER_TOOLS["settings"], *OTHER_TOOLS["redundant"])
+    return key in {*FOREIGN_NAMES, *override_keys(), *keys_of(settings)} or answer(key) is not None
+
+
+def takes(key: str, text: str, named: bool) -> bool:
+    """Return whether the word after an option that is named like a key is its value; a switch may have none.
+
+    A word after another tool's option may also be the recipe or the variant, unless the command has `named` them.
+    """
     hint = override_keys().get(FOREIGN_NAMES.get(key, key))
-    if f"{key}=true" in OTHER_TOOLS["settings"] or bool in (hint, *typing.get_args(hint)):
+    if {f"{key}=true", f"{key}=false"} & {*OTHER_TOOLS["settings"], *OTHER_TOOLS["redundant"]}:
         return text.lower() in SWITCHES
-    return not text.startswith("--")
+    if bool in (hint, *typing.get_args(hint)):
+        return text.lower() in SWITCHES
+    if hint is None and not named:
+        return text.lower() in SWITCHES or text.isdigit()
+    return not text.startswith("--") and (hint is not None or "=" not in text)
+
+
+def holds_several(key: str) -> bool:
+    """Return whether a key, ours or another tool's, takes several values."""
+    return FOREIGN_NAMES.get(key, key) in comma_keys()
 
 
 def keys_of(assignments: Iterable[str]) -> list[str]:
