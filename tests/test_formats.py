@@ -160,6 +160,7 @@ def test_columns_of_any_names_are_read(tmp_path):
     preflight.check_data(recipe)
     (source,) = sources.read(str(path), recipe)
     assert source.examples[0]["messages"] == SHORT
+    assert source.unread == {"prompt (before data.columns)": 1, "id": 1}
     with pytest.raises(UserError, match="names 'answer'; this example has 'question, asked', 'a:b'"):
         preflight.check_file(path, "sft", Data(path="", columns="answer:completion"))
     with pytest.raises(UserError, match=r"data\.columns: 'picture' is not a field; write COLUMN:FIELD, several"):
@@ -885,12 +886,15 @@ def test_several_sources_with_columns_of_their_own(tmp_path):
     held_out = recipe_on(files[0], columns="question:prompt,answer:completion", validation=str(files[2]))
     preflight.check_data(held_out)
     assert sources.read(held_out.data.validation, held_out)[0].examples[0]["messages"] == SHORT
+    alpaca = tmp_path / "alpaca.jsonl"
+    alpaca.write_text(json.dumps({"prompt": "Sum up.", "input": "Long.", "completion": "Short."}))
     both = tmp_path / "both.jsonl"
     both.write_text(json.dumps({"question": "Hi?", "frage": "No?", "answer": "Yes."}))
     for path, given, message in (
         (recipe.data.path, f"{columns},anser:completion", "'anser', which neither data.path nor"),
         (f"{files[0]},{files[2]}", "qestion:prompt,anser:completion", "names 'qestion', which neither"),
         (f"{files[1]},{both}", columns, "'question' and 'frage' are both prompt"),
+        (f"{files[1]},{alpaca}", "frage:prompt,input:prompt", "renames 'input' to prompt, and this example has both"),
         (
             f"{files[1]},{files[0]}",
             "frage:prompt,answer:completion",
@@ -930,7 +934,7 @@ def test_roles_are_renamed_turns_joined_and_empty_system_turns_dropped(tmp_path)
     path = tmp_path / "chats.jsonl"
     turns = [("system", " "), ("Customer", "Hi."), ("customer", "Help?"), ("agent", "Yes."), ("AGENT", "Here.")]
     path.write_text(chats(*turns) + "\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"data.roles=Customer:user"):
+    with pytest.raises(UserError, match=r"data.roles=Customer:user,agent:assistant\.$"):
         preflight.check_data(recipe_on(path))
     roles = {"roles": "customer:user, agent:assistant"}
     with pytest.raises(UserError, match=r"data.join_turns=true"):

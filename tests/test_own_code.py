@@ -43,6 +43,7 @@ def matrix(outputs, labels, num_items_in_batch): return outputs.logits
 def number(outputs, labels, num_items_in_batch): return 1.0
 def infinite(outputs, labels, num_items_in_batch): return outputs.logits.sum() * math.inf
 def no_count(outputs, labels): return 1.0
+def of_trainer(model, inputs, return_outputs=False, num_items_in_batch=None): return 1.0
 
 def kept(example): return {"text": example["text"].upper()} if "a" in example["text"] else None
 def none(example): return None
@@ -131,6 +132,7 @@ def test_a_loss_turns_tiles_off_that_were_only_automatic(tiny):
         ("data.metric={}:one", r"must take two arguments, .*`def one\(answers, references\)`"),
         ("data.metric={}:later", "must not be async"),
         ("loss={}:no_count", "must take three arguments"),
+        ("loss={}:of_trainer", r"must take three arguments.*`def of_trainer\(outputs, labels, num_items_in_batch\)`"),
         ("callbacks={}:right", "no class of that name in the file; it defines CausalLM, Fine"),
         ("data.transform={}:right", r"must take one argument.*`def right\(example\)`"),
     ],

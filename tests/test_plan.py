@@ -261,6 +261,11 @@ MISTAKES = {
     ("no/such/config.json", *EIGHT): "no/such/config.json: no such file",
     ("./nowhere/", *EIGHT): "./nowhere/: no such file or folder; name a config.json",
     ("llama3-8b", "--gpu", "H900"): "--gpu H900: unknown; did you mean",
+    (
+        "llama3-8b",
+        "--gpu",
+        "3090, 4060",
+    ): "all wait for the slowest and hold as much as the smallest: --gpu RTX-4060 --",
     ("llama3-1b", "--gpu", "T4", "precision=bf16"): "precision=bf16: T4 has no bf16; write precision=fp16",
     ("llama3-8b", "--gpu", "H100", "--gpu-memory", "80"): "--gpu H100 --gpu-memory 80: give one of them",
     ("llama3-8b", "--gpu", "H100", "--gpus", "0"): "--gpus 0: must be above 0",

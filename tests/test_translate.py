@@ -465,9 +465,54 @@ def test_a_translation_is_kept_as_a_page(place):
     assert status == 2 and "has no page to start from" in shown and not (place / "other.py").exists()
 
 
+def test_mixtures_of_data_sets_in_trls_files(place):
+    common = {"model_name_or_path": TINY_MODEL, "model_revision": "main", "output_dir": "out", "eval_strategy": "steps"}
+    mixer = {"dataset_mixer": {"a/b": 1.0, "a/c": 1.0}, "dataset_splits": ["train_prefs", "test_prefs"]}
+    found = translate.translate(written(place, common | mixer | {"beta": 0.1}), 1)
+    given = {key: found.overrides[key] for key in ("data.path", "data.split", "data.validation")}
+    assert given == {
+        "data.path": "a/b,a/c",
+        "data.split": "train_prefs",
+        "data.validation": "a/b/test_prefs,a/c/test_prefs",
+    }
+    assert not found.missing and found.unneeded["model_revision"] == "it is the default"
+    entries = [{"id": "a/b", "config": "all", "split": "train", "weight": 0.5}, {"id": "a/c", "split": "part"}]
+    mixture = {"dataset_mixture": {"datasets": entries, "test_split_size": 0.1}, "chat_template": "{{ messages }}"}
+    found = translate.translate(written(place, common | mixture), 1)
+    assert (found.overrides["data.path"], found.overrides["data.validation_share"]) == ("a/b,a/c", "0.1")
+    parts = {f"dataset_mixture.{name}" for name in ("weight", "config", "split")}
+    assert {*found.missing} == {"chat_template", *parts}
+
+
+def test_columns_of_texts_and_of_system_prompts(place):
+    columns = {"ours": {"file_name": "train.jsonl", "columns": {"prompt": "text"}}}
+    (place / "data" / "dataset_info.json").write_text(json.dumps(columns))
+    found = translate.translate(written(place, FACTORY | {"stage": "pt"}), 1)
+    assert (found.method, found.overrides.get("data.columns")) == ("pretrain", None)
+    entry = {"path": "ours.jsonl", "type": "chat_template", "field_messages": "dialog", "field_system": "sys"}
+    found = translate.translate(written(place, AXOLOTL | {"datasets": [entry]}), 1)
+    assert found.overrides["data.columns"] == "dialog:messages,sys:system" and not found.missing
+    mixture = {"model_name_or_path": TINY_MODEL, "output_dir": "out", "packing": True}
+    found = translate.translate(written(place, mixture), 1)
+    translate.report(found, place / "theirs.yaml")
+    assert [*found.missing] == ["dataset"], "the page's metric is for its own data"
+
+
+def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monkeypatch):
+    (place / "examples").mkdir()
+    given = AXOLOTL | {"deepspeed": "deepspeed_configs/zero2.json"}
+    assert translate.translate(written(place, given), 1).overrides["deepspeed"] == "zero2_offload.json"
+    (place / "deepspeed_configs").mkdir()
+    (place / "deepspeed_configs" / "zero2.json").write_text("{}")
+    inside = written(place, given, "examples/ours.yaml")
+    monkeypatch.chdir(place / "data")
+    assert translate.translate(inside, 1).overrides["deepspeed"] == str(place / "deepspeed_configs" / "zero2.json")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("#!/bin/bash\nswift sft --lora_rank 8\n", "a script of commands"),
         ("model_name_or_path: a\nstage: sft\nstage: dpo\n", "the key stage is there twice"),
         ("base_model: ${MODEL}\n", "${MODEL} is filled in by another program"),
         ("base_model: '{{ model }}'\n", "is filled in by another program"),
@@ -497,6 +542,11 @@ def test_a_file_that_is_no_training_file_is_a_line(place, text, message):
     ("theirs", "renamed", "missing"),
     [
         ({"prompt": "theirs"}, "ours:instruction,theirs:instruction", None),
+        (
+            {"prompt": "input"},
+            "ours:instruction,input:instruction",
+            "'input' is instruction in one data set, and input in",
+        ),
         ({"query": "ours"}, "ours:instruction", "'ours' is instruction in one data set, input in another"),
     ],
 )

@@ -97,7 +97,7 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     if options.allow_drop < 0:
         raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
     from ..export import quantize
-    from ..export.quantize import write
+    from ..export.serve import environment
     from ..training.model_folder import record
 
     kind = quantize.find("--gguf", options.gguf) if options.gguf else quantize.find("--quantize", options.quantize)
@@ -105,6 +105,10 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     if kind.name == "fp8" and held and held.results.get("dequantized") == "fp8":
         kind = quantize.find("--quantize", "fp8-block")
         print(f"as the base model was published: {kind.title}")
+    if kind.quantizer == "llama.cpp":  # before torch is imported, which takes seconds
+        environment.require_llama_cpp(kind.typed)
+    from ..export.quantize import write
+
     output = options.output.resolve()
     write.check(source, output, kind)
     from transformers import utils

@@ -93,6 +93,10 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
         return path
     for folder in (Path(), *folders):
         place = folder / path
+        if key == "deepspeed" and place.suffix in (".yaml", ".yml") and place.is_file():
+            stage = re.search(r"^\s*zero_stage:\s*([0-3])\b", place.read_text(errors="replace"), re.MULTILINE)
+            ours = f"deepspeed=zero{stage[1]}.json" if stage else "deepspeed=FILE.json"
+            raise UserError(f"{key}={path}: a configuration of accelerate, and a run takes DeepSpeed's JSON: {ours}.")
         if place.is_file() or place.is_dir():
             return str(place.resolve())
         if place.exists():
@@ -101,6 +105,9 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
             raise UserError(f"{key}={path}: a link to {place.readlink()}, which does not exist.")
     if own := own_path(path):  # an export's name for a sample
         return str(own)
+    start, mark, number = path.rpartition("#")
+    if mark and number.isdigit() and Path(start).exists():
+        raise UserError(f"{key}={path}: write {key}={start} data.max_examples={number}, which draws as many from all.")
     looks_like_hub_id = (
         path.count("/") == 1 and not path.startswith((".", "/", "~")) and not Path(path).suffix[1:].isalpha()
     )

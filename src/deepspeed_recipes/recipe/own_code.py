@@ -139,7 +139,12 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
     most = len(found.args.posonlyargs + found.args.args + found.args.kwonlyargs)
     if key == "reward" and any(one.arg == "completions" for one in found.args.args + found.args.kwonlyargs):
         return  # it takes lists, as TRL's functions do
-    if least > number or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss")):
+    of_trainer = key == "loss" and [one.arg for one in found.args.args[:1]] == ["model"]  # `Trainer.compute_loss`
+    if (
+        of_trainer
+        or least > number
+        or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss"))
+    ):
         raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
 
 

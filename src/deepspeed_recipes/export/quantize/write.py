@@ -50,8 +50,6 @@ def check(source: Path, output: Path, kind: Kind) -> None:
             here = [one for one in KINDS.values() if one.quantizer in ("bitsandbytes", "deepspeed-recipes")]
             without = ", ".join(f"{one.name} ({one.title}; for {one.loads_in})" for one in here)
             raise UserError(f"{error}\nWithout that environment, --quantize writes {without}.") from None
-    elif kind.quantizer == "llama.cpp":
-        environment.require_llama_cpp(kind.typed)
 
 
 def write(

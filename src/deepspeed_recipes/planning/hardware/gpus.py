@@ -79,6 +79,12 @@ def find(name: str) -> Gpu:
         UserError: no GPU matches the name, or several do.
     """
     words = _words(name)
+    if len(kinds := [kind for kind in re.split(r"\s*[,+&]\s*", name) if kind]) > 1:
+        smallest = min(map(find, kinds), key=lambda gpu: gpu.memory_gib).name.replace(" ", "-")
+        raise UserError(
+            f"--gpu {name}: plan for one kind; in a mixed machine all wait for the slowest and hold as much as the "
+            f"smallest: --gpu {smallest} --gpus {len(kinds)}."
+        )
 
     def is_another(gpu: Gpu, more: frozenset[str]) -> bool:
         """Return whether the remaining words denote another GPU of the same number, or other memory."""

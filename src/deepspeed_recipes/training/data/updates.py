@@ -115,7 +115,8 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     what += f"{counted(epoch, 'update')} per epoch, {steps} in all"
     if size.sequences < recipe.global_batch_size:
         what += f"; a global batch is {recipe.global_batch_size} sequences"
-    ways = [
+    few = recipe.max_steps is None or size.sequences < _least(recipe, world_size)
+    ways = few and [
         " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
     ]
     return f"warning: {what}. This teaches a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."

@@ -66,6 +66,9 @@ def translate(file: Path, gpus: int) -> Translation:
     values = read(file)
     if "train_dataset" in values:
         raise UserError(f"{file}: a file of LLaMA-Factory's v1 (train_dataset); only its files with `stage` are read.")
+    if isinstance(given := values.get("deepspeed"), str) and not Path(given).is_file():  # of the tool's checkout
+        places = (folder / given for folder in (file.parent, *file.parent.parents))
+        values["deepspeed"] = str(next(filter(Path.is_file, places), given))
     known = next((tool for tool in (llama_factory, axolotl, trl) if tool.is_one(values)), None)
     if known is None or (known is trl and SWIFT & values.keys()):
         raise UserError(f"{file}: {_unknown(values)}")
@@ -98,6 +101,11 @@ def read(file: Path) -> Json:
         raise UserError(of_system(error, file)) from None
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: cannot be read: {first_line(error)}.") from None
+    if file.suffix in (".sh", ".bash") or text.startswith("#!"):
+        raise UserError(
+            f"{file}: a script of commands; give the options in it to ds-recipes launch, which reads most of them: "
+            "ds-recipes launch RECIPE VARIANT --lora_rank 8 ..."
+        )
     what = "JSON" if file.suffix == ".json" else "YAML"
     try:
         values = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
@@ -111,6 +119,8 @@ def read(file: Path) -> Json:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")
     for key, value in values.items():
+        if "chat_template" in key:  # a template has such braces
+            continue
         if hole := re.search(r"\$\{[^}]*\}|\{\{.*?\}\}", str(value)):
             raise UserError(
                 f"{file}: {key}: {hole[0]} is filled in by another program; write the value, and try again."
@@ -175,13 +185,19 @@ def command_of(found: Translation) -> list[str]:
         found.missing["truncate"] = "examples with images that are too long are left out, not cut"
         return command_of(found)
     made = _refused(found, start, changes)
-    return [name, chosen, *(overrides.differences(start, made) if made else changes), *found.options]
+    words = overrides.differences(start, made) if made else changes
+    return [name, chosen, *(word for word in words if word not in _data(found)), *found.options]
+
+
+def _data(found: Translation) -> list[str]:
+    """Return the word that stands for the user's data if the file names none."""
+    return [] if "data.path" in found.overrides else ["data.path=FILE"]
 
 
 def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | None:
     """Return the changed recipe; settings that exclude each other here are recorded, and there is no recipe."""
     try:
-        return overrides.apply(start, changes)
+        return overrides.apply(start, [*changes, *_data(found)])
     except UserError as error:
         found.missing["the command"] = f"the launcher refuses it: {error}"
         return None
@@ -190,8 +206,7 @@ def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | 
 def report(found: Translation, file: Path) -> list[str]:
     """Return the lines that show a translation: the command, then what has become of every key."""
     words = command_of(found)
-    data = [] if "data.path" in found.overrides else ["data.path=FILE"]
-    lines = [f"{found.tool}: {file}", "", *_wrapped([*command("launch").split(), *words, *data])]
+    lines = [f"{found.tool}: {file}", "", *_wrapped([*command("launch").split(), *words, *_data(found)])]
     usual = [f"{key}={found.overrides[key]}" for key in sorted(found.by_default) if key in found.overrides]
     same = [name for name, ours in found.translated.items() if ours == f"{name}={_short(found.values.get(name))}"]
     changed = {name: ours for name, ours in found.translated.items() if name not in same}

@@ -292,6 +292,7 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
         role = entry.get("message_field_role") or (mapping.get("role") if isinstance(mapping, dict) else None)
         for theirs, field in (
             ("field_messages", "conversations" if role == "from" else "messages"),
+            ("field_system", "system"),
             ("field_chosen", "chosen"),
             ("field_rejected", "rejected"),
             ("field", "text"),
@@ -341,5 +342,6 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
     if renamed:
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()))
         if len(entries) > 1:
-            found.remarks.append("data.columns renames the columns of every source")
+            found.remarks.append("data.columns renames the columns of every source that has them")
+            found.refuse_shared_names("datasets", renamed, [[*map(str, entry.values())] for _, entry in entries])
     found.by_default -= {"data.roles", "data.columns"}

@@ -206,6 +206,8 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
             found.lack(f"{name}: {word}", problem)
         columns = entry.get("columns", {})
         usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+        if found.method == "pretrain":
+            usual["prompt"] = "text"
         if entry.get("formatting") == "sharegpt" and entry.get("tags", {}).get("role_tag") == "role":
             usual["messages"] = "messages"
         for role in ("user", "assistant", "system"):
@@ -228,6 +230,8 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.set("data.roles", ",".join(f"{word}:{role}" for word, role in roles.items()), name)
     if renamed and key == "data.path":
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
+        named = [listed[word].get("columns", {}).values() for word in words if word in listed]
+        found.refuse_shared_names(f"{name}.columns", renamed, named)
 
 
 def _problems(entry: JsonView) -> Iterator[str]:

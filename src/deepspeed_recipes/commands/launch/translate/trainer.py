@@ -184,9 +184,10 @@ def _sharding(found: Translation) -> None:
         path, ours = Path(str(file)), file
         if not path.is_file():  # ours for one that another tool ships under a well-known name
             name = path.stem.lower()
+            shipped = OTHER_TOOLS["trainer"]["deepspeed"]
             known = f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else None
-            shipped = OTHER_TOOLS["trainer"]["deepspeed"].items()
-            ours = known or next((mine for part, mine in shipped if part in name), file)
+            known = shipped.get(path.with_suffix("").as_posix(), known)
+            ours = known or next((mine for part, mine in shipped.items() if part in name), file)
         found.set("deepspeed", ours, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
     if (shards or settings) and not file:

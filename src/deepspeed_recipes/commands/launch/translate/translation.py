@@ -1,19 +1,24 @@
 """A training file of another tool and the command that it becomes, filled in key by key."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ....recipe import new_tokens
 from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
-from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, key_of, listed, override_keys, setting_of
+from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, answer, key_of, listed, override_keys, setting_of
 
 ADAPTERS = [name for name, key in FOREIGN_NAMES.items() if key.startswith("lora.")]
 """Other tools' names for settings of adapters."""
 SHARED = ("data", "lora", "model", "schedule", "wandb", "layout", "draft")
 """Sections of a recipe with any method."""
+FIELDS = {
+    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system"),
+    *("history", "tools", "label", "chosen", "rejected", "images"),
+}
+"""Fields that a data set may have under these names."""
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
 
@@ -118,6 +123,12 @@ class Translation:
         if renamed.setdefault(column, field) != field:
             self.lack(name, f"{column!r} is {renamed[column]} in one data set, {field} in another; rename it in a file")
 
+    def refuse_shared_names(self, name: str, renamed: Mapping[str, str], named: Sequence[Collection[object]]) -> None:
+        """Record a column that is renamed in some data sets and a field of others; `named` has each set's columns."""
+        for column, field in renamed.items():
+            if column in FIELDS and not all(column in columns for columns in named):
+                self.lack(name, f"{column!r} is {field} in one data set, and {column} in others; rename it in a file")
+
     def give(self, changes: dict[str, str]) -> None:
         """Let the user's overrides win over what the file says, and supply what it lacks."""
         self.overrides |= changes
@@ -150,6 +161,9 @@ class Translation:
                 if why := listed(inside or name, table.get(kind, {}) | OTHER_TOOLS["trainer"].get(kind, {})):
                     place[name] = why
                     break
+                if why := OTHER_TOOLS["redundant"].get(f"{name}={as_text(self.values[name])}".lower()):
+                    self.unneeded[name] = why
+                    break
             else:
                 setting, _, value = (setting_of(name, as_text(self.values[name])) or "").partition("=")
                 setting = "" if setting in self.overrides else setting  # which other keys of the file decide
@@ -159,7 +173,9 @@ class Translation:
                     self.set(key, value if setting else self.values[name], name)
                     self.adapter = self.adapter or ("lora" if section == "lora" else "")
                 else:
-                    self.missing[name] = f"a setting of {section}" if section in METHODS else "not known here"
+                    self.missing[name] = (
+                        f"a setting of {section}" if section in METHODS else answer(name) or "not known here"
+                    )
         self._settle_evaluation()
 
     def _settle_evaluation(self) -> None:

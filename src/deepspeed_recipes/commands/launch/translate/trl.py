@@ -157,12 +157,52 @@ def _adapter(found: Translation) -> None:
 
 
 def _data(found: Translation) -> None:
+    template = str(found.values.get("chat_template") or "")
+    if "{%" in template or "{{" in template:
+        found.lack("chat_template", "save it as a file, and give model.chat_template=FILE")
     if not found.given("dataset_name"):
-        found.lack("dataset", "the file names no data: give data.path=FILE")
+        _mixture(found)
     elif found.take("eval_strategy", "evaluation_strategy") not in (None, "no", False):
         _held_out(found, Path(found.take("dataset_name")), found.take("dataset_test_split") or "test")
     if "data.validation_share" not in found.overrides:
         found.set("data.validation_share", 0.0)
+
+
+def _mixture(found: Translation) -> None:
+    """Translate the data sets of alignment-handbook's `dataset_mixer`, TRL's `datasets` and `dataset_mixture`."""
+    source = next(filter(found.given, ("dataset_mixer", "dataset_mixture", "datasets")), "")
+    listed = found.values.get(source)
+    if isinstance(listed, dict) and source == "dataset_mixer":
+        listed = {"datasets": [{"path": name, "weight": share} for name, share in listed.items()]}
+    entries = listed.get("datasets") if isinstance(listed, dict) else listed
+    if not isinstance(entries, list) or not all(
+        isinstance(one, dict) and ("path" in one or "id" in one) for one in entries
+    ):
+        found.lack("dataset", "the file names no data: give data.path=FILE")
+        return
+    found.set("data.path", [str(one.get("path") or one["id"]) for one in entries], source)
+    splits = found.values.get("dataset_splits") or [one.get("split") or "train" for one in entries]
+    trained = sorted({str(one) for one in splits if "test" not in str(one)})
+    if len(trained) == 1 and trained != ["train"]:
+        found.set("data.split", trained[0], "dataset_splits")
+    elif len(trained) > 1:
+        found.lack(f"{source}.split", f"one split is read of all: {', '.join(trained)}; save them as files")
+    elif "dataset_splits" in found.values:
+        found.note("dataset_splits", "the split train")
+    held_out = [str(one) for one in splits if "test" in str(one)]
+    if held_out and found.take("eval_strategy", "evaluation_strategy") not in (None, "no", False):
+        found.set(
+            "data.validation", [f"{one}/{held_out[0]}" for one in found.overrides["data.path"].split(",")], source
+        )
+    share = listed.get("test_split_size") if isinstance(listed, dict) else found.values.get("test_split_size")
+    if share:
+        found.set("data.validation_share", share, source, "test_split_size")
+    if any(one.get("weight") not in (None, 1) for one in entries):
+        found.lack(
+            f"{source}.weight", "a share of each: data.weights mixes without leaving out, data.max_examples draws"
+        )
+    if configs := [name for one in entries if (name := one.get("config") or one.get("name")) not in (None, "default")]:
+        found.lack(f"{source}.config", f"a subset ({configs[0]}) cannot be asked for; save it as files")
 
 
 def _held_out(found: Translation, dataset: Path, split: str) -> None:

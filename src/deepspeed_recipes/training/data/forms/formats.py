@@ -105,6 +105,8 @@ FIELDS = (
 """Every field that a conversion reads, and that `data.columns` may name."""
 OF_TURNS = ("role", "content")
 """The keys of turns that `data.columns` may name as well."""
+BEFORE = "{} (before data.columns)"
+"""Name of a column whose own name another column gets; it is listed among those that nothing reads."""
 HOW_TO_RENAME = (
     "write COLUMN:FIELD, several with commas (question:prompt,answer:completion); the fields are "
     f"{', '.join(FIELDS)}, and in turns {' and '.join(OF_TURNS)}."
@@ -626,7 +628,13 @@ def renamed_columns(
             if columns[name] in new:
                 raise UserError(f"{where}: data.columns: {new[columns[name]]!r} and {name!r} are both {columns[name]}.")
             new[columns[name]] = name
-        kept = {name: value for name, value in example.items() if name in columns or name not in new}
+        twice = next((field for field in new if field in example and field not in columns), None)
+        if twice and several:  # the column may be another source's
+            raise UserError(
+                f"{where}: data.columns renames {new[twice]!r} to {twice}, and this example has both; name the column "
+                "otherwise in one of the sources."
+            )
+        kept = {BEFORE.format(name) if name in new and name not in columns else name: example[name] for name in example}
         yield where, {columns.get(name, name): value for name, value in kept.items()}
 
 

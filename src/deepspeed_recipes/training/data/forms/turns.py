@@ -130,7 +130,9 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
     numbered = [(number, turn) for number, turn in enumerate(turns, start=1) if not _is_empty_system(turn)]
     if not numbered:
         raise wrong(where, example, field, expected)
-    return _in_call_order([_turn(f"{where}: turn {number} of {field!r}", turn) for number, turn in numbered])
+    speakers = [turn.get("role", turn.get("from")) for _, turn in numbered if isinstance(turn, dict)]
+    turns = [_turn(f"{where}: turn {number} of {field!r}", turn, speakers) for number, turn in numbered]
+    return _in_call_order(turns)
 
 
 def _in_call_order(turns: list[Turn]) -> list[Turn]:
@@ -286,7 +288,8 @@ def _may_be_text(key: str, value: str) -> bool:
     return not other and bool(re.search(r"[^\W\d_]{2}", value)) and not re.fullmatch(r"[\da-fA-F-]{8,}", value)
 
 
-def _turn(where: str, turn: object) -> Turn:
+def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
+    """Return a turn in OpenAI's form; `speakers` are those of its conversation, for a message that renames them."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with 'role' and 'content'; it is {_kind(turn)}; {REWRITE}.")
     # Tables give a turn the keys of all others, with empty values, and templates would print or count them.
@@ -324,9 +327,15 @@ def _turn(where: str, turn: object) -> Turn:
         )
     role = ROLES.get(speaker.lower())
     if role is None:
+        named = {one.lower(): one for one in [speaker, *speakers][::-1] if isinstance(one, str)}
+        roles = [ROLES.get(name) for name in named]
+        free = [one for one in ("user", "assistant") if one not in roles] or ["assistant"]
+        names = [named[name] for name in reversed(named) if name not in ROLES][: len(free)]
+        names += ["NAME"] * (len(free) - len(names))
+        pairs = ",".join(f"{name}:{one}" for name, one in zip(names, free, strict=True))
         raise UserError(
-            f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}. Rename "
-            f"others: data.roles={speaker}:user,NAME:assistant."
+            f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}. Rename others: "
+            f"data.roles={pairs}."
         )
     if isinstance(content, list):
         keys.refuse_parts(where, content)
