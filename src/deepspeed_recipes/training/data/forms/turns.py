@@ -327,10 +327,10 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
         )
     role = ROLES.get(speaker.lower())
     if role is None:
-        named = {one.lower(): one for one in [speaker, *speakers][::-1] if isinstance(one, str)}
-        roles = [ROLES.get(name) for name in named]
+        spoken = {one.lower(): one for one in [speaker, *speakers][::-1] if isinstance(one, str)}
+        roles = [ROLES.get(name) for name in spoken]
         free = [one for one in ("user", "assistant") if one not in roles] or ["assistant"]
-        names = [named[name] for name in reversed(named) if name not in ROLES][: len(free)]
+        names = [spoken[name] for name in reversed(spoken) if name not in ROLES][: len(free)]
         names += ["NAME"] * (len(free) - len(names))
         pairs = ",".join(f"{name}:{one}" for name, one in zip(names, free, strict=True))
         raise UserError(
