@@ -174,7 +174,7 @@ def test_a_file_that_loads_still_loads():
 
     def loads(config: dict) -> bool:
         try:
-            DeepSpeedConfig(resolve(config, Numbers(hidden_size=8, total_steps=9)) if "auto" in str(config) else config)
+            DeepSpeedConfig(resolve(config, Numbers(hidden_size=8, max_steps=9)) if "auto" in str(config) else config)
         except Exception:  # its verdict is whatever it raises
             return False
         return True

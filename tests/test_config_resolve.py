@@ -33,11 +33,11 @@ NUMBERS = Numbers(
     world_size=2,
     hidden_size=32,
     precision="bf16",
-    gradient_clipping=0.5,
+    max_grad_norm=0.5,
     learning_rate=3e-4,
     adam_beta2=0.95,
     weight_decay=0.02,
-    total_steps=2,
+    max_steps=2,
 )
 
 
@@ -95,7 +95,7 @@ def test_every_key_that_the_trainer_fills_is_filled():
             node = node.setdefault(part, {})
         node[last] = "auto"
     assert len(FILLED) == 23
-    numbers = Numbers(hidden_size=10, total_steps=7, warmup_steps=3, learning_rate=0.25)
+    numbers = Numbers(hidden_size=10, max_steps=7, warmup_steps=3, learning_rate=0.25)
     filled = resolve(config, numbers)
     assert "auto" not in dumps(filled)
     assert filled["zero_optimization"]["reduce_bucket_size"] == 100

@@ -162,31 +162,6 @@ def without(package: str) -> str:
     )
 
 
-_GUESSES = {
-    "--output": "--output-dir --write",
-    "--output-dir": "--output --write",
-    "--out --o -o --output-file --output-path --save --save-dir": "--output --output-dir --write",
-    "--budget --cost --hourly": "--price",
-    "--num-gpus --n-gpus --ngpus --devices --nproc-per-node --num-processes --gpus": "--gpus --world-size",
-    "--num-nodes --nnodes --num-machines": "--nodes",
-    "--vram --gpu-mem": "--gpu-memory",
-    "--ram --cpu-memory": "--host-memory",
-    "--seq-len --max-length --max-len --max-seq-len --max-seq-length --cutoff-len --context": "--sequence-length",
-    "--max-tokens --max-length --max-new": "--max-new-tokens",
-    "--tp --tensor-parallel-size": "--tensor-parallel",
-    "--pp --pipeline-parallel-size": "--pipeline-parallel",
-    "--bits --dtype --quantization": "--quantize",
-    "--merge-lora --merge-adapter": "--merge",
-    "--lora --lora-path --peft --adapter-path": "--adapter",
-    "--system-prompt": "--system",
-    "--served-model-name --model-name": "--name",
-    "--max-samples --num-samples": "--limit",
-    "--format": "--json --gguf",
-    "--time-limit --time --hours": "--deadline",
-}
-"""Options that people guess: other words for options of these commands; the first that a command has is named."""
-
-
 OUTPUT = "output_dir"
 """TrainingArguments' name of an option of ours, which users type as a key, too."""
 
@@ -298,7 +273,11 @@ class Parser(argparse.ArgumentParser):
         return self._guessed(option) or next(iter(near), None)
 
     def _guessed(self, option: str) -> str | None:
-        words = ((guessed.split(), real) for guessed, ours in _GUESSES.items() for real in ours.split())
+        words = (
+            (guessed.split(), real)
+            for guessed, ours in overrides.OTHER_TOOLS["guesses"].items()
+            for real in ours.split()
+        )
         known = (real for guessed, real in words if option.replace("_", "-") in guessed)
         return next((real for real in known if real in self._option_string_actions), None)
 

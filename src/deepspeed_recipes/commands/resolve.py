@@ -25,24 +25,12 @@ from ..recipe.files import Json
 from ..recipe.project import CONFIGS
 from .main import Parser
 
-# The names on the command line, as in recipes -> the fields of Numbers.
 NAMES = {
-    "micro_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "layout.tensor": "tensor",
-    "layout.pipeline": "pipeline",
-    "layout.sequence": "sequence",
-    "hidden_size": "hidden_size",
-    "precision": "precision",
-    "max_grad_norm": "gradient_clipping",
-    "learning_rate": "learning_rate",
-    "adam_beta1": "adam_beta1",
-    "adam_beta2": "adam_beta2",
-    "adam_epsilon": "adam_epsilon",
-    "weight_decay": "weight_decay",
-    "warmup_steps": "warmup_steps",
-    "max_steps": "total_steps",
+    f"layout.{field.name}" if field.name in ("tensor", "pipeline", "sequence") else field.name: field.name
+    for field in dataclasses.fields(Numbers)
+    if field.name != "world_size"
 }
+"""The names on the command line, as in recipes, and the fields of `Numbers`."""
 GLOBAL = "global_batch_size"
 KEYS = (*NAMES, GLOBAL)
 PRECISIONS = ("fp32", "bf16", "fp16")

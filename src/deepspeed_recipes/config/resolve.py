@@ -34,14 +34,14 @@ class Numbers:
     hidden_size: int | None = None
     """Width of the model, from which bucket sizes are computed."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    gradient_clipping: float = 1.0
+    max_grad_norm: float = 1.0
     learning_rate: float = 5e-5
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    total_steps: int | None = None
+    max_steps: int | None = None
     """Optimizer steps of the whole run, needed only by a `scheduler` block."""
 
     @property
@@ -99,7 +99,7 @@ def _matched(numbers: Numbers) -> dict[str, object]:
         "train_micro_batch_size_per_gpu": numbers.micro_batch_size,
         "gradient_accumulation_steps": numbers.gradient_accumulation_steps,
         "train_batch_size": numbers.train_batch_size,
-        "gradient_clipping": numbers.gradient_clipping,
+        "gradient_clipping": numbers.max_grad_norm,
         "fp16.enabled": numbers.precision == "fp16",
         "bf16.enabled": numbers.precision == "bf16",
         "optimizer.params.lr": numbers.learning_rate,
@@ -109,8 +109,8 @@ def _matched(numbers: Numbers) -> dict[str, object]:
         "scheduler.params.warmup_max_lr": numbers.learning_rate,
         "scheduler.params.warmup_num_steps": max(1, numbers.warmup_steps),
     }
-    if numbers.total_steps is not None:
-        matched["scheduler.params.total_num_steps"] = numbers.total_steps
+    if numbers.max_steps is not None:
+        matched["scheduler.params.total_num_steps"] = numbers.max_steps
     return matched
 
 

@@ -68,35 +68,10 @@ class Row(NamedTuple):
 
 # ---- Architectures ---------------------------------------------------------------------------------------------------
 
+_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 FAMILIES: Mapping[str, Mapping[str, str]] = {
-    "tensor": {
-        **dict.fromkeys(("bloom", "gpt2"), "its queries, keys and values are one matrix, not cut by heads"),
-        **dict.fromkeys(
-            (
-                *("deepseek_v2", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "nemotron_h", "olmoe"),
-                *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe"),
-            ),
-            "its experts, which hold most of its weights, are not split",
-        ),
-    },
-    "sequence": {
-        "bloom": "its ALiBi attention would measure distances only within a rank's part of a sequence",
-        "lfm2": "its convolutions read the tokens before a rank's part of a sequence, which another rank holds",
-        **dict.fromkeys(
-            ("falcon_h1", "nemotron_h"),
-            "its Mamba layers carry a state along the sequence, of which each rank holds only a part",
-        ),
-        **dict.fromkeys(
-            ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
-            "its linear attention carries a state along the sequence, of which each rank holds only a part",
-        ),
-    },
-    "pipeline": {},
-    "expert": {
-        "ernie4_5_moe": "DeepSpeed's AutoEP fails on the shape of its routers' corrections",
-        "gpt_oss": "its experts have biases, and those of DeepSpeed's AutoEP have none",
-        "nemotron_h": "its experts have no gate projection, and those of DeepSpeed's AutoEP have one",
-    },
+    kind: {name: why for names, why in rows.items() for name in names.split()}
+    for kind, rows in _TEXTS["families"].items()
 }
 """Why a kind of parallelism does not train an architecture correctly, by the layout's field and `model_type`."""
 
@@ -249,7 +224,6 @@ values that the reason names, or None if there is no conflict."""
 
 # ---- The table -------------------------------------------------------------------------------------------------------
 
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 _MOMENTS: Mapping[str, Moment] = {
     "recipe": "recipe",
     "model": "model",

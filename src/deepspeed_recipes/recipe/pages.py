@@ -260,9 +260,7 @@ def listing() -> list[Recipe]:
 
 def about(thing: object) -> str:
     """Return the first line of a page's or a variant's docstring, without the page's own name."""
-    if isinstance(thing, Inherited):
-        return thing.about
-    line = (inspect.getdoc(thing) or "").partition("\n")[0]
+    line = (inspect.getdoc(thing.change if isinstance(thing, Inherited) else thing) or "").partition("\n")[0]
     return line.removeprefix(f"{Path(str(thing.__file__)).stem}: ") if isinstance(thing, ModuleType) else line
 
 

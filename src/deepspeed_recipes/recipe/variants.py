@@ -8,9 +8,8 @@ its family: `variants.dpo(lora(size), learning_rate=5e-6, global_batch_size=32)`
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from .methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Pretrain, Reward, Simpo
 from .recipe import Model, Recipe, Schedule
@@ -35,9 +34,10 @@ GRPO: the default of TRL's GRPOConfig."""
 
 
 def qlora(lora: Recipe, **changes: object) -> Recipe:
-    """Return `lora` on frozen 4-bit weights (QLoRA, arXiv:2305.14314).
+    """Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`.
 
-    Every size uses ZeRO-2, so every rank holds all weights. `qlora_zero3` is for models that are too large for that.
+    QLoRA, arXiv:2305.14314. Every size uses ZeRO-2, so every rank holds all weights. `qlora_zero3` is for models that
+    are too large for that.
     """
     model = replace(lora.model, quantization="nf4")
     return _changed(lora, changes, model=model, deepspeed="zero2.json")
@@ -52,9 +52,10 @@ def qlora_zero3(lora: Recipe, **changes: object) -> Recipe:
 
 
 def dora(lora: Recipe, **changes: object) -> Recipe:
-    """Return `lora` with the weights' magnitudes trained too, at half the rank and the same scale (alpha / rank).
+    """Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower.
 
-    DoRA with half the rank still does better than LoRA (arXiv:2402.09353, the results with halved rank).
+    The scale (alpha / rank) is the same. DoRA with half the rank still does better than LoRA (arXiv:2402.09353, the
+    results with halved rank).
     """
     assert lora.lora is not None
     adapters = replace(lora.lora, rank=lora.lora.rank // 2, alpha=lora.lora.alpha // 2, dora=True)
@@ -62,7 +63,10 @@ def dora(lora: Recipe, **changes: object) -> Recipe:
 
 
 def full_offload(full: Recipe, **changes: object) -> Recipe:
-    """Return `full` with the optimizer in host memory, at its ZeRO stage."""
+    """All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful.
+
+    The ZeRO stage is that of `full`.
+    """
     stage = "zero2" if full.deepspeed == "zero2.json" else "zero3"
     return _changed(full, changes, deepspeed=f"{stage}_offload.json")
 
@@ -82,7 +86,10 @@ def dpo(lora: Recipe, *, learning_rate: float, **changes: object) -> Recipe:
 
 
 def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: object) -> Recipe:
-    """Return `lora` on judged answers. KTO compares the answers of a micro-batch, so it has at least two."""
+    """Answers judged good or bad (KTO) with adapters: when answers have labels but no pairs; after SFT.
+
+    KTO compares the answers of a micro-batch, so it has at least two.
+    """
     least = {
         "sequence_length": min(DPO_LENGTH, lora.sequence_length),
         "micro_batch_size": max(2, lora.micro_batch_size),
@@ -92,22 +99,23 @@ def kto(lora: Recipe, *, learning_rate: float = RATES["kto"], **changes: object)
 
 
 def reward(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: object) -> Recipe:
-    """Return `full` on preference pairs as a reward model, which outputs a number for each answer instead of text."""
+    """A reward model from preference pairs, all weights: gives each answer a number, to rank or filter answers."""
     length = min(DPO_LENGTH, full.sequence_length)
     pairs = {"method": Reward(), "data": PREFERENCES, "packing": False, "sequence_length": length}
     return _changed(full, changes, learning_rate=learning_rate, **pairs)
 
 
 def classify(full: Recipe, *, learning_rate: float = RATES["reward"], **changes: object) -> Recipe:
-    """Return `full` on labelled texts as a classifier."""
+    """A classifier from labelled texts, all weights: gives each text one of the classes in the data."""
     texts = {"method": Classify(), "data": LABELLED, "packing": False, "sequence_length": _of_text(full)}
     return _changed(full, changes, learning_rate=learning_rate, **texts)
 
 
 def embed(full: Recipe, *, learning_rate: float = RATES["embed"], **changes: object) -> Recipe:
-    """Return `full` on matching texts as an embedding model; the other pairs of the batch are the negatives.
+    """Embeddings from pairs of texts that belong together, all weights: for search and to find duplicates.
 
-    The micro-batch is as large as the global batch allows on two ranks, up to 16 pairs.
+    The other pairs of the batch are the negatives. The micro-batch is as large as the global batch allows on two ranks,
+    up to 16 pairs.
     """
     largest = max(full.micro_batch_size, min(16, full.global_batch_size // 2))
     batch = {"micro_batch_size": largest, "sequence_length": _of_text(full)}
@@ -119,23 +127,26 @@ def _of_text(recipe: Recipe) -> int:
 
 
 def orpo(lora: Recipe, *, learning_rate: float = RATES["orpo"], **changes: object) -> Recipe:
-    """Return `lora` on preference pairs by ORPO, which also imitates the better answers and so needs no SFT before."""
+    """Preference pairs (ORPO) with adapters: also imitates the better answers, so it needs no SFT first."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Orpo())
 
 
 def simpo(lora: Recipe, *, learning_rate: float = RATES["simpo"], **changes: object) -> Recipe:
-    """Return `lora` on preference pairs by SimPO."""
+    """Preference pairs (SimPO) with adapters: like `dpo_lora`, but without a reference model; after SFT."""
     return _changed(dpo(lora, learning_rate=learning_rate), changes, method=Simpo())
 
 
 def grpo(full: Recipe, *, learning_rate: float = RATES["grpo"], **changes: object) -> Recipe:
-    """Return `full` on prompts: `global_batch_size` answers of the model per step, scored by functions."""
+    """The model's own answers, scored by a function (GRPO), all weights: when a program can check an answer.
+
+    A step has `global_batch_size` answers of the model.
+    """
     own = {"method": Grpo(), "packing": False, "reward": f"{REWARDS}:exact_match"}
     return _changed(full, changes, learning_rate=learning_rate, **own)
 
 
 def pretrain(full: Recipe, **changes: object) -> Recipe:
-    """Return `full` on raw text."""
+    """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return _changed(full, changes, method=Pretrain(), data=TEXT)
 
 
@@ -144,85 +155,43 @@ def distill(full: Recipe, settings: Distill, **changes: object) -> Recipe:
     return _changed(full, changes, method=settings)
 
 
-@dataclass(frozen=True)
-class Inherited:
-    """A variant that is the same on every page."""
+def dpo_lora(lora: Recipe) -> Recipe:
+    """Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export."""
+    # alignment-handbook's zephyr-7b-beta/dpo/config_qlora.yaml and LLaMA-Factory's llama3_lora_dpo.yaml, both with a
+    # cosine after 10 % of warm-up.
+    return dpo(lora, learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1))
 
-    about: str
-    """When to choose it, in one line: `launch.py --list` prints it."""
+
+def dpo_full(full: Recipe) -> Recipe:
+    """Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT."""
+    return dpo(full, learning_rate=RATES["dpo_full"])
+
+
+class Inherited(NamedTuple):
+    """A variant that is the same on every page.
+
+    The first line of the function's docstring says when to choose it: `launch.py --list` prints it.
+    """
+
     start: str
     """The page's variant from which it is derived: `full` or `lora`."""
     change: Callable[[Recipe], Recipe]
 
 
-INHERITED: dict[str, Inherited] = {
-    "qlora": Inherited(
-        "Adapters on frozen 4-bit weights: for GPUs that cannot hold the bf16 weights; slower than `lora`.",
-        "lora",
-        qlora,
-    ),
-    "dora": Inherited(
-        "Adapters that train each weight's magnitude too, at half the rank: when `lora` falls short of `full`; slower.",
-        "lora",
-        dora,
-    ),
-    "full_offload": Inherited(
-        "All weights, the optimizer in host memory: when `full` does not fit the GPUs and host memory is plentiful.",
-        "full",
-        full_offload,
-    ),
-    "dpo_lora": Inherited(
-        "Preference pairs (DPO) with adapters: after SFT, with model.path=RUN_FOLDER/export.",
-        "lora",
-        # alignment-handbook's zephyr-7b-beta/dpo/config_qlora.yaml and LLaMA-Factory's llama3_lora_dpo.yaml, both with
-        # a cosine after 10 % of warm-up.
-        partial(dpo, learning_rate=5e-6, schedule=Schedule("cosine", warmup=0.1)),
-    ),
-    "kto_lora": Inherited(
-        "Answers judged good or bad (KTO) with adapters: when answers have labels but no pairs; after SFT.",
-        "lora",
-        kto,
-    ),
-    "orpo_lora": Inherited(
-        "Preference pairs (ORPO) with adapters: also imitates the better answers, so it needs no SFT first.",
-        "lora",
-        orpo,
-    ),
-    "simpo_lora": Inherited(
-        "Preference pairs (SimPO) with adapters: like `dpo_lora`, but without a reference model; after SFT.",
-        "lora",
-        simpo,
-    ),
-    "dpo_full": Inherited(
-        "Preference pairs (DPO), all weights: when `dpo_lora` falls short; holds the model twice; after SFT.",
-        "full",
-        partial(dpo, learning_rate=RATES["dpo_full"]),
-    ),
-    "reward": Inherited(
-        "A reward model from preference pairs, all weights: gives each answer a number, to rank or filter answers.",
-        "full",
-        reward,
-    ),
-    "classify": Inherited(
-        "A classifier from labelled texts, all weights: gives each text one of the classes in the data.",
-        "full",
-        classify,
-    ),
-    "embed": Inherited(
-        "Embeddings from pairs of texts that belong together, all weights: for search and to find duplicates.",
-        "full",
-        embed,
-    ),
-    "grpo": Inherited(
-        "The model's own answers, scored by a function (GRPO), all weights: when a program can check an answer.",
-        "full",
-        grpo,
-    ),
-    "pretrain": Inherited(
-        "Continued pre-training on raw text, all weights: to teach a domain or a language before SFT.",
-        "full",
-        pretrain,
-    ),
+INHERITED = {
+    "qlora": Inherited("lora", qlora),
+    "dora": Inherited("lora", dora),
+    "full_offload": Inherited("full", full_offload),
+    "dpo_lora": Inherited("lora", dpo_lora),
+    "kto_lora": Inherited("lora", kto),
+    "orpo_lora": Inherited("lora", orpo),
+    "simpo_lora": Inherited("lora", simpo),
+    "dpo_full": Inherited("full", dpo_full),
+    "reward": Inherited("full", reward),
+    "classify": Inherited("full", classify),
+    "embed": Inherited("full", embed),
+    "grpo": Inherited("full", grpo),
+    "pretrain": Inherited("full", pretrain),
 }
 """The variants that a page has without defining them, in the order in which `launch.py --list` shows them."""
 

@@ -58,7 +58,7 @@ def for_engine(request: PlanRequest, plan: Plan) -> Json:
         sequence=setup.layout.sequence,
         hidden_size=request.profile.hidden_size,
         precision=recipe.precision,
-        gradient_clipping=recipe.max_grad_norm,
+        max_grad_norm=recipe.max_grad_norm,
         learning_rate=recipe.learning_rate,
         adam_beta2=recipe.adam_beta2,
         adam_epsilon=recipe.adam_epsilon,

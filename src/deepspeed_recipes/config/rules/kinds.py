@@ -14,7 +14,7 @@ from ..schema import describe, fits
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Batch sizes depend on each other, so that rules/batch.py covers them."""
 
-FILLED = tuple(fillings(Numbers(hidden_size=1, total_steps=1)))
+FILLED = tuple(fillings(Numbers(hidden_size=1, max_steps=1)))
 """The keys that the Trainer fills, through accelerate; a test compares them with a real Trainer."""
 
 
