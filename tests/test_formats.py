@@ -271,6 +271,10 @@ def test_what_a_question_is_about_is_read_whatever_its_column_is_called():
     (read,) = formats.converted([("here", {"prompt": "Why?", "context": "A text."})], "grpo")
     assert read["messages"] == [user("Why?")] and read["fields"] == {"context": "A text."}, "for the reward function"
 
+    row = {"prompt": "Why?", "completion": "So.", "history": [["Hi?", "Yes."]]}
+    (read,) = formats.converted([("here", row)], "sft")
+    assert read["given"] == 0 and len(read["messages"]) == 4, "the answers in a history are learned, too"
+
 
 def test_nulls_and_empty_lists_of_a_table_are_not_there():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2], "c": None}}}
@@ -825,6 +829,7 @@ def test_several_paths_are_located_one_by_one(tmp_path, monkeypatch):
         ({"messages": SHORT, "unit": "km"}, 1, {"unit": "km"}),
         ({"prompt": "2 + 2?", "unit": "km", "tests": [1, 2]}, 1, {"unit": "km", "tests": [1, 2]}),
         ({"prompt": SHORT[:1], "system": "Be brief."}, 2, {}),
+        ({"conversations": [{"from": "human", "value": "2 + 2?"}], "solution": "4"}, 1, {"solution": "4"}),
         ({"question": 1, "prompt": "2 + 2?", "completion": "4"}, 1, {"question": 1}),
         ({"instruction": "Add.", "input": "2 + 2", "output": "4"}, 1, {}),
     ],

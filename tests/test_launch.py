@@ -17,6 +17,7 @@ from datasets import Dataset
 
 from deepspeed_recipes.commands import launch as launch_command
 from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import (
     COMPLETE,
     RunFolder,
@@ -198,6 +199,13 @@ def test_dry_run_names_the_data_that_it_does_not_read(tmp_path, capsys):
     (line,) = said.err.splitlines()
     read = f"{tmp_path}/train.parquet after row 1,000, OWNER/NAME, {tmp_path}/data (read by the ranks); "
     assert line.startswith(f"not checked by --dry-run: {read}the examples in tokens")
+    file = tmp_path / "scheduled.json"
+    scheduler = {"type": "WarmupLR", "params": {}}
+    block = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}, "scheduler": scheduler}
+    file.write_text(json.dumps(block))
+    assert launch_command.main(["tiny", "full", "--dry-run", f"deepspeed={file}"]) == 0
+    with pytest.raises(UserError, match=r"schedule.kind: the scheduler block of .*scheduled.json replaces it"):
+        launch_command.main(["tiny", "full", "--dry-run", f"deepspeed={file}", "schedule.kind=linear"])
     streamed = [f"data.path={tmp_path}/train.jsonl", "data.streaming=true", "max_steps=2", "data.validation=none"]
     assert launch_command.main(["tiny", "pretrain", "--dry-run", *streamed, "data.validation_share=0"]) == 0
     assert "examples after the first 1,000 (read by the ranks)" in capsys.readouterr().err

@@ -241,6 +241,10 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
     warning = sources.files_left(source, data)
     assert "not read: test.jsonl, valid.jsonl. " in warning and f"data.validation={folder}/test.jsonl meas" in warning
     assert sources.files_left(source, data, images=True) is None
+    (folder / "test.md").write_text("Not data.")
+    tiny = pages.find("tiny", "full")
+    found = locate(replace(tiny, data=replace(tiny.data, validation=f"{folder}/valid,{folder}/test")))
+    assert found.data.validation == f"{folder}/valid.jsonl,{folder}/test.jsonl"
     held_out = replace(data, validation=f"{folder}/valid.jsonl,{folder}/test.jsonl")
     assert sources.files_left(source, held_out) is None
 

@@ -1,6 +1,7 @@
 """Makes a recipe's paths absolute: the model, the data and the DeepSpeed file, as the ranks will open them."""
 
 import difflib
+import glob
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from ..recipe.methods import Distill
 from ..recipe.project import CONFIGS
 from ..recipe.recipe import Recipe, names
 from ..recipe.run_folder import RunFolder
+from ..training.data import text_files
 from ..training.model_folder.record import own_path
 
 
@@ -101,6 +103,10 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
             return str(place.resolve())
         if place.exists():
             raise UserError(f"{key}={path}: a pipe or a device, which ranks cannot read again; save it as a file.")
+        for inside in (place.parent, place.parent / "data") if key == "data.validation" else ():
+            of_split = sorted(inside.glob(f"{glob.escape(place.name)}[.-]*"))
+            if found := [str(file.resolve()) for file in of_split if text_files.suffix(file) in text_files.READ]:
+                return ",".join(found)  # FOLDER/test of a folder with files that are named for splits
         if place.is_symlink():
             raise UserError(f"{key}={path}: a link to {place.readlink()}, which does not exist.")
     if own := own_path(path):  # an export's name for a sample

@@ -276,7 +276,10 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)
     preflight.check_layout(recipe, file, machines.ranks, machines.ranks_each)
-    counts.check_trained(preflight.with_dimensions(recipe), overrides.keys_of(options.overrides))
+    given = overrides.keys_of(options.overrides)
+    if file.content.get("scheduler") and (key := next((one for one in given if one.startswith("schedule.")), None)):
+        raise UserError(f"{key}: the scheduler block of {recipe.deepspeed} replaces it; remove the block, or {key}.")
+    counts.check_trained(preflight.with_dimensions(recipe), given)
     if request.folder:
         universal.check(recipe, request.folder, file, machines.ranks)
         if changed := overrides.differences(request.page, recipe, resumed=True):
@@ -293,7 +296,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     for warning in (
         updates.long_warmup(recipe, long) if long else None,
         preflight.few_updates(recipe, examples, machines.ranks),
-        borrowed.warning(recipe, request.page, overrides.keys_of(options.overrides)),
+        borrowed.warning(recipe, request.page, given),
     ):
         if warning:
             print(warning, flush=True)

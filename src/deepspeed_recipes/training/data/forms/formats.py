@@ -257,7 +257,15 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
         keys.refuse_media(where, example)
     if not _takes_passages(form, method):
         example = {name: value for name, value in example.items() if name not in (*PASSAGES, "history")}
-    read = CONVERSIONS[form](where, example)
+    field = FORMS[form][1][0]
+    if (
+        kind == "prompts"
+        and form in ("messages", "sharegpt")
+        and read_turns(where, example, field)[-1]["role"] == "user"
+    ):
+        read = _prompt(where, {**example, "prompt": example[field]})  # the model answers
+    else:
+        read = CONVERSIONS[form](where, example)
     if (size := characters(read)) > LONGEST:
         raise UserError(
             f"{where}: has {size:,} characters, and tokenizing more than {LONGEST:,} at once takes gigabytes; split it "
@@ -422,7 +430,8 @@ def _asked(where: str, example: Example, field: str = "prompt") -> list[Turn]:
 def _prompt_completion(where: str, example: Example) -> Example:
     prompt = _asked(where, example)
     completion = read_side(where, example, "completion", "assistant")
-    return as_conversation(where, example, "completion", prompt + completion, given=len(prompt))
+    earlier = bool(example.get("history")) and isinstance(example["prompt"], str)  # its answers are learned, too
+    return as_conversation(where, example, "completion", prompt + completion, given=0 if earlier else len(prompt))
 
 
 def _prompt_field(pair: Example) -> str:
