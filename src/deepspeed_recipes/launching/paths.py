@@ -105,7 +105,7 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
             raise UserError(f"{key}={path}: a pipe or a device, which ranks cannot read again; save it as a file.")
         for inside in (place.parent, place.parent / "data") if key == "data.validation" else ():
             of_split = sorted(inside.glob(f"{glob.escape(place.name)}[.-]*"))
-            if found := [str(file.resolve()) for file in of_split if text_files.suffix(file) in text_files.READ]:
+            if found := [str(file.resolve()) for file in of_split if text_files.suffix(file) in text_files.SUFFIXES]:
                 return ",".join(found)  # FOLDER/test of a folder with files that are named for splits
         if place.is_symlink():
             raise UserError(f"{key}={path}: a link to {place.readlink()}, which does not exist.")
