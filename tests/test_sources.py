@@ -245,6 +245,7 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
     tiny = pages.find("tiny", "full")
     found = locate(replace(tiny, data=replace(tiny.data, validation=f"{folder}/valid,{folder}/test")))
     assert found.data.validation == f"{folder}/valid.jsonl,{folder}/test.jsonl"
+    (folder / "test.md").unlink()
     held_out = replace(data, validation=f"{folder}/valid.jsonl,{folder}/test.jsonl")
     assert sources.files_left(source, held_out) is None
 

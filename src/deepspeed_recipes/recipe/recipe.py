@@ -200,7 +200,9 @@ class Schedule:
     """The shape after the warm-up, by transformers' name (`lr_scheduler_type`): `linear` and `cosine` fall to zero;
     `constant` has no warm-up; `warmup_stable_decay` (also `wsd`) falls at the end."""
     warmup: Annotated[float, Bounds(least=0, steps=True)] = 0.03
-    """Share of the steps during which the learning rate rises, starting above zero; 1 or more is a number of steps."""
+    """Share of the steps during which the learning rate rises, from above zero to the full rate in the last of them; 1
+    or more is their number. transformers starts at zero: a share counts one step more here, so that both reach the full
+    rate at the same one."""
     min_rate: Annotated[float, Bounds(least=0, below=1)] = 0.0
     """Share of the learning rate to which `cosine_with_min_lr`, `cosine_warmup_with_min_lr`, `polynomial` and
     `warmup_stable_decay` fall; the warm-up of the last one also begins there."""

@@ -185,7 +185,8 @@ def _download(hub_id: str) -> Json:
     except Exception as error:  # no network, an unknown model and an unaccepted licence each raise another exception
         raise UserError(
             f"{hub_id}: cannot read its config.json ({first_line(error)[:120].rstrip(' .')}).\n"
-            "Without a network, copy that one small file here and give its path: ds-recipes plan path/to/config.json"
+            "Without a network, copy that one small file here and give its path to ds-recipes plan; to train, give the "
+            "model's folder."
         ) from None
 
 
