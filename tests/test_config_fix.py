@@ -140,9 +140,11 @@ def test_auto_is_added_to_templates_only():
     text = '{"train_batch_size": 8, "gradient_accumulation_steps": 1, "zero_optimization": {"stage": 1}}'
     after, left = fixed(text, trainer="hf")
     assert after == text
-    assert left == [
-        '`gradient_clipping`: not fixed: the file has no "auto" yet, and without the Trainer it would no longer load'
-    ]
+    reason = 'the file has no "auto" yet, and without the Trainer it would no longer load; --trainer hf permits it'
+    assert left == [f"`gradient_clipping`: not fixed: {reason}"]
+    hf = Facts(trainer="hf", world_size=1)
+    after, left = edits.fix(parse(text), lambda document: judge(document, hf), of_trainer=True)
+    assert json.loads(after)["gradient_clipping"] == "auto" and not left
     template = '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 1}}'
     assert json.loads(fixed(template, trainer="hf")[0]) == {
         **json.loads(template),

@@ -29,7 +29,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Check every file and return the exit status."""
     arguments = parser().parse_intermixed_args(words)
     facts = Facts(
-        trainer=arguments.trainer,
+        trainer=arguments.trainer or "hf",
         world_size=arguments.world_size,
         model=model_config(arguments.model) if arguments.model else None,
         gpus_per_node=arguments.gpus_per_node,
@@ -68,7 +68,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--trainer",
         choices=("hf", "plain"),
-        default="hf",
         help="reader of the config: the Hugging Face Trainer (default) or plain DeepSpeed",
     )
     result.add_argument("--world-size", type=positive(int), metavar="N", help="number of ranks")
@@ -143,7 +142,7 @@ def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
     try:
         document = read(located(file))
         if arguments.fix:
-            fixed, left = edits.fix(document, lambda changed: judge(changed, facts))
+            fixed, left = edits.fix(document, lambda changed: judge(changed, facts), arguments.trainer == "hf")
             if fixed != document.text:
                 files.write_bytes(located(file), fixed.encode())
             if arguments.format == "text":

@@ -14,11 +14,12 @@ MOST = 200
 Judge = Callable[[Document], list[Finding]]
 
 
-def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
+def fix(document: Document, judge: Judge, of_trainer: bool = False) -> tuple[str, list[str]]:
     """Return the text of the document with the safe edits applied, and a sentence for each finding left as it is.
 
     An edit is safe if `judge` finds no new error in the result. A file with a duplicate key, NaN or infinity is
-    returned unchanged, since the intended value is unknown.
+    returned unchanged, since the intended value is unknown. The first "auto" is added only if the file is the Hugging
+    Face Trainer's for certain.
     """
     unclear = [problem for problem in document.problems if problem.kind in ("duplicate", "not-a-number")]
     if unclear:
@@ -29,7 +30,7 @@ def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
         return document.text, [f"line {problem.line}: not fixed: {why[problem.kind]}" for problem in unclear]
     before = judge(document)
     wanted = [finding for finding in before if finding.edits][:MOST]
-    template = '"auto"' in json.dumps(document.value)
+    template = of_trainer or '"auto"' in json.dumps(document.value)
     renamed = _renamed(edit for finding in wanted for edit in finding.edits)
     fills = [
         finding
@@ -38,7 +39,7 @@ def fix(document: Document, judge: Judge) -> tuple[str, list[str]]:
     ]
     now = [finding for finding in wanted if finding not in fills]
     text, dropped = _apply(_strict(document), now, judge, _errors(before))
-    refused = 'the file has no "auto" yet, and without the Trainer it would no longer load'
+    refused = 'the file has no "auto" yet, and without the Trainer it would no longer load; --trainer hf permits it'
     left = [f"`{finding.key}`: not fixed: {refused}" for finding in fills]
     left += [f"`{finding.key}`: not fixed: with it DeepSpeed would refuse the file" for finding in dropped]
     if document.comments:
