@@ -99,6 +99,7 @@ def test_the_report_counts_lengths_and_shows_what_is_in_the_loss(tmp_path, model
     assert report.tokens == sum(lengths) and f"{100 * sum(lengths) / 128:.0f}% filled" in report.lines("a", 128)[0]
     first, second = (highlighted(shown) for shown in tokenize.first_documents(rows, tokenizer))
     assert first == "<|bos|><|user|>Hi?<|end|><|assistant|>«" + "Yes. " * 20 + "No.<|end|>»" and "«" in second
+    assert len(tokenize.first_documents(rows, tokenizer, most=4)) == 3, "two of the four are alike"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)

@@ -143,14 +143,21 @@ def stream(raw: IterableDataset, recipe: Recipe, tokenizer: PreTrainedTokenizerB
 
 
 def first_documents(sequences: Iterable[Json], tokenizer: PreTrainedTokenizerBase, most: int = 2) -> list[Pieces]:
-    """Return the first documents of `tokenized` or `stream` as text, divided at the boundaries of the loss."""
+    """Return the first documents of `tokenized` or `stream` as text, divided at the boundaries of the loss.
+
+    A document that repeats another one is shown once.
+    """
     found: list[Pieces] = []
-    for sequence in islice(sequences, most):
+    for sequence in islice(sequences, 10 * most):
         ends = np.cumsum(sequence["seq_lengths"])
         for start, end in zip([0, *ends], ends, strict=False):
             learned = [label != IGNORED for label in sequence["labels"][start:end]]
-            found.append(pieces(sequence["input_ids"][start:end], learned, tokenizer))
-    return found[:most]
+            shown = pieces(sequence["input_ids"][start:end], learned, tokenizer)
+            if shown not in found:
+                found.append(shown)
+            if len(found) == most:
+                return found
+    return found
 
 
 def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
