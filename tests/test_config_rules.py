@@ -413,6 +413,16 @@ def test_a_swap_buffer_has_room_for_the_embeddings_shard_and_a_hundredth_more():
     assert f"{shard:,} elements" in found.what and found.fix == f"write at least {shard + 2_626_682}"
 
 
+@pytest.mark.parametrize(
+    ("batch", "steps", "severity"), [("auto", 2, "error"), ("auto", 1, "warning"), (None, 2, "warning")]
+)
+def test_a_missing_accumulation_stops_a_run_whose_whole_batch_is_filled_in(batch, steps, severity):
+    config = {**M, **({"train_batch_size": batch} if batch else {})}
+    facts = Facts(arguments={"gradient_accumulation_steps": steps})
+    (found,) = [one for one in judge(config, facts) if one.rule == "accumulation-missing"]
+    assert found.severity == severity and ("refuses the run" in found.what) == (batch == "auto")
+
+
 def test_a_section_that_deepspeed_does_not_read_is_not_checked():
     config = {**M, "bf16": {"enabled": True}, "bfloat16": {"enabled": 7.5}}
     assert not [one for one in judge(config, PLAIN) if one.key == "bfloat16.enabled"]
