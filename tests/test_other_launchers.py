@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from deepspeed_recipes.launching import command
+from deepspeed_recipes.machine import software
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_recipe
 from deepspeed_recipes.training import distributed, rendezvous, without_launcher
@@ -312,7 +313,7 @@ def test_ranks_run_on_the_cpu_only_where_there_are_no_gpus(gpus, monkeypatch):
 
 
 def test_versions_of_what_is_not_installed_are_left_out():
-    found = distributed.versions(["torch", "no-such-package"])
+    found = software.installed(["torch", "no-such-package"])
     assert list(found) == ["torch"] and found["torch"].startswith("2.")
 
 

@@ -102,12 +102,12 @@ def share_of_cores(ranks: int) -> str:
     return str(max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def rank_environment(ranks: int, gpus: int) -> dict[str, str]:
-    """Return the environment of the ranks."""
+def rank_environment(ranks: int, gpus: int, here: bool = True) -> dict[str, str]:
+    """Return the environment of the ranks; unless they run `here`, each node counts its own cores."""
     extra = {
         **python_path(os.environ),
         "TOKENIZERS_PARALLELISM": "false",
-        "OMP_NUM_THREADS": threads(ranks),
+        **({"OMP_NUM_THREADS": threads(ranks)} if here else {}),
         # Silences PyTorch's profiler, which prints each start and stop on stderr.
         "KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "99"),
         **ops.environment(),

@@ -1,6 +1,5 @@
 """Submits a run to a scheduler, SLURM, Kubernetes or a cloud's, which starts `node.py` on each node."""
 
-import os
 import shlex
 import shutil
 from dataclasses import replace
@@ -46,10 +45,7 @@ def texts(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: Run
 
 
 def _environment(asked: Allocation) -> dict[str, str]:
-    environment = rank_environment(asked.ranks_per_node, int(asked.gpus))
-    if "OMP_NUM_THREADS" not in os.environ:
-        del environment["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
-    return environment
+    return rank_environment(asked.ranks_per_node, int(asked.gpus), here=False)
 
 
 def submit(options: LaunchOptions, asked: Allocation, recipe: Recipe, folder: RunFolder) -> int:

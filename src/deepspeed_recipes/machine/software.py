@@ -4,12 +4,14 @@ tests/stacks has the environments at both ends of the supported ranges and one i
 `.github/workflows/nightly.yml` tests them.
 """
 
+import contextlib
 import os
 import platform
 import re
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -107,15 +109,23 @@ def _numbers(version: str) -> tuple[int, ...]:
 NEEDED = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets")
 
 
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 def versions() -> list[Check]:
     """Compare the installed packages with the pinned versions (constraints.txt) and the ranges that are tested."""
     pinned, fix = pins(CONSTRAINTS), f"pip install -r {CONSTRAINTS}"
     checks = [_judged("python", platform.python_version(), None, "install a Python of that range")]
+    here = installed(NEEDED)
     for name in NEEDED:
-        try:
-            checks.append(_judged(name, metadata.version(name), pinned.get(name), fix))
-        except metadata.PackageNotFoundError:
-            checks.append(Check(name, "error", "not installed", fix))
+        missing = Check(name, "error", "not installed", fix)
+        checks.append(_judged(name, here[name], pinned.get(name), fix) if name in here else missing)
     return checks
 
 

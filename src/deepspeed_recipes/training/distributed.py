@@ -1,13 +1,11 @@
 """Starts and describes the ranks of a run; they start first, because ZeRO-3 shards the model while it is loaded."""
 
-import contextlib
 import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import PackageNotFoundError, version
 
 import datasets
 import deepspeed
@@ -17,7 +15,7 @@ import torch.distributed as dist
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from ..machine import readings
+from ..machine import readings, software
 from ..recipe import layout as layouts
 from ..recipe.compatibility import Case, refusal
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -134,7 +132,7 @@ def describe_environment() -> Json:
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "packages": versions(PACKAGES),
+        "packages": software.installed(PACKAGES),
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "cpu": platform.processor() or platform.machine(),
@@ -144,15 +142,6 @@ def describe_environment() -> Json:
         "backend": dist.get_backend() if dist.is_initialized() else None,
         "git_commit": git_commit(),
     }
-
-
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed: a run without tracking needs no tracker."""
-    found = {}
-    for name in names:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
 
 
 def git_commit() -> str | None:

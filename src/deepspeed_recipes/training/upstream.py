@@ -538,7 +538,7 @@ class _RowsInOutputs(TrainableTokensLayer):
             return self.base_layer.weight
         parts = [self.base_layer.weight, *self.trainable_tokens_delta.values()]
         sharded = [one for one in parts if getattr(one, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
-        with GatheredParameters(sharded) if sharded else contextlib.nullcontext():
+        with GatheredParameters(sharded):
             merged = super().get_merged_weights(active_adapters)
         merged.ds_status = ZeroParamStatus.AVAILABLE  # for TRL, which gathers what is not
         return merged
@@ -568,11 +568,10 @@ def reading_rows(model: PreTrainedModel) -> Iterator[None]:
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())  # none, or an nn.Identity, in a stage
     weights = [weight for one in ends if (weight := getattr(one, "weight", None)) is not None]
-    sharded = list({weight: None for weight in weights if hasattr(weight, "ds_id")})
     original = trainable_tokens.check_deepspeed_zero3_enabled
     trainable_tokens.check_deepspeed_zero3_enabled = lambda: False
     try:
-        with GatheredParameters(sharded) if sharded else contextlib.nullcontext():
+        with GatheredParameters(weights):
             yield
     finally:
         trainable_tokens.check_deepspeed_zero3_enabled = original

@@ -228,10 +228,8 @@ class RayAttempts:
         """Check that every node can take part."""
         self.cluster = self.alive = cluster
         self.run = run
-        ranks = rank_environment(cluster.most_ranks, cluster.most_ranks if cluster.on_gpus else 0)
-        if "OMP_NUM_THREADS" not in os.environ:
-            del ranks["OMP_NUM_THREADS"]  # it is for this machine; each node counts its own cores
-        self.environment = environment(ranks)
+        gpus = cluster.most_ranks if cluster.on_gpus else 0
+        self.environment = environment(rank_environment(cluster.most_ranks, gpus, here=False))
         if cluster.nodes:
             answers = remote.check_hosts(cluster.pool, run.path, self.answers)
             self.environment |= remote.network_interfaces(answers, self.environment)

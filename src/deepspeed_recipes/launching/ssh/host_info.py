@@ -7,7 +7,6 @@ import shutil
 import socket
 import sys
 import time
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -56,13 +55,8 @@ def fingerprint(package: Path = PACKAGE, configs: Path = CONFIGS) -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that have to be the same on all ranks."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for name in software.NEEDED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    python = {"python": ".".join(map(str, sys.version_info[:3]))}
+    return python | dict.fromkeys(software.NEEDED, "missing") | software.installed(software.NEEDED)
 
 
 def route_to(peer: str) -> str:

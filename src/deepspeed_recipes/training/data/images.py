@@ -11,7 +11,7 @@ import io
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...recipe.errors import UserError, counted
 from ...recipe.files import Json
@@ -62,77 +62,61 @@ def converted(
 
 def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, list[Picture]]:
     """Return an example with one character in place of each image, and the images in their order."""
-    listed = _listed(where, example, folder)
-    taker = _Taker(where, folder, deque(listed or ()), written=listed is not None)
-    changed = {name: taker.field(value) if name in TURNS else value for name, value in example.items()}
-    if taker.places != len(listed or ()):
-        raise UserError(
-            f"{where}: {counted(len(listed or ()), 'image')} in 'images', but {counted(taker.places, 'place')}; write "
-            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image '
-            "(data.transform=FILE.py:FUNCTION can)."
-        )
-    return {name: value for name, value in changed.items() if name not in FIELDS or listed is None}, taker.found
+    listed, found, places = _listed(where, example, folder), list[Picture](), 0
+    left = deque(listed or ())
 
+    def place() -> str:
+        nonlocal places
+        places += 1
+        found.extend([left.popleft()] if left else [])
+        return HERE
 
-class _Taker:
-    """Removes the images from one example."""
+    def in_text(text: str) -> str:
+        before, *others = text.replace(HERE, "").split(WRITTEN) if listed is not None else [text.replace(HERE, "")]
+        return before + "".join(place() + after for after in others)
 
-    def __init__(self, where: str, folder: Path | None, listed: deque[Picture], written: bool) -> None:
-        """Take `listed`, the images of the field `images`; `written`: the field exists, and text may refer to it."""
-        self.where = where
-        self.folder = folder
-        self.listed = listed
-        self.written = written
-        self.places = 0
-        self.found: list[Picture] = []
-
-    def field(self, value: object) -> Any:
-        """Return a field without its images."""
-        if isinstance(value, str):
-            return self._text(value)
-        return [self._turn(turn) for turn in value] if isinstance(value, list) else value
-
-    def _turn(self, turn: object) -> Any:
-        if not isinstance(turn, dict):
-            return turn
-        return {key: self._content(value) if key in ("content", "value") else value for key, value in turn.items()}
-
-    def _content(self, content: object) -> Any:
-        if isinstance(content, str):
-            return self._text(content)
-        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-            return content
-        parts = [{key: value for key, value in part.items() if value is not None} for part in content]
-        if not all(keys.is_text(part) or (_is_picture(part) and not part.get("text")) for part in parts):
-            return content  # `formats` reports the error
-        return "".join(self._part(part) for part in parts)
-
-    def _part(self, part: Json) -> str:
+    def in_part(part: Json) -> str:
         if not _is_picture(part):
-            return self._text(str(part["text"]))
+            return in_text(str(part["text"]))
         source = part.get("image_url")
         source = source.get("url") if isinstance(source, dict) else source
         for key in ("image", "path", "url", "bytes", "base64"):
             source = part.get(key) if source is None else source
         if source is None:
-            return self._place()
+            return place()
         if "base64" in part:
             source = f"data:;base64,{source}"
-        self.found.append(picture(f"{self.where}: image {len(self.found) + 1}", source, self.folder))
+        found.append(picture(f"{where}: image {len(found) + 1}", source, folder))
         return HERE
 
-    def _text(self, text: str) -> str:
-        text = text.replace(HERE, "")
-        if not self.written:
-            return text
-        before, *others = text.split(WRITTEN)
-        return before + "".join(self._place() + after for after in others)
+    def in_content(content: object) -> object:
+        if isinstance(content, str):
+            return in_text(content)
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            return content
+        parts = [{key: value for key, value in part.items() if value is not None} for part in content]
+        if not all(keys.is_text(part) or (_is_picture(part) and not part.get("text")) for part in parts):
+            return content  # `formats` reports the error
+        return "".join(map(in_part, parts))
 
-    def _place(self) -> str:
-        self.places += 1
-        if self.listed:
-            self.found.append(self.listed.popleft())
-        return HERE
+    def in_turn(turn: object) -> object:
+        if not isinstance(turn, dict):
+            return turn
+        return {key: in_content(value) if key in ("content", "value") else value for key, value in turn.items()}
+
+    def in_field(value: object) -> object:
+        if isinstance(value, str):
+            return in_text(value)
+        return list(map(in_turn, value)) if isinstance(value, list) else value
+
+    changed = {name: in_field(value) if name in TURNS else value for name, value in example.items()}
+    if places != len(listed or ()):
+        raise UserError(
+            f"{where}: {counted(len(listed or ()), 'image')} in 'images', but {counted(places, 'place')}; write "
+            f'{WRITTEN} in the text, or {{"type": "image"}} among its parts, once for each image '
+            "(data.transform=FILE.py:FUNCTION can)."
+        )
+    return {name: value for name, value in changed.items() if name not in FIELDS or listed is None}, found
 
 
 def _is_picture(part: Json) -> bool:

@@ -77,7 +77,7 @@ def start(model: PreTrainedModel, seed: int) -> None:
         if name.partition(".")[0] not in NAMES:
             continue
         generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-        with torch.no_grad(), GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
+        with torch.no_grad(), GatheredParameters([parameter], modifier_rank=0):
             if parameter.numel():  # under ZeRO-3 the other ranks only take part
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * width)
 

@@ -240,7 +240,7 @@ def _start_by_name(adapted: PeftModel, seed: int) -> None:
     for name, parameter in adapted.named_parameters():
         if "lora_A" in name and not parameter.is_meta:
             generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            with GatheredParameters([parameter] if hasattr(parameter, "ds_id") else [], modifier_rank=0):
+            with GatheredParameters([parameter], modifier_rank=0):
                 drawn = torch.empty(parameter.shape)
                 if drawn.numel():  # under ZeRO-3 the other ranks only take part
                     torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)  # as PEFT does

@@ -79,7 +79,7 @@ def start(model: PreTrainedModel, recipe: Recipe) -> None:
         after = -(-after // multiple) * multiple
         _grow(model, after)
     for weight in _ends(model):
-        with GatheredParameters([weight] if hasattr(weight, "ds_id") else [], modifier_rank=0):
+        with GatheredParameters([weight], modifier_rank=0):
             if weight.numel():  # under ZeRO-3 the other ranks only take part
                 started = [weight[list(own)].float().mean(0) for own in found.pieces]
                 weight[list(found.numbers)] = torch.stack(started).to(weight.dtype)
@@ -93,7 +93,7 @@ def _grow(model: PreTrainedModel, rows: int) -> None:
     before = _rows_in(model.get_input_embeddings())
     model.resize_token_embeddings(rows, mean_resizing=False)
     for weight in _ends(model):
-        with GatheredParameters([weight] if hasattr(weight, "ds_id") else [], modifier_rank=0):
+        with GatheredParameters([weight], modifier_rank=0):
             if weight.numel():
                 weight[before:] = weight[:before].float().mean(0).to(weight.dtype)
 

@@ -7,6 +7,7 @@ eight texts, no sampling, and nothing that rounding could turn into another answ
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,30 +41,7 @@ LONGEST = 64
 DIGITS = 5
 TOGETHER = 8
 """Texts in a forward pass: below ZeRO-3 each pass gathers the whole model, and more logits would be gigabytes."""
-TEXTS = (
-    (
-        "What is the capital of France?",
-        "The capital of France is Paris, a city of about two million people on the Seine.",
-    ),
-    ("Add 17 and 25.", "17 + 25 = 42."),
-    ("Name three colours of the rainbow.", "Red, green and violet are three of its colours; the others lie between."),
-    ("Translate to German: good morning", "Guten Morgen"),
-    ("Is water wet? Answer with yes or no.", "Yes."),
-    ("Write a line of Python that prints the numbers from 1 to 3.", "for number in range(1, 4):\n    print(number)"),
-    ("Summarise: the meeting moved from Monday to Thursday, as the room was taken.", "The meeting is on Thursday."),
-    ("Give the weather in Oslo as JSON.", '{"city": "Oslo", "temperature": -3, "unit": "celsius", "snow": true}'),
-    ("Who wrote Hamlet?", "William Shakespeare wrote it around the year 1600."),
-    ("Continue: one, two, three,", "four, five, six, seven, eight, nine, ten"),
-    ("How do I boil an egg?", "Put it into boiling water for eight minutes, then into cold water, and peel it."),
-    ("Spell the word rhythm backwards.", "m-h-t-y-h-r"),
-    ("¿Cuántos días tiene una semana?", "Una semana tiene siete días."),
-    ("请用一句话介绍长城。", "长城是中国古代修建的防御工程，全长两万多公里。"),
-    ("Order these by size: mouse, whale, horse.", "Whale, horse, mouse."),
-    (
-        "I need to cancel an order. What now?",
-        "I am sorry to hear that. Please send me its number, and I will cancel it.",
-    ),
-)
+TEXTS: list[tuple[str, str]] = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
 """Sixteen questions, each with an answer to compare; whether a model would answer so does not matter."""
 CONFIGURED = (
     *("architectures", "model_type", "vocab_size", "tie_word_embeddings", "rope_parameters", "rope_theta"),

@@ -10,7 +10,6 @@ these can be shared is found only by trying: `split`.
 import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -104,7 +103,7 @@ def _split(linear: torch.nn.Linear, style: str, group: dist.ProcessGroup) -> Ten
         raise refusal("width of a layer", size=size, width=width)
     # Weights that ZeRO-3 has sharded over all ranks are replaced by ordinary ones; ZeRO-3 shards the parts again.
     sharded = [(name, value) for name, value in linear.named_parameters(recurse=False) if is_zero_param(value)]
-    with GatheredParameters([value for _, value in sharded]) if sharded else nullcontext():
+    with GatheredParameters([value for _, value in sharded]):
         for name, value in sharded:
             whole = torch.nn.Parameter(value.detach().clone(), requires_grad=value.requires_grad)
             linear.register_parameter(name, whole)
