@@ -91,8 +91,7 @@ def main(file: str, *words: str) -> None:
 
 def over_ranks(seconds: Any) -> Any:
     """Return the median over all ranks of a number, or of each number in a dictionary."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, seconds)
+    everywhere = distributed.of_all(seconds)
     if isinstance(seconds, dict):
         return {name: statistics.median(one[name] for one in everywhere) for name in seconds}
     return statistics.median(everywhere)

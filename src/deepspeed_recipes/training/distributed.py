@@ -4,8 +4,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import datasets
 import deepspeed
@@ -121,6 +122,26 @@ def total(*values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
     dist.all_reduce(tensor)
     return tensor.tolist()
+
+
+def of_all(mine: object) -> list[Any]:
+    """Return the objects of all ranks, in the order of the ranks; a collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def items_of_all(mine: Sequence[Any]) -> list[Any]:
+    """Return the items of all ranks, in the order of the ranks; a collective."""
+    return [item for items in of_all(list(mine)) for item in items]
+
+
+def gathered(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
+    """Return the tensors, all of one shape, of a group's ranks or of all, in their order; a collective."""
+    own = own.contiguous()
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    return found
 
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl", "datasets", "wandb", "deepspeed-recipes")

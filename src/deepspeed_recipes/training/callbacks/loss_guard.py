@@ -10,7 +10,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -112,7 +112,7 @@ class LossGuard(TrainerCallback):
             self.said_no_gradient = True
             say(no_gradient(state.global_step, self.recipe))
         if is_spike(logs["loss"], self.losses):
-            numbers = sorted(set(gather([number for seen in self.seen for number in seen.numbers])))
+            numbers = sorted(set(distributed.items_of_all([number for seen in self.seen for number in seen.numbers])))
             where = (
                 f"step {state.global_step}: the loss jumped to {logs['loss']:.4f}, from "
                 f"{statistics.fmean(self.losses):.4f} on average; sequences since the last log: {listed(numbers)}"
@@ -126,13 +126,13 @@ class LossGuard(TrainerCallback):
     def _bad_number(self, step: int, what: str, skippable: bool) -> None:
         """Act on a number that is not finite; a collective."""
         mine = [seen for seen in self.seen if not math.isfinite(seen.loss.item())]
-        steps = gather([seen.step for seen in mine])
+        steps = distributed.items_of_all([seen.step for seen in mine])
         if steps:
             what, step = "loss", min(steps)
         if not steps or self.recipe.layout.pipeline > 1:  # no single loss to blame, or one for all micro-batches
             mine = self.seen
-        found = gather([(dist.get_rank(), list(seen.numbers)) for seen in mine if seen.step == step])
-        groups = sorted(set(gather(self.groups)))
+        found = distributed.items_of_all([(dist.get_rank(), list(seen.numbers)) for seen in mine if seen.step == step])
+        groups = sorted(set(distributed.items_of_all(self.groups)))
         self.groups.clear()
         numbers = sorted({number for _, listing in found for number in listing})
         if self.skipped:  # an update that was applied has spread NaN to all weights
@@ -212,14 +212,7 @@ def damaged(model: torch.nn.Module, looked_up: bool = True) -> list[str]:
     # `isfinite` of a whole weight would take several times its memory.
     largest = [torch.linalg.vector_norm(shard.detach(), math.inf).float().cpu() for shard in held.values()]
     finite = torch.stack(largest).isfinite().tolist() if held else []
-    return sorted(set(gather([name for name, one in zip(held, finite, strict=True) if not one])))
-
-
-def gather(mine: Sequence[Any]) -> list[Any]:
-    """Return the items of all ranks, in the order of the ranks; a collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(mine))
-    return [item for items in everyone for item in items]
+    return sorted(set(distributed.items_of_all([name for name, one in zip(held, finite, strict=True) if not one])))
 
 
 def listed(numbers: Sequence[int]) -> str:

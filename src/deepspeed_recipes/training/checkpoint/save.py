@@ -106,8 +106,7 @@ class Checkpoints(TrainerCallback):
         dist.broadcast_object_list(written)
         share = [folder / name for name in sorted(written[0])[dist.get_rank() :: dist.get_world_size()]]
         digests.flush(share)
-        shares: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(shares, {str(path.relative_to(folder)): digests.of_file(path) for path in share})
+        shares = distributed.of_all({str(path.relative_to(folder)): digests.of_file(path) for path in share})
         if distributed.is_first():
             layout = asdict(self.recipe.layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}

@@ -92,9 +92,7 @@ class Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, vectors: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all ranks, in their order; a collective."""
-        every = [torch.empty_like(vectors) for _ in range(dist.get_world_size())]
-        dist.all_gather(every, vectors.contiguous())
-        return torch.cat(every)
+        return torch.cat(distributed.gathered(vectors))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor) -> torch.Tensor:
@@ -131,8 +129,7 @@ def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rank's texts, [2 or 3, pairs], from `PairCollator`; the results are places, [pairs], and booleans, [pairs, texts of
     all ranks].
     """
-    every = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, numbers.contiguous())
+    every = distributed.gathered(numbers)
     texts = torch.cat([one[1:].flatten() for one in every])
     owners = torch.cat([torch.cat([one[0], torch.full_like(one[2:].flatten(), -1)]) for one in every])
     pairs = numbers.shape[1]

@@ -200,9 +200,7 @@ def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
         own = [pairs[min(number, len(pairs) - 1)] for number in range(first, first + size)]
         inputs = trainer._prepare_inputs(trainer.data_collator(own))
         said = torch.stack(trainer.compute_ref_log_probs(engine, inputs), dim=1).float()
-        gathered = [torch.empty_like(said) for _ in range(ranks)]
-        dist.all_gather(gathered, said)
-        parts += [part.cpu() for part in gathered]
+        parts += [part.cpu() for part in distributed.gathered(said)]
     engine.train()
     computed = torch.cat(parts)[: len(pairs)]
     if distributed.is_first():

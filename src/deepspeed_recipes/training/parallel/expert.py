@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import groups, logger
 from torch import nn
@@ -89,10 +88,7 @@ def _unsharded(weight: torch.Tensor) -> torch.Tensor:
 def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
     """Return all experts in order: rank r of the group holds the r-th equal share of them."""
     group = groups._get_expert_parallel_group(group_name)
-    own = _unsharded(weight).contiguous()
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts)
+    return torch.cat(distributed.gathered(_unsharded(weight), group))
 
 
 def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:

@@ -42,9 +42,8 @@ def layers(engine: DeepSpeedEngine) -> list[str]:
 
     `model.embed_tokens`, `model.layers.0`, ..., `model.norm`: the same names in every layout, with adapters too.
     """
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(dict.fromkeys(map(_layer, dict(_trained(engine))))))
-    return list(dict.fromkeys(name for names in everyone for name in names))  # ranks are in the order of the stages
+    own = dict.fromkeys(map(_layer, dict(_trained(engine))))
+    return list(dict.fromkeys(distributed.items_of_all(list(own))))  # ranks are in the order of the stages
 
 
 def by_tensor(engine: DeepSpeedEngine, layout: Layout) -> dict[int, list[Fragment]]:

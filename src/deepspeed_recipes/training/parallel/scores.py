@@ -139,9 +139,8 @@ def own_metrics(recipe: Recipe, mine: Sequence[tuple[str, str]], run: RunFolder 
         return {}
     place, copies = distributed.place(recipe.layout), data_parallel_size(recipe.layout, dist.get_world_size())
     first, ranks = place.data * recipe.layout.sequence + place.sequence, copies * recipe.layout.sequence
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, [(first + at * ranks, *pair) for at, pair in enumerate(mine)])
-    every = sorted(one for part in gathered for one in part)  # as in the data, whatever the number of ranks
+    numbered = [(first + at * ranks, *pair) for at, pair in enumerate(mine)]
+    every = sorted(distributed.items_of_all(numbered))  # as in the data, whatever the number of ranks
     return own_code.measured(recipe, [one[1] for one in every], [one[2] for one in every], run, f"at step {step}")
 
 
@@ -220,9 +219,7 @@ def judgements(
     for batch, count in rank_batches(judged, batch_size, layout):
         values = log_likelihood(model, tokenizer, batch, "completion", per_token=True).tolist()
         mine += [(example["label"], value) for example, value in zip(batch[:count], values, strict=False)]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, mine)
-    every = [one for ranks in gathered for one in ranks]
+    every = distributed.items_of_all(mine)
     good, bad = (torch.tensor([value for label, value in every if label == wanted]) for wanted in (True, False))
     if not len(good) or not len(bad):
         return {"judgement_accuracy": math.nan, "judgement_margin": math.nan}

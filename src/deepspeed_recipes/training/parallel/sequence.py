@@ -199,9 +199,7 @@ class _AllToAll(torch.autograd.Function):
 
 def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return whole sequences, [sequences, width], gathered from the ranks' parts."""
-    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, part.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
+    return torch.cat(distributed.gathered(part, group), dim=1)
 
 
 def _whole_mask(create: Callable[..., object], group: dist.ProcessGroup, /, *values: object, **named: object) -> Any:
