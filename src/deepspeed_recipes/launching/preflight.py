@@ -46,21 +46,6 @@ REFERENCES = 4
 
 ADAM_BETA1 = 0.9
 """The Trainer's default, which no key of a recipe changes."""
-KEYS = {
-    "train_micro_batch_size_per_gpu": "micro_batch_size",
-    "gradient_accumulation_steps": "global_batch_size",
-    "train_batch_size": "global_batch_size",
-    "gradient_clipping": "max_grad_norm",
-    "enabled": "precision",
-    "lr": "learning_rate",
-    "betas": "adam_beta2",
-    "eps": "adam_epsilon",
-    "weight_decay": "weight_decay",
-    "warmup_max_lr": "learning_rate",
-    "warmup_num_steps": "schedule.warmup",
-    "total_num_steps": "max_steps",
-}
-"""Keys of a DeepSpeed file with which the Trainer compares its arguments, by their last part, and the recipe's."""
 
 
 def check_config(recipe: Recipe, ranks: int, ranks_each: int) -> None:
@@ -128,7 +113,8 @@ def _in_keys(findings: Sequence[lint.Finding], recipe: Recipe, ranks: int) -> li
         elif last == "enabled":
             value = first if value else "fp32"
         settable = value is not None and not (last == "train_batch_size" and recipe.layout.sequence > 1)
-        changes.setdefault(KEYS[last], value if settable else None)
+        named = first if last == "enabled" else last
+        changes.setdefault(overrides.FOREIGN_NAMES.get(named, named), value if settable else None)
     typed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     all_of_them = "" if len(differing) == 1 else " for each"
     fix = f'write "auto" in the file{all_of_them}' + (f", or add {' '.join(typed)}" if typed else "")

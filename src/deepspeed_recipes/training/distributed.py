@@ -124,6 +124,13 @@ def total(*values: float) -> list[float]:
     return tensor.tolist()
 
 
+def of_first(compute: Callable[[], Any]) -> Any:
+    """Return what rank 0 computes; a collective."""
+    found = [compute() if is_first() else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
 def of_all(mine: object) -> list[Any]:
     """Return the objects of all ranks, in the order of the ranks; a collective."""
     found: list[Any] = [None] * dist.get_world_size()

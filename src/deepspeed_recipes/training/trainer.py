@@ -360,11 +360,9 @@ class RunHooks(Hooked):
         if best is None or best == step:
             return step
         checkpoint = context.run.checkpoints / f"checkpoint-{best}"
-        bad: list[str | None] = [digests.damaged(checkpoint) if distributed.is_first() else None]
-        dist.broadcast_object_list(bad)
-        if bad[0]:
+        if bad := distributed.of_first(lambda: digests.damaged(checkpoint)):
             raise UserError(
-                f"{checkpoint / bad[0]} is damaged ({digests.harm(checkpoint, bad[0])}), and its weights are the best; "
+                f"{checkpoint / bad} is damaged ({digests.harm(checkpoint, bad)}), and its weights are the best; "
                 "--resume keep_best=false exports the last step's."
             )
         converted = universal.is_needed(context.recipe.layout, context.run, dist.get_world_size(), checkpoint)

@@ -7,11 +7,9 @@ import json
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import torch
-import torch.distributed as dist
 import xxhash
 from datasets import Dataset
 from safetensors import safe_open
@@ -23,6 +21,7 @@ from ...recipe.files import Json
 from ...recipe.methods.texts import Distill
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import COMPLETE, read_json
+from .. import distributed
 from ..data.load import Datasets
 from ..data.tokenize import Stream
 from ..model import stored
@@ -50,31 +49,29 @@ ACCEPTABLE = ("tokenizer", "data", "transform", "order")
 
 def began(checkpoint: Path | None) -> str:
     """Return when the run that wrote a checkpoint began, or now if there is none, in ISO 8601; a collective."""
-    saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint and dist.get_rank() == 0 else {}
-    found = [saved.get("began", datetime.now().astimezone().isoformat(timespec="seconds"))]
-    dist.broadcast_object_list(found)
-    return found[0]
+
+    def first() -> str:
+        saved = read_json(checkpoint / COMPLETE).get("fingerprint", {}) if checkpoint else {}
+        return saved.get("began", datetime.now().astimezone().isoformat(timespec="seconds"))
+
+    return distributed.of_first(first)
 
 
 def of_run(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, datasets: Datasets, began: str) -> Json:
     """Return the fingerprint of a run, computed by rank 0; a collective."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        found = [
-            {
-                "recipe": recipe.name,
-                "model": dimensions(load_config(recipe).to_dict()),
-                "base": of_bases(recipe),
-                "tokenizer": of_tokenizer(tokenizer),
-                "data": of_data(datasets.training),
-                "transform": own_code.digests(recipe).get("data.transform"),
-                # A step's place in the data is its number times the global batch size.
-                "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
-                "began": began,
-            }
-        ]
-    dist.broadcast_object_list(found)
-    return found[0]
+    return distributed.of_first(
+        lambda: {
+            "recipe": recipe.name,
+            "model": dimensions(load_config(recipe).to_dict()),
+            "base": of_bases(recipe),
+            "tokenizer": of_tokenizer(tokenizer),
+            "data": of_data(datasets.training),
+            "transform": own_code.digests(recipe).get("data.transform"),
+            # A step's place in the data is its number times the global batch size.
+            "order": {"seed": recipe.seed, "global_batch_size": recipe.global_batch_size},
+            "began": began,
+        }
+    )
 
 
 def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,16 +101,15 @@ class Checkpoints(TrainerCallback):
         """Mark the checkpoint as complete once all of it is on the disk; each rank reads a share of the files."""
         dist.barrier()
         folder = self.run.checkpoints / f"checkpoint-{state.global_step}"
-        written: list[Any] = [sizes(folder) if distributed.is_first() else None]
-        dist.broadcast_object_list(written)
-        share = [folder / name for name in sorted(written[0])[dist.get_rank() :: dist.get_world_size()]]
+        written = distributed.of_first(lambda: sizes(folder))
+        share = [folder / name for name in sorted(written)[dist.get_rank() :: dist.get_world_size()]]
         digests.flush(share)
         shares = distributed.of_all({str(path.relative_to(folder)): digests.of_file(path) for path in share})
         if distributed.is_first():
             layout = asdict(self.recipe.layout)
             complete = {"step": state.global_step, "world_size": dist.get_world_size(), "layout": layout}
             complete["fingerprint"] = self.mark
-            complete |= {"files": written[0], "digests": {key: share[key] for share in shares for key in sorted(share)}}
+            complete |= {"files": written, "digests": {key: share[key] for share in shares for key in sorted(share)}}
             folders = [path for path in folder.rglob("*") if path.is_dir()]
             digests.flush([*folders, folder, self.run.checkpoints])
             self.lock.check()

@@ -165,8 +165,8 @@ MEANT = {
 
 def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase) -> Json:
     """Return the inputs that determine the numbers, found by rank 0; a collective."""
-    found: list[Any] = [None]
-    if distributed.is_first():
+
+    def inputs() -> Json:
         distill = Distill.of(recipe)
         teacher: str | None = distill.teacher
         if not distill.served:
@@ -176,18 +176,16 @@ def of_run(recipe: Recipe, training: Dataset, tokenizer: PreTrainedTokenizerBase
                 files += [*Path(loaded.model.path).glob("config.json"), *sorted(Path(loaded.model.path).glob("*.py"))]
             commit = None if files else getattr(load.load_config(loaded), "_commit_hash", None)  # of a model on the Hub
             teacher = " ".join(map(digests.of_file, files)) or f"{loaded.model.path}@{commit}"
-        found = [
-            {
-                "data": fingerprint.of_data(training),
-                "tokenizer": fingerprint.of_tokenizer(tokenizer),
-                "teacher": teacher,
-                "precision": f"{recipe.precision} {distill.teacher_quantization}",
-                "temperature": distill.temperature,
-                "top_k": distill.top_k,
-            }
-        ]
-    dist.broadcast_object_list(found)
-    return found[0]
+        return {
+            "data": fingerprint.of_data(training),
+            "tokenizer": fingerprint.of_tokenizer(tokenizer),
+            "teacher": teacher,
+            "precision": f"{recipe.precision} {distill.teacher_quantization}",
+            "temperature": distill.temperature,
+            "top_k": distill.top_k,
+        }
+
+    return distributed.of_first(inputs)
 
 
 def known(folder: Path, mark: Json) -> bool:
