@@ -432,6 +432,7 @@ def test_the_sdk_accepts_the_script(job, more):
     [
         (("data.path=/home/me/x.jsonl",), "copy it to the volume and set data.path=/opt/ml/input/data/runs/x.jsonl"),
         (("--nodes", 0), "--nodes 0: must be at least 1"),
+        (("--gpus", 0), "--gpus 0: must be at least 1"),
         (("--resume",), "nothing to resume"),
         (("--image", "a b"), "--image 'a b': not an image"),
         (("--slurm",), "give one of them, not both"),

@@ -28,7 +28,7 @@ from ..recipe.files import Json
 from ..recipe.run_folder import read_json, write_json
 from ..report import write
 from ..training import server
-from .main import Parser
+from .main import Parser, check_least
 
 SETTINGS = ("data.columns=", "data.roles=")
 """Settings of a recipe that say how the file of --data is read."""
@@ -37,8 +37,7 @@ SETTINGS = ("data.columns=", "data.roles=")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the comparison, write it into the run folders, and return 0."""
     options = parse(arguments)
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit {options.limit}: must be at least 1.")
+    check_least(options, limit=1)
     python = environment.require("lm_eval", "--tasks") if options.tasks else None
     found = [candidates.find(name, options.model) for name in options.models]
     if options.base:

@@ -25,7 +25,7 @@ from ..export.quantize import DROP, names
 from ..machine import children
 from ..recipe.errors import UserError
 from ..recipe.run_folder import CHECK_FAILED, RunFolder, newest_checkpoint
-from .main import Parser
+from .main import Parser, check_least
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,8 +92,7 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         raise UserError(f"--weight {options.weight:g}: only with --add; leave it out.")
     if options.quantize and options.gguf:
         raise UserError("--quantize and --gguf: two formats; write one after the other.")
-    if options.limit < 1:
-        raise UserError(f"--limit {options.limit}: must be at least 1.")
+    check_least(options, limit=1)
     if options.allow_drop < 0:
         raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
     from ..export import quantize

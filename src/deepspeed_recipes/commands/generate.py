@@ -28,7 +28,7 @@ from ..recipe.recipe import Data
 from ..recipe.run_folder import RunFolder
 from ..training import server
 from ..training.model_folder import base_model
-from .main import Parser
+from .main import Parser, check_least
 
 Answer = Callable[[list[Json]], Iterator[str]]
 """Yields the answer to a conversation in pieces."""
@@ -112,14 +112,9 @@ def check(options: argparse.Namespace) -> None:
         raise UserError("name a model folder, or a server with --server URL, and not both.")
     if options.image and options.prompt is None:
         raise UserError('--image: add a question about it, such as "What is in the image?"; a chat takes no images.')
-    if options.max_new_tokens < 1:
-        raise UserError(f"--max-new-tokens {options.max_new_tokens}: must be at least 1.")
-    if options.temperature < 0:
-        raise UserError(f"--temperature {options.temperature}: must be at least 0.")
+    check_least(options, max_new_tokens=1, temperature=0, top_k=1)
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}: must be above 0 and at most 1.")
-    if options.top_k is not None and options.top_k < 1:
-        raise UserError(f"--top-k {options.top_k}: must be at least 1.")
     if not options.temperature and (options.top_p, options.top_k, options.seed) != (None, None, None):
         raise UserError("--top-p, --top-k and --seed need sampling: add --temperature above 0.")
     if options.server and options.adapter:

@@ -162,6 +162,13 @@ def without(package: str) -> str:
     )
 
 
+def check_least(options: argparse.Namespace, **least: int) -> None:
+    """Refuse options below their least values, by the options' names."""
+    for name, low in least.items():
+        if (value := getattr(options, name)) is not None and value < low:
+            raise UserError(f"--{name.replace('_', '-')} {value}: must be at least {low}.")
+
+
 OUTPUT = "output_dir"
 """TrainingArguments' name of an option of ours, which users type as a key, too."""
 

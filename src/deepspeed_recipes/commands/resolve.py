@@ -23,7 +23,7 @@ from ..recipe import deepspeed_file, overrides
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import CONFIGS
-from .main import Parser
+from .main import Parser, check_least
 
 NAMES = {
     f"layout.{field.name}" if field.name in ("tensor", "pipeline", "sequence") else field.name: field.name
@@ -94,8 +94,7 @@ def find(name: str) -> Path:
 
 def numbers_of(arguments: argparse.Namespace) -> Numbers:
     """Return the numbers from the command line."""
-    if arguments.world_size < 1:
-        raise UserError(f"--world-size {arguments.world_size}: must be at least 1.")
+    check_least(arguments, world_size=1)
     values: Json = {"world_size": arguments.world_size}
     if arguments.model:
         values["hidden_size"] = hidden_size(architecture(arguments.model))

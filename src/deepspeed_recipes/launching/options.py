@@ -76,8 +76,9 @@ class LaunchOptions:
 
     def check(self) -> None:
         """Refuse options that contradict each other, or that would be ignored."""
-        if self.nodes is not None and self.nodes < 1:
-            raise UserError(f"--nodes {self.nodes}: must be at least 1.")
+        for name in ("nodes", "gpus"):
+            if (given := getattr(self, name)) is not None and given < 1:
+                raise UserError(f"--{name} {given}: must be at least 1.")
         used = [name for name in ENGINES if getattr(self, name)]
         if len(used) > 1:
             raise UserError(f"--{used[0]} and --{used[1]}: give one of them, not both.")

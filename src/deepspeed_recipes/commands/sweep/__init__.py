@@ -38,7 +38,7 @@ from ...recipe.project import command, display, runs
 from ...recipe.run_folder import write_json
 from ..launch import borrowed
 from ..launch.options import AUTO, auto_words
-from ..main import Parser
+from ..main import Parser, check_least
 from . import trials
 from .trials import Result, Sweep
 
@@ -62,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page = pages.find(options.recipe, options.variant)
     found = read_space(options.overrides)
     overrides.apply(page, found.fixed)
-    if options.most < 2:
-        raise UserError(f"--most {options.most}: must be at least 2.")
+    check_least(options, most=2)
     if options.gpus is not None:
         rank_count(options.gpus, 0)  # trials that need more than there are fail by themselves
     if options.max_restarts is not None:

@@ -44,10 +44,7 @@ KINDS = ("job", "jobset", "trainjob")
 
 def allocation(name: str, nodes: int | None, ranks: int | None) -> Allocation:
     """Return the allocation to request from the cluster, with a GPU for each rank."""
-    nodes, ranks = 1 if nodes is None else nodes, 1 if ranks is None else ranks
-    if nodes < 1 or ranks < 1:
-        raise UserError("--nodes and --gpus must be at least 1.")
-    return Allocation(name, nodes, ranks, gpus=True)
+    return Allocation(name, nodes or 1, ranks or 1, gpus=True)
 
 
 def manifests(asked: Allocation, recipe: Recipe, folder: RunFolder, options: JsonView) -> dict[str, str]:

@@ -101,8 +101,6 @@ def selected(address: str, nodes: list[Node], count: int | None, ranks: int | No
     """
     on_gpus = any(node.gpus for node in nodes)
     what = "GPUs" if on_gpus else "CPUs"
-    if (count is not None and count < 1) or (ranks is not None and ranks < 1):
-        raise UserError("--nodes and --gpus must be at least 1.")
 
     def room(node: Node) -> int:
         return node.gpus if on_gpus else node.cpus

@@ -186,8 +186,6 @@ def allocation(
         wrong = " ".join(dict.fromkeys(re.findall(r"[^\w.,-]", partition)))
         raise UserError(f"--partition {partition!r}: not a partition's name, because of {wrong!r}; sinfo lists them.")
     nodes = 1 if nodes is None else nodes
-    if nodes < 1 or (ranks is not None and ranks < 1):
-        raise UserError("--nodes and --gpus must be at least 1.")
     known = _partitions_here(dry_run)
     if known is None:
         return Allocation(name, nodes, ranks or 1, True, partition, limit)
