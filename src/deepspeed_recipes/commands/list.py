@@ -16,7 +16,7 @@ from types import ModuleType
 
 from ..recipe import pages
 from ..recipe.errors import UserError, first_line
-from ..recipe.files import Json
+from ..recipe.files import Json, text_of
 from ..recipe.project import PACKAGE
 from ..recipe.recipe import Model, Recipe
 from ..recipe.variants import Inherited
@@ -136,7 +136,7 @@ def size_row(module: ModuleType, size: str) -> tuple[str, ...]:
         dimensions = (str(len(profile.layers)), str(profile.hidden_size), str(profile.attention_heads))
     except UserError:  # the model has to be profiled first, and the training stack is not installed
         pass
-    context = (model.config.get("text_config") or model.config).get("max_position_embeddings")
+    context = text_of(model.config).get("max_position_embeddings")
     path = Path(model.path)
     weights = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else model.path
     counts = (pages.human(model.parameters), f"{context:,}" if context else NONE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..recipe.errors import UserError
-from ..recipe.files import Json, JsonView
+from ..recipe.files import Json, JsonView, text_of
 from ..recipe.run_folder import read_json
 from ..training import server as servers
 from ..training.model_folder import base_model, complete, expected, weights
@@ -125,7 +125,7 @@ def of_llama_cpp(folder: Path) -> Certificate:
 
     wanted = read(folder)
     found = compare(wanted, write.log_probabilities(folder, wanted["texts"]), folder)
-    rope = base_model.text_of(base_model.config_of(folder)).get("rope_parameters") or {}
+    rope = text_of(base_model.config_of(folder)).get("rope_parameters") or {}
     return found if found.agrees or rope.get("truncate", True) else replace(found, causes=(*found.causes, ROUNDED))
 
 

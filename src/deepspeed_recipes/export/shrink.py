@@ -20,11 +20,11 @@ from transformers.utils import logging
 
 from ..machine import children
 from ..recipe.errors import UserError, first_line
-from ..recipe.files import JsonView
+from ..recipe.files import JsonView, text_of
 from ..recipe.layout import per_layer
 from ..training.export import move
 from ..training.model_folder import complete, weights
-from ..training.model_folder.base_model import config_of, text_of
+from ..training.model_folder.base_model import config_of
 
 INDEX = "model.safetensors.index.json"
 COPIED = (
@@ -89,7 +89,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     if width < sizes["intermediate_size"]:
         state = _narrowed(source, state, width)
     listed = per_layer(sizes, sizes["num_hidden_layers"])  # lists with an entry per layer
-    changed = sizes | {name: [sizes[name][number] for number in kept] for name in listed}
+    changed = {**sizes, **{name: [sizes[name][number] for number in kept] for name in listed}}
     changed |= {"num_hidden_layers": len(kept)} | ({"intermediate_size": width} if width else {})
     config = config | {"text_config": changed} if sizes is not config else changed
     output.parent.mkdir(parents=True, exist_ok=True)

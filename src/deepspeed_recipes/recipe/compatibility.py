@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 from . import own_code
 from .bounds import typed
 from .errors import UserError
-from .files import JsonView
+from .files import JsonView, text_of
 
 Moment = Literal["recipe", "model", "run", "unread"]
 """What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks. The rows
@@ -43,7 +43,7 @@ class Case:
 
     def dimension(self, *names: str) -> Any:
         """Return the first of several names that the model's configuration has, or None."""
-        config = self.recipe.model.config.get("text_config") or self.recipe.model.config
+        config = text_of(self.recipe.model.config)
         return next((config[name] for name in names if config.get(name)), None)
 
 
@@ -102,8 +102,8 @@ FURTHER_TOKEN_TYPES = ("deepseek_v3", "glm4_moe")
 
 def positions(config: JsonView) -> float:
     """Return a model's number of positions, or infinity if its config, or its text model's, does not limit it."""
-    config = config.get("text_config") or config
-    return config.get("max_position_embeddings") or config.get("n_positions") or math.inf
+    text = text_of(config)
+    return text.get("max_position_embeddings") or text.get("n_positions") or math.inf
 
 
 def _too_long(case: Case, _: str) -> Values | None:

@@ -33,6 +33,11 @@ def finite(value: object) -> Any:
     return NEVER if isinstance(value, float) and math.isinf(value) else value
 
 
+def text_of(config: JsonView) -> JsonView:
+    """Return the part of a config.json that describes the text model: `text_config`, or the whole without one."""
+    return config.get("text_config") or config
+
+
 def without_attention(config: JsonView) -> Json:
     """Return a config.json without the attention implementations that it names, also in its parts.
 

@@ -11,6 +11,7 @@ from . import compatibility
 from .compatibility import Case
 from .deepspeed_file import DeepSpeedFile
 from .errors import UserError
+from .files import text_of
 from .layout import gradient_accumulation_steps
 from .methods import Distill
 from .recipe import Layout, Recipe, changed
@@ -86,7 +87,7 @@ def trained_share(recipe: Recipe, counts: Mapping[str, int]) -> float:
     them, and so has each of its alternatives.
     """
     some = ", ".join(list(counts)[:1] + list(counts)[-1:])
-    text = recipe.model.config.get("text_config") or recipe.model.config
+    text = text_of(recipe.model.config)
     for key in ("train", "freeze"):
         if (pattern := getattr(recipe, key)) is None:
             continue

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from ..recipe import own_code
 from ..recipe.errors import UserError
-from ..recipe.files import JsonView
+from ..recipe.files import JsonView, text_of
 from ..recipe.own_code import Function, described
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, newest_checkpoint
@@ -74,8 +74,7 @@ def _load_all(recipe: Recipe) -> None:
 
 def vocabulary(recipe: Recipe) -> int | None:
     """Return the number of entries of the model's vocabulary, or None if the recipe does not know its dimensions."""
-    config = recipe.model.config.get("text_config") or recipe.model.config
-    return config.get("vocab_size")
+    return text_of(recipe.model.config).get("vocab_size")
 
 
 def _check_equal(mine: JsonView, when: str) -> None:

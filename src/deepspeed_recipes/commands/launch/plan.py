@@ -19,6 +19,7 @@ from ...planning.search import forecast, model_recipe
 from ...planning.search.plans import Plan
 from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code, pages, run_folder
 from ...recipe.errors import UserError
+from ...recipe.files import text_of
 from ...recipe.recipe import Recipe, changed
 from ...recipe.run_folder import RunFolder
 from ...recipe.sections import Lora
@@ -271,7 +272,7 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
     model = Path(recipe.model.path, "config.json")
     if model.exists():  # refuse sizes that no model can have, before anything computes with them
         config = base_model.config_of(model.parent)
-        model_recipe.check_sizes(config.get("text_config") or config, str(model))
+        model_recipe.check_sizes(text_of(config), str(model))
     preflight.check_model(recipe)
     preflight.check_config(recipe, machines.ranks, machines.ranks_each)
     file = deepspeed_file.read(recipe.deepspeed)

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from ...recipe.compatibility import EXPERT_COUNTS
 from ...recipe.errors import UserError
+from ...recipe.files import text_of
 from ...recipe.project import python_path
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model
-from ...training.model_folder.base_model import ADAPTER, config_of, text_of
+from ...training.model_folder.base_model import ADAPTER, config_of
 from . import environment
 from .served import Served
 

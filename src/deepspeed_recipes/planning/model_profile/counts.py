@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ...recipe import limits, new_tokens, pages
 from ...recipe.errors import UserError
+from ...recipe.files import text_of
 from ...recipe.methods import Distill
 from ...recipe.recipe import Recipe, names
 from .profile import further_token_ends
@@ -59,7 +60,7 @@ def trained_share(recipe: Recipe) -> float:
 def saved_parameters(recipe: Recipe) -> int:
     """Return the number of parameters trained with adapters: new rows, `lora.modules_to_save`, `model.train_mtp`."""
     chosen = names(recipe.lora.modules_to_save if recipe.lora else None)
-    text = recipe.model.config.get("text_config") or recipe.model.config
+    text = text_of(recipe.model.config)
     tokens = len(new_tokens.read(recipe.model.new_tokens)) if recipe.lora else 0
     ends = 1 if text.get("tie_word_embeddings") or recipe.method.headless else 2
     rows = ends * tokens * (text.get("hidden_size") or text.get("n_embd") or 0)

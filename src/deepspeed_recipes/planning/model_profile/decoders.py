@@ -6,7 +6,7 @@ transformers.
 """
 
 from ...recipe import quantization
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json, JsonView, text_of
 from .. import TABLES
 
 ALIKE: dict[str, str] = TABLES["alike"]
@@ -19,7 +19,7 @@ NOT_ALIKE = ("architectures", "auto_map", "attn_implementation", *VISION)
 
 def decoder_of(config: JsonView) -> Json:
     """Return a `config.json`'s decoder: the file, its `text_config`, or either as a model with the same layers."""
-    inner = inner_of(config)
+    inner = text_of(config)
     known = ALIKE.get(str(inner.get("model_type")))
     if known is None:
         return dict(inner)
@@ -30,14 +30,9 @@ def decoder_of(config: JsonView) -> Json:
     return own | {"model_type": known}
 
 
-def inner_of(config: JsonView) -> JsonView:
-    """Return `text_config` if the file has one, otherwise the file itself, unchanged."""
-    return config.get("text_config") or config
-
-
 def is_stand_in(config: JsonView) -> bool:
     """Return whether `decoder_of` returns another architecture than the one in the file."""
-    return str(inner_of(config).get("model_type")) in ALIKE
+    return str(text_of(config).get("model_type")) in ALIKE
 
 
 def remark(config: JsonView, tower_counted: bool = False) -> str | None:
@@ -45,7 +40,7 @@ def remark(config: JsonView, tower_counted: bool = False) -> str | None:
 
     `tower_counted` says whether the weights of its vision tower are part of the plan.
     """
-    kind, known = inner_of(config).get("model_type"), decoder_of(config).get("model_type")
+    kind, known = text_of(config).get("model_type"), decoder_of(config).get("model_type")
     parts = []
     if is_stand_in(config):
         parts.append(f"{kind} is planned as {known}, which has the same layers")

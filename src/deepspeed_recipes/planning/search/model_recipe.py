@@ -9,7 +9,7 @@ from pathlib import Path
 from ...recipe import pages
 from ...recipe.compatibility import positions
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json, JsonView, without_attention
+from ...recipe.files import Json, JsonView, text_of, without_attention
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
 from ..model_profile import decoders, lookup
@@ -97,7 +97,7 @@ def find(name: str, method: str, to_launch: bool = False) -> Recipe:
         return pages.find(name if own else _page_of(name) or name, method)
     check(config, name)
     if to_launch and decoders.is_stand_in(config):
-        kind, alike = decoders.inner_of(config)["model_type"], _page_of(model_type=config["model_type"])
+        kind, alike = text_of(config)["model_type"], _page_of(model_type=config["model_type"])
         page = f"train it with a page: ds-recipes launch {alike} lora model.path={name}"
         fix = page if alike else "it cannot be trained"
         raise UserError(f"{name}: transformers has no decoder {kind}; ds-recipes plan accepts it; {fix}.")
@@ -198,7 +198,7 @@ def check(config: Json, name: str) -> None:
         raise UserError(f"{name}: {config['model_type']} is an encoder-decoder; plans are for decoders only.")
     classes = config.get("architectures") or []
     classes = [classes] if isinstance(classes, str) else classes
-    inner = decoders.inner_of(config)
+    inner = text_of(config)
     # A vision-language model contains a decoder, and its class name may end differently.
     whole = inner is config and not decoders.is_stand_in(config)
     ends = DECODERS if whole else (*DECODERS, "ForConditionalGeneration")
@@ -217,7 +217,7 @@ def check(config: Json, name: str) -> None:
         raise UserError(f"{name}: num_attention_heads={heads} is not a multiple of num_key_value_heads={shared}.")
 
 
-def check_sizes(config: Json, name: str) -> None:
+def check_sizes(config: JsonView, name: str) -> None:
     """Refuse impossible sizes."""
     if not any(name in config for key in NEEDED for name in (key, SIZES[key][0])):
         raise UserError(f"{name}: has none of {', '.join(NEEDED)}: is this the whole config.json?")

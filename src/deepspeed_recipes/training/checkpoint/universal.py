@@ -18,7 +18,7 @@ from ...recipe.bounds import shown
 from ...recipe.compatibility import EXPERT_COUNTS, refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
-from ...recipe.files import Json
+from ...recipe.files import Json, text_of
 from ...recipe.limits import as_overrides
 from ...recipe.project import python_path
 from ...recipe.recipe import Layout, Recipe
@@ -142,8 +142,8 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
 
 def dimensions(config: Json) -> Json:
     """Return the values in a config.json that define the architecture."""
-    config = config.get("text_config") or config
-    return {name: config[name] for name in DIMENSIONS if config.get(name) is not None}
+    text = text_of(config)
+    return {name: text[name] for name in DIMENSIONS if text.get(name) is not None}
 
 
 def _not_convertible(file: DeepSpeedFile, saved: Layout, recipe: Recipe) -> str | None:

@@ -35,11 +35,6 @@ def config_of(folder: Path) -> Json:
     return without_attention(config)
 
 
-def text_of(config: Json) -> Json:
-    """Return the part of a config.json that describes the text model: `text_config`, or the whole without one."""
-    return config.get("text_config") or config
-
-
 def is_hub_id(name: str) -> bool:
     """Return whether a portable name is one of the Hub's, `OWNER/NAME`, and not a file of the project."""
     return bool(_HUB_ID.fullmatch(name)) and own_path(name) is None

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase, Trainer
 
 from ...recipe.errors import UserError
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json, JsonView, text_of
 from ...recipe.run_folder import read_json, write_json
 from .. import distributed
 from .. import server as servers
@@ -171,7 +171,7 @@ def described(folder: Path, tensors: bool = True) -> Json:
     config = base_model.config_of(folder)
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     template = folder / "chat_template.jinja"
-    text = base_model.text_of(config)
+    text = text_of(config)
     return {
         "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
         "adapter": adapted,
