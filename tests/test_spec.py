@@ -146,11 +146,12 @@ def test_differences_from_a_page_give_the_recipe_back(words):
     assert overrides.apply(page, overrides.differences(page, changed)) == changed
 
 
-def test_values_get_the_types_of_their_fields(full):
+def test_values_get_the_types_of_their_fields(full, capsys):
     changed = overrides.apply(
         full, ["learning_rate=5e-5", "max_steps=7", "packing=no", "lora.rank=32", "precision=bf16", "max_steps=8"]
     )
     assert (changed.learning_rate, changed.max_steps, changed.packing) == (5e-5, 8, False)
+    assert capsys.readouterr().err == "max_steps is given twice, as 7 and 8: the last one counts\n"
     assert changed.lora.rank == 32 and changed.precision == "bf16"
     named = [
         overrides.apply(full, [f"deepspeed={name}"]).deepspeed for name in ("zero2", "zero2.json", "zero22", "auto")

@@ -85,7 +85,7 @@ def comma_keys(kind: type = Recipe, prefix: str = "") -> set[str]:
 
 
 def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) -> Recipe:
-    """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins.
+    """Return `recipe` with all `key=value` assignments applied; the last assignment to a key wins, which is said.
 
     They are applied at once, so their order never makes a valid set invalid. Of a `resumed` run's recipe, other data
     changes no other setting.
@@ -99,8 +99,12 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
         if more := wrong[MOST_UNKNOWN:]:
             lines.append(f"unknown, too: {', '.join(more)}.")
         raise UserError("\n".join(lines))
+    before: dict[str, str] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
+        if before.get(key, text) != text:
+            _say_once(f"{key} is given twice, as {shown(before[key])} and {shown(text)}: the last one counts")
+        before[key] = text
         if not equals:
             raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
         section, _, name = key.rpartition(".")

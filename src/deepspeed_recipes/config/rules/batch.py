@@ -83,11 +83,11 @@ def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
 @rule("accumulation-missing", "warning", WRONG)
 def _accumulation_missing(config: Config, facts: Facts) -> Iterator[Hit]:
     if facts.trainer == "hf" and not config.has(_ACCUMULATION):
-        what = "without this key the engine accumulates over 1 step, whatever TrainingArguments sets"
+        what = "an Accelerator of your own accumulates over 1 step; the Trainer over those that TrainingArguments sets"
         asked = (facts.arguments or {}).get(_ACCUMULATION, 1)
         stops = config.get(_TRAIN) == "auto" and asked != 1
         if config.get(_TRAIN) == "auto":  # the Trainer fills in the product with its own accumulation
-            what += f", and refuses the run{'' if stops else ' if that is not 1'}, since train_batch_size does not fit"
+            what += f"; DeepSpeed refuses {'the run' if stops else 'more than 1'}, as train_batch_size does not fit"
         edits = (Edit("set", (_ACCUMULATION,), "auto"),)
         fix = 'add "gradient_accumulation_steps": "auto"'
         yield Hit((_ACCUMULATION,), None, what, fix, edits, "error" if stops else None)
