@@ -354,8 +354,9 @@ def test_a_node_knows_its_number(variable, value, monkeypatch):
 
 def test_two_names_never_become_one_object():
     assert kubernetes.object_name("Qwen3_MoE-30b.a3b-full") == "qwen3-moe-30b-a3b-full"
-    with pytest.raises(UserError, match="at least 1"):
-        kubernetes.allocation("x", 1, 0)
+    for words in (["--kubernetes", "--gpus", "0"], ["--kubernetes", "--nodes", "0"], ["--slurm", "--nodes", "0"]):
+        with pytest.raises(UserError, match=f"{words[1]} 0: must be at least 1"):
+            launch.main(["tiny", "full", *words])
 
 
 @pytest.fixture

@@ -94,7 +94,6 @@ def test_what_the_cluster_does_not_have_is_refused(monkeypatch):
         ({"partition": "gpu_a100-mig@night"}, "not a partition's name, because of '@'"),
         ({"partition": "gpu"}, "--partition gpu: no such partition; this cluster has big, cpu, mixed"),
         ({"nodes": 11}, "--nodes 11: partition big has only 10"),
-        ({"nodes": 0}, "at least 1"),
         ({"ranks": 8}, "--gpus 8: nodes in partition big have only 4"),
         ({"limit": "soon"}, "--time: invalid time limit soon"),
     ):
