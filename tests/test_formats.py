@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from deepspeed_recipes.launching import paths, preflight
-from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe import overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data
 from deepspeed_recipes.training.data import sources, text_files
@@ -212,6 +212,32 @@ JUDGED = {
     "judged_sharegpt": {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}]},
     "judged_alpaca": {"instruction": "Hi?", "output": "Yes."},
 }
+
+
+def test_examples_without_a_system_prompt_get_the_recipes(tmp_path):
+    own = {"role": "system", "content": "Be kind."}
+    rows = [
+        {"messages": SHORT},
+        {"messages": [own, *SHORT]},
+        {"prompt": "Hi?", "completion": "Yes.", "system": "Be kind."},
+        {"instruction": "Hi?", "output": "Yes."},
+    ]
+    for row, turn in zip(rows, (SYSTEM, own, own, SYSTEM), strict=True):
+        path = tmp_path / "one.jsonl"
+        path.write_text(json.dumps(row))
+        recipe = recipe_on(path, system=SYSTEM["content"])
+        (source,) = sources.read(str(path), recipe)
+        assert source.examples[0]["messages"] == [turn, *SHORT] and not source.unread
+        assert source.examples[0]["given"] in (0, 2), "the prompt that is not learned has one turn more"
+    reading = formats.reading_of(recipe.data)
+    located = formats.prepared([("here", {"prompt": "Hi?", "unit": "km"})], reading)
+    (read,) = formats.converted(located, "grpo")
+    assert read["messages"] == [SYSTEM, user("Hi?")] and read["fields"] == {"unit": "km"}
+    located = formats.prepared([("here", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."})], reading)
+    (read,) = formats.converted(located, "dpo")
+    assert read["prompt"] == [SYSTEM, user("Hi?")]
+    with pytest.raises(UserError, match=r"data.system=.*reads texts, which no template renders"):
+        overrides.apply(pages.find("tiny", "pretrain"), ["data.system=Be brief."])
 
 
 def test_the_system_prompt_of_a_table_is_a_system_turn():

@@ -80,6 +80,8 @@ class Data:
     that it has."""
     roles: Annotated[str | None, Several()] = None
     """Renames roles of turns, as `NAME:ROLE` pairs separated by commas: `customer:user,agent:assistant`."""
+    system: str | None = None
+    """System prompt of every example that has none. Give it again when you ask the trained model (`--system`)."""
     join_turns: bool = False
     """Join consecutive turns of one role, with a line break between them. `false` refuses two of the user's."""
     bad: Literal["stop", "skip"] = "stop"

@@ -68,6 +68,7 @@ def finished(
     tracked = trackers.end(summary)
     merge = " --merge" if recipe.lora else ""
     shown = f"--image {shlex.quote(image)} " if image else ""
+    shown += f"--system {shlex.quote(recipe.data.system)} " if recipe.data.system else ""
     lines = [
         "",
         f"trained      {last['step']} step{'' if last['step'] == 1 else 's'} in {duration(last['seconds'])}, "

@@ -33,6 +33,7 @@ from ..text_files import Bad, refuse
 from . import keys
 from .turns import (
     COLUMNS,
+    DEFAULT_SYSTEM,
     NOT_LEARNED,
     READ,
     REWRITE,
@@ -120,7 +121,13 @@ def read_by(form: str, method: str) -> set[str]:
     read = {*fields, *(("negative",) if kind == "matching texts" else ())}
     if kind == "texts" or kind == "matching texts" or form == "labelled_text":
         return read
-    read |= {"system", "tools", *keys.OPTIONS, *(keys.FLAGS if METHODS[method].examples in FLAGGED else ())}
+    read |= {
+        "system",
+        DEFAULT_SYSTEM,
+        "tools",
+        *keys.OPTIONS,
+        *(keys.FLAGS if METHODS[method].examples in FLAGGED else ()),
+    }
     read |= {"prompt"} if form == "preference" else {"completion"} if form == "labelled_prompt" else set()
     return read | ({*PASSAGES, "history"} if read & {*ASKING} and _takes_passages(form, method) else set())
 
@@ -684,6 +691,7 @@ def prepared(
     turns = {name: reading[name] for name in ("keys", "roles", "join")}
     located = own_code.transformed(located, reading["transform"], on_drop, bad)
     for where, example in renamed_columns(located, reading["columns"], reading["several"]):
+        example = {**example, DEFAULT_SYSTEM: reading["system"]} if reading["system"] else example
         if any(turns.values()):
             try:
                 changes = {
@@ -709,6 +717,7 @@ def reading_of(data: Data) -> Json:
         "several": len(names(data.path) + names(data.validation)) > 1,
         "keys": of_turns,
         "roles": role_names(data.roles),
+        "system": data.system,
         "join": data.join_turns,
         "transform": data.transform,
     }

@@ -71,10 +71,15 @@ def in_order(where: str, example: Example, field: str, turns: list[Turn], given:
     return turns, given
 
 
+DEFAULT_SYSTEM = "system (data.system)"
+"""The field of an example with the system prompt that it gets if it has none."""
+
+
 def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
-    """Return the turns with the system prompt from the example's own field."""
+    """Return the turns with the system prompt from the example's own field, or the recipe's if there is none."""
     if not example.get("system"):
-        return turns
+        default = example.get(DEFAULT_SYSTEM) if turns[0]["role"] != "system" else None
+        return [said("system", default), *turns] if default else turns
     system = said("system", read_string(where, example, "system"))
     if turns[0]["role"] != "system":
         return [system, *turns]
