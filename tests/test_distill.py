@@ -17,8 +17,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
 from deepspeed_recipes.launching import paths, preflight
-from deepspeed_recipes.planning.cost import weights
+from deepspeed_recipes.planning.cost.memory import peak_memory
 from deepspeed_recipes.planning.cost.training_setup import training_setup
+from deepspeed_recipes.planning.hardware.cluster import Cluster
+from deepspeed_recipes.planning.hardware.gpus import find
+from deepspeed_recipes.planning.model_profile.lookup import profile_of
 from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.deepspeed_file import DeepSpeedFile
 from deepspeed_recipes.recipe.errors import UserError
@@ -324,7 +327,8 @@ def test_more_likeliest_tokens_than_there_are_tokens_are_refused():
 def test_the_planner_counts_the_teacher():
     def planned(stage, recipe):
         setup = training_setup(recipe, DeepSpeedFile(stage=stage), 2)
-        return weights.teacher_bytes(setup), setup.teacher_parameters
+        memory = peak_memory(profile_of(recipe.model.config), setup, Cluster(find("H100"), 2))
+        return memory.components.get("teacher", 0), setup.teacher_parameters
 
     recipe = pages.find("tiny", "distill")
     assert planned(2, recipe) == (4 * 3_049_984, 3_049_984)

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from deepspeed_recipes.planning.cost import activations
+from deepspeed_recipes.planning.cost.states import NF4
 from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
-from deepspeed_recipes.planning.cost.weights import NF4
 from deepspeed_recipes.planning.model_profile import allocations, lookup
 from deepspeed_recipes.planning.model_profile.allocations import LiveBytes
 from deepspeed_recipes.planning.model_profile.meta_device import profile_model

@@ -16,11 +16,12 @@ from tokenizers import Tokenizer
 
 from deepspeed_recipes.commands import main, plan
 from deepspeed_recipes.commands.plan import workload
+from deepspeed_recipes.planning.cost.constants import COUNTS
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import DESKTOP
 from deepspeed_recipes.planning.hardware.instances import INSTANCES, prices
 from deepspeed_recipes.planning.search import extremes, model_recipe
-from deepspeed_recipes.planning.search.plans import RESTART, Workload
+from deepspeed_recipes.planning.search.plans import Workload
 from deepspeed_recipes.planning.search.strategies import plan_request, search
 from deepspeed_recipes.recipe import pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -103,7 +104,7 @@ def test_interruptions_cost_half_an_interval_and_a_restart_each(answer):
     interval = 100 * calm["step_seconds"] / 3600
     for every in (48, 480):
         interruptions = calm["hours"] / (every / 2)  # of either node
-        added = interruptions * (interval / 2 + RESTART)
+        added = interruptions * (interval / 2 + COUNTS.restart)
         assert hours[every] - calm["hours"] == pytest.approx(added, rel=0.05)
     assert hours[1] > 1.5 * calm["hours"]
     rare = answer(*words, "--spot", "1h", "save_steps=1000000")["plans"][0]["hours"]

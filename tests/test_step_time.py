@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from deepspeed_recipes.planning.cost.communication import Group, all_reduce, all_to_all, gather, send, zero_traffic
 from deepspeed_recipes.planning.cost.constants import COUNTS, constants
+from deepspeed_recipes.planning.cost.states import stage_ranges
 from deepspeed_recipes.planning.cost.step_time import StepTime, step_time, updated_bytes
 from deepspeed_recipes.planning.cost.training_setup import KNOWN, Software, TrainingSetup
-from deepspeed_recipes.planning.cost.weights import stage_ranges
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.recipe.layout import bubble, rank_position

@@ -146,7 +146,7 @@ def test_autoep_routes_deepseek_differently(ranks, tmp_path):
 @pytest.mark.every
 @pytest.mark.parametrize(("world_size", "held"), [(2, 1), (1, 0)])
 def test_zero3_holds_whole_experts_until_the_backward_pass(world_size, held, ranks, tmp_path):
-    """`held_by_autograd` in cost/weights.py can go when ZeRO-3 releases what autograd saved slices of."""
+    """`held_by_autograd` in cost/states.py can go when ZeRO-3 releases what autograd saved slices of."""
     ranks.check(held_experts.main, world_size=world_size, log=tmp_path / "log")
     said = re.search(r"held (\S+) of the experts", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(held, rel=0.1)

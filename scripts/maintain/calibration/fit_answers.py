@@ -47,7 +47,7 @@ def answers(rows: Iterable[PublishedRow]) -> list[FitAnswer]:
         foreign = row.sharding == "fsdp" and row.offload != "none"
         if row.why_memory_is_not_planned is None and not foreign:
             memory, cluster = planned_memory(row), row.cluster
-            gib = memory.worst.total / 2**30
+            gib = memory.gpu / 2**30
             found.append(FitAnswer(row, _answer(row, shortfalls(memory, cluster), gib), gib, cluster.gpu.memory_gib))
     return found
 

@@ -74,9 +74,9 @@ def planned_memory(row: PublishedRow) -> Memory:
 
 def predicted_gib(row: PublishedRow) -> float:
     """Return the prediction to compare with a row's memory, which is the whole device's unless stated otherwise."""
-    worst = planned_memory(row).worst
+    planned = planned_memory(row)
     left = {"allocated": ("runtime", "fragmentation"), "reserved": ("runtime",)}.get(row.memory_is, ())
-    return (worst.total - sum(worst.components[name] for name in left)) / 2**30
+    return (planned.gpu - sum(planned.components[name] for name in left)) / 2**30
 
 
 def predicted_speed(row: PublishedRow) -> float:

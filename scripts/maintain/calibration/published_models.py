@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         new = compute_profile(config, adapters)
         profiles[digest] = lookup.merged(new, profiles[digest]) if digest in profiles else new
         print(model, *map(training_mode, adapters), flush=True)
-    lines = (f"{json.dumps(name)}: {json.dumps(lookup.to_dict(profiles[name]))}" for name in sorted(profiles))
-    files.write_text(PROFILES, "{\n" + ",\n".join(lines) + "\n}\n")
+    files.write_text(PROFILES, lookup.text(dict(sorted(profiles.items()))))
 
 
 if __name__ == "__main__":

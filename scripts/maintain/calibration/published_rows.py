@@ -27,7 +27,8 @@ GIB_PER_GB = 1e9 / 2**30
 HEAD = ("publisher", "source", "stack", "memory_is", "memory_unit", "unseen")
 """Keys of a table that apply to all of its rows."""
 SPLIT_ALL = ("Megatron", "torchtitan")
-"""Software whose tensor parallelism divides all activations and the vocabulary."""
+"""Software whose tensor parallelism divides all activations and the vocabulary (arXiv:2205.05198); DeepSpeed's AutoTP
+divides only what is inside a layer's matrices."""
 SAME_STACK = ("Hugging Face", "own loop with FSDP and PEFT")
 """Prefixes of the names of stacks that compute with transformers' layers."""
 
@@ -232,7 +233,6 @@ class PublishedRow:
             offload_parameters="cpu" if self.offload in ("parameters", "all") else "none",
             bf16_states=self.states == "bf16",
             software=Software(
-                tensor_splits_all=self.stack in SPLIT_ALL,
                 frozen_fp32=self.frozen_fp32,
                 fsdp=self.sharding == "fsdp",
                 logit_bytes=self.logit_bytes,
@@ -250,6 +250,7 @@ class PublishedRow:
             "the length of its sequences is not stated": self.sequence_length is None,
             "whether it checkpoints is not stated": self.checkpointing is None,
             "the planner does not offload activations": self.checkpointing == "offloaded",
+            "its tensor parallelism divides all activations": self.tensor > 1 and self.stack in SPLIT_ALL,
             f"the planner does not support {self.precision}": self.precision not in PRECISIONS,
             "all of DeepSpeed's optimizers hold master weights": self.method == "full" and self.states != "fp32",
             "the GPU and its memory are not stated": not (self.known_gpu or self.gpu_memory_gib),

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from deepspeed_recipes.planning.model_profile.lookup import PROFILES, key, merged, read, write
+from deepspeed_recipes.planning.model_profile.lookup import PROFILES, key, merged, read, text
 from deepspeed_recipes.planning.model_profile.profile import ModelProfile, training_mode
-from deepspeed_recipes.recipe import pages
+from deepspeed_recipes.recipe import files, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Lora
 
@@ -40,17 +40,17 @@ def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelPr
 
 def main(arguments: Sequence[str] = ()) -> None:
     """Profile the models that `profiles/` lacks (with `--again`, all models), and delete those no longer in use."""
-    files: dict[str, dict[str, ModelProfile]] = {}
+    found: dict[str, dict[str, ModelProfile]] = {}
     for name, config, loras in catalogue():
         known = None if "--again" in arguments else read(PROFILES / f"{config['model_type']}.json").get(key(config))
         start = time.perf_counter()
-        files.setdefault(config["model_type"], {})[key(config)] = known or compute_profile(config, loras)
+        found.setdefault(config["model_type"], {})[key(config)] = known or compute_profile(config, loras)
         if not known:
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
     for old in PROFILES.glob("*.json"):
         old.unlink()
-    for model_type, profiles in files.items():
-        write(PROFILES / f"{model_type}.json", profiles)
+    for model_type, profiles in found.items():
+        files.write_text(PROFILES / f"{model_type}.json", text(profiles))
 
 
 if __name__ == "__main__":

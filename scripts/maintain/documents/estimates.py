@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, Benchmark, Case, markdown, recipe_of
-from deepspeed_recipes.planning.cost.weights import stage_shards
+from deepspeed_recipes.planning.cost.states import stage_shards
 from deepspeed_recipes.planning.hardware.cluster import Cluster
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.planning.search import strategies
@@ -40,7 +40,7 @@ class Row:
     @property
     def allocates(self) -> float:
         """GiB that PyTorch is predicted to allocate during training: without CUDA's context and fragmentation."""
-        moments = [moment.components for moment in self.plan.memory.moments if moment.moment in MOMENTS]
+        moments = [held for moment, held in self.plan.memory.moments.items() if moment in MOMENTS]
         return max(sum(one.values()) - one["runtime"] - one["fragmentation"] for one in moments) / GIB
 
     @property

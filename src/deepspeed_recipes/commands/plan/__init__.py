@@ -27,7 +27,7 @@ FAMILY` lists them.
 
 key=value changes the recipe as in ds-recipes launch. The planner keeps every setting that you give
 (deepspeed=zero3.json, layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
-software=peft, trl, llama-factory, fsdp, transformers-4 or megatron plans for that software instead of this project's.
+software=peft, trl, llama-factory, fsdp or transformers-4 plans for that software instead of this project's.
 
 Exit status: 0; 1 if no plan certainly fits (the table shows the nearest plans); 2 for a mistake on the command line, or
 a deadline that no plan meets.
@@ -68,7 +68,8 @@ def main(words: Sequence[str] | None = None) -> int:
     work = workload.workload(arguments, *recipe_of(arguments))
     if work:
         request = replace(request, document_length=work.document_length)
-    request, result = answer(arguments, request, work)
+    result = answer(arguments, request, work)
+    request = result.request
     remark = model_recipe.remark(arguments.model)
     if arguments.json:
         found = table.as_json(request, result, work)
@@ -114,16 +115,14 @@ def _remarks(
     yield from suggestions.remarks(request, result.best)
 
 
-def answer(
-    arguments: argparse.Namespace, request: PlanRequest, work: Workload | None
-) -> tuple[PlanRequest, SearchResult]:
-    """Return the plans and their request, which may have more GPUs (--deadline) or longer sequences (--longest)."""
+def answer(arguments: argparse.Namespace, request: PlanRequest, work: Workload | None) -> SearchResult:
+    """Return the plans for a request, or for one with more GPUs (--deadline) or longer sequences (--longest)."""
     if arguments.deadline:
         hours = workload.deadline(arguments.deadline)
         if work is None or arguments.longest:
             raise UserError("--deadline needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
         return extremes.in_time(request, work, hours, larger_nodes=arguments.gpus is None)
-    return extremes.longest(request) if arguments.longest else (request, strategies.search(request))
+    return extremes.longest(request) if arguments.longest else strategies.search(request)
 
 
 def console() -> Console:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from ...planning.cost.weights import stage_ranges
+from ...planning.cost.states import stage_ranges
 from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile.profile import LayerProfile, ModelProfile
 from ...planning.search import strategies

@@ -34,20 +34,17 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the bytes that autograd saves in a layer for one micro-batch."""
     tensor, sequences, length = setup.layout.tensor, setup.sequences_per_pass, setup.sequence_length
     tokens, saved = setup.tokens_per_pass, of_mode(kind.saved, setup.lora)
-    if setup.software.tensor_splits_all:
-        total = saved.of(sequences, setup.own_length) / tensor
-    else:
-        saved += (1 / tensor - 1) * kind.saved.get("split", NOTHING)
-        total = tokens * (saved.per_token + saved.per_pair * length + _frozen_inputs(kind, setup)) + saved.fixed
-        total += tokens * _eager(kind.saved, setup).per_token / tensor
-        if is_masked(kind, setup):
-            # Repeated keys and values are divided over ranks like all heads; every rank has the whole mask.
-            more = kind.saved.get("masked", NOTHING)
-            total += tokens * more.per_token / tensor + sequences * more.per_pair * length**2
+    saved += (1 / tensor - 1) * kind.saved.get("split", NOTHING)
+    total = tokens * (saved.per_token + saved.per_pair * length + _frozen_inputs(kind, setup)) + saved.fixed
+    total += tokens * _eager(kind.saved, setup).per_token / tensor
+    if is_masked(kind, setup):
+        # Repeated keys and values are divided over ranks like all heads; every rank has the whole mask.
+        more = kind.saved.get("masked", NOTHING)
+        total += tokens * more.per_token / tensor + sequences * more.per_pair * length**2
     if setup.fuses:
-        norms = 2 * COUNTS.fused_norm_saves / (1 if setup.lora is None else 2) * kind.checkpoint_bytes / 2
+        norms = COUNTS.fused_norm_saves / (1 if setup.lora is None else 2) * kind.checkpoint_bytes
         inner = (COUNTS.inner - COUNTS.inner_fused) * _inner_results(kind) / tensor if _is_gated(kind) else 0
-        total -= tokens * (norms / (tensor if setup.software.tensor_splits_all else 1) + inner)
+        total -= tokens * (norms + inner)
     return _in_layers(total, setup) + _scores(kind.saved, setup)
 
 
@@ -100,9 +97,9 @@ def kept_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     if setup.selective:  # the results of matrix products and of attention, too
         adapters = sum(setup.lora.rank + outputs for _, outputs in kind.linears) if setup.lora else 0
         results = sum(outputs for _, outputs in kind.linears) + adapters + _kept_results(kind, setup)
-        return _in_layers((kind.checkpoint_bytes + 2 * results) * _tokens(setup), setup)
+        return _in_layers((kind.checkpoint_bytes + 2 * results) * setup.tokens_per_pass, setup)
     if setup.recomputes_layers:
-        return _in_layers(kind.checkpoint_bytes * _tokens(setup), setup)
+        return _in_layers(kind.checkpoint_bytes * setup.tokens_per_pass, setup)
     again = feed_forward_bytes(kind, setup) if setup.recomputes_feed_forward else 0.0
     return layer_bytes(kind, setup) - again
 
@@ -133,7 +130,7 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         tiles = max(2, math.ceil(setup.own_length / (kind.checkpoint_bytes // 2)))
     if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _kept_results(kind, setup)
-        recomputed = layer_bytes(kind, setup) - _in_layers(2 * used * _tokens(setup), setup)
+        recomputed = layer_bytes(kind, setup) - _in_layers(2 * used * setup.tokens_per_pass, setup)
     elif setup.recomputes_layers:
         recomputed = layer_bytes(kind, setup) - feed_forward + feed_forward / tiles
     elif setup.recomputes_feed_forward:
@@ -153,7 +150,7 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
 
     There are several copies of the logits, or a tile of them.
     """
-    tokens, hidden, vocabulary = _tokens(setup), profile.hidden_size, profile.vocab_size
+    tokens, hidden, vocabulary = setup.tokens_per_pass, profile.hidden_size, profile.vocab_size
     head = vocabulary * hidden if setup.lora is None else 0  # weights that get a gradient
     if setup.scores:  # a reward is one number per sequence, so only the last norm counts
         return _in_precision(COUNTS.last_norm * tokens * hidden, setup), 0.0
@@ -174,11 +171,6 @@ def loss_bytes(profile: ModelProfile, setup: TrainingSetup) -> tuple[float, floa
     return _in_precision(max(total, 2.0 * head), setup), (
         0.0 if per_logit is not None or setup.precision == "fp32" else unusable
     )
-
-
-def _tokens(setup: TrainingSetup) -> float:
-    """Return the number of tokens per pass whose hidden states and logits are on one rank."""
-    return setup.tokens_per_pass / (setup.layout.tensor if setup.software.tensor_splits_all else 1)
 
 
 def _in_layers(total: float, setup: TrainingSetup) -> float:

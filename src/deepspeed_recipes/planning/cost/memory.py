@@ -9,35 +9,22 @@ from ...recipe.recipe import Layout
 from ...recipe.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import ModelProfile
-from . import activations, weights
+from . import activations, states
 from .constants import COUNTS
-from .states import WIDTH, Moment, States, state_bytes
+from .states import WIDTH, Moment, StageShard, stage_shards
 from .training_setup import TrainingSetup
-from .weights import StageShard, stage_shards
 
-
-@dataclass(frozen=True)
-class GpuMoment:
-    """Bytes on one GPU at one moment."""
-
-    moment: str
-    """`loading`, `rollout` (for methods that learn from the model's own answers), `loss`, `backward` (the start of the
-    backward pass), `gradients` (its end), `step` or `saving`."""
-    components: Mapping[str, float]
-    """Bytes by purpose; nothing is counted twice."""
-
-    @cached_property
-    def total(self) -> float:
-        """Sum of all components."""
-        return sum(self.components.values())
+Components = Mapping[str, float]
+"""Bytes on a GPU by purpose; nothing is counted twice."""
 
 
 @dataclass(frozen=True)
 class Memory:
     """Memory that a plan needs, in bytes."""
 
-    moments: tuple[GpuMoment, ...]
-    """Moments of the fullest GPU, in the order of a run."""
+    moments: Mapping[str, Components]
+    """Of the fullest GPU, in the order of a run: `loading`, `rollout` (for methods that learn from the model's own
+    answers), `loss`, `backward` (the start of the backward pass), `gradients` (its end), `step`, `saving`."""
     host: Mapping[str, float]
     """Host memory of one node, by moment."""
     nvme: float
@@ -45,10 +32,20 @@ class Memory:
     checkpoint: int
     """Disk space of one checkpoint."""
 
-    @property
-    def worst(self) -> GpuMoment:
+    @cached_property
+    def worst(self) -> str:
         """The moment at which the fullest GPU needs most."""
-        return max(self.moments, key=lambda moment: moment.total)
+        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+
+    @property
+    def components(self) -> Components:
+        """The components of that moment."""
+        return self.moments[self.worst]
+
+    @cached_property
+    def gpu(self) -> float:
+        """Their sum."""
+        return sum(self.components.values())
 
 
 def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -> Memory:
@@ -78,7 +75,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
         read *= ranks_per_node * largest
     saved = width * whole.trained(setup)  # the first rank gathers the weights, or the adapters
     return Memory(
-        moments=max(moments, key=lambda found: max(moment.total for moment in found)),
+        moments=max(moments, key=lambda found: max(sum(one.values()) for one in found.values())),
         host={"loading": processes + read, "training": processes + host, "saving": processes + host + saved},
         nvme=ranks_per_node * max(on_nvme for _, on_nvme in offloaded),
         checkpoint=checkpoint_bytes(int(whole.parameters + whole.adapter_parameters), int(whole.trained(setup)), width),
@@ -88,7 +85,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
 def _offloaded_bytes(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     """Return one rank's bytes of offloaded states and weights in host memory and on NVMe."""
     width = WIDTH[setup.precision]
-    parameters, held = width * shard.parameters / setup.zero_ranks, states(shard, setup, "backward").host
+    parameters, held = width * shard.parameters / setup.zero_ranks, states.of_stage(shard, setup, "backward").host
     one_group = 16.0 * setup.sub_group_size  # in memory with its gradients, if the states are on NVMe
     host = {"none": 0.0, "cpu": held, "nvme": min(one_group, held)}[setup.offload_optimizer]
     host += {"none": 0.0, "cpu": parameters, "nvme": float(width * COUNTS.swap_buffer)}[setup.offload_parameters]
@@ -97,7 +94,7 @@ def _offloaded_bytes(shard: StageShard, setup: TrainingSetup) -> tuple[float, fl
     return host, nvme + (parameters if setup.offload_parameters == "nvme" else 0.0)
 
 
-def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup, room: float) -> tuple[GpuMoment, ...]:
+def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup, room: float) -> dict[str, Components]:
     """Return the memory on a GPU of one pipeline stage at each moment of a run; `room` is the GPU's memory in bytes."""
     kinds, width = [kind for kind, _ in shard.layer_counts], WIDTH[setup.precision]
     kept = _kept_bytes(shard, setup)
@@ -107,78 +104,59 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
     first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
     loss, unusable = activations.loss_bytes(profile, setup) if shard.is_last else (0.0, 0.0)
-    between_passes = gathered = weights.gathered(shard, setup)
+    between_passes = gathered = states.gathered_bytes(shard, setup)
     if setup.gathers:  # between the forward and the backward pass
-        kept_whole = min(width * setup.kept_weights, weights.loaded_bytes(shard, setup))
-        between_passes = max(gathered + weights.held_by_autograd(shard.expert_parameters, setup), kept_whole)
-    held = weights.held_by_autograd(shard.layers[0].expert_parameters, setup)
+        kept_whole = min(width * setup.kept_weights, states.loaded_bytes(shard, setup))
+        between_passes = max(gathered + states.held_by_autograd(shard.expert_parameters, setup), kept_whole)
+    held = states.held_by_autograd(shard.layers[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
-    others = {"teacher": weights.teacher_bytes(setup), "vision_tower": weights.tower_bytes(profile, setup)}
+    frozen = width / (setup.zero_ranks if setup.zero_stage == 3 else 1)  # bytes per parameter
+    # A teacher in 4 bits is whole on each rank. A frozen vision tower is never quantised; its activations for a batch's
+    # images are not counted, as they are freed before the layers begin, and its outputs are tokens of the sequence.
+    teacher = (states.NF4 if setup.teacher_quantized else frozen) * setup.teacher_parameters
+    others = {"teacher": teacher, "vision_tower": frozen * profile.tower_parameters}
+    beside, runtime = {name: size for name, size in others.items() if size}, COUNTS.context + COUNTS.cublas
 
-    def at(moment: str, states: Mapping[str, float], unusable: float = 0.0, **more: float) -> GpuMoment:
-        allocated = {**states, **more, **{name: size for name, size in others.items() if size}}
-        runtime, used = COUNTS.context + COUNTS.cublas, sum(allocated.values())
-        if moment == "loading":  # each weight is allocated once and nothing is released in between
-            return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": 0.0})
-        runtime += groups * COUNTS.nccl if setup.world_size > 1 else 0
+    def at(held: Components, unusable: float = 0.0, **more: float) -> Components:
+        allocated = {**held, **more, **beside}
+        used, own = sum(allocated.values()), runtime + (groups * COUNTS.nccl if setup.world_size > 1 else 0)
         alone = setup.zero_ranks == 1 and setup.offload_optimizer != "none"
-        pieces = COUNTS.fragmentation_sharded * sum(states.values()) if setup.zero_stage == 3 and not alone else 0.0
+        pieces = COUNTS.fragmentation_sharded * sum(held.values()) if setup.zero_stage == 3 and not alone else 0.0
         fragmentation = COUNTS.fragmentation * used + unusable
         least = min(fragmentation, COUNTS.fragmentation_least * (used + pieces))
-        fragmentation = pieces + max(min(fragmentation, room - used - pieces - runtime), least)
-        return GpuMoment(moment, {**allocated, "runtime": runtime, "fragmentation": fragmentation})
+        fragmentation = pieces + max(min(fragmentation, room - used - pieces - own), least)
+        return {**allocated, "runtime": own, "fragmentation": fragmentation}
 
-    forward, backwards, step = (held_bytes(shard, setup, moment) for moment in get_args(Moment))
-    found = [at("loading", weights.loading(shard, setup))]
+    forward, backwards, step = (states.held_bytes(shard, setup, moment) for moment in get_args(Moment))
+    # While weights are loaded, each is allocated once and nothing is released in between.
+    found: dict[str, Components] = {
+        "loading": {**states.loading_bytes(shard, setup), **beside, "runtime": runtime, "fragmentation": 0.0}
+    }
     if setup.rollout_answers:  # their keys and values, at full length; linear attention's small state is not counted
         tokens = width * setup.rollout_answers * setup.sequence_length
         cache = tokens * sum(count * profile.cached_per_token(kind) for kind, count in shard.layer_counts)
         whole = gathered
         if setup.zero_stage == 3 and setup.rollout_gathers:  # beyond a rank's shards
             whole = max(whole, width * shard.parameters * (1 - 1 / setup.zero_ranks))
-        found.append(at("rollout", forward, key_value_cache=cache, live_parameters=whole))
+        found["rollout"] = at(forward, key_value_cache=cache, live_parameters=whole)
     live, buckets, everything = {"live_parameters": between_passes}, permanent_buckets, reduce_buckets
     if setup.zero_ranks > 1 and _is_unbucketed(setup):  # a copy is reduced after the backward pass
         everything += min(shard.trained(setup), COUNTS.all_reduce_buffer) * (4 if setup.fp32_accumulation else width)
-    return (
-        *found,
-        at("loss", forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
-        at("backward", forward, activations=waiting + backward, buckets=reduce_buckets, **live),
-        at("gradients", backwards, activations=first, live_parameters=gathered + held, buckets=everything),
-        at("step", step, buckets=buckets),
-        at("saving", forward, live_parameters=gathered, buckets=buckets),
-    )
+    return {
+        **found,
+        "loss": at(forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
+        "backward": at(forward, activations=waiting + backward, buckets=reduce_buckets, **live),
+        "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=everything),
+        "step": at(step, buckets=buckets),
+        "saving": at(forward, live_parameters=gathered, buckets=buckets),
+    }
 
 
 def _kept_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes kept of a micro-batch after its forward pass, on the GPU or offloaded."""
     return sum(count * activations.kept_bytes(kind, setup) for kind, count in shard.layer_counts)
-
-
-def held_bytes(shard: StageShard, setup: TrainingSetup, moment: Moment) -> dict[str, float]:
-    """Return the bytes of model states on a GPU; all states of adapters are one component."""
-    found, on_gpu = states(shard, setup, moment), setup.offload_parameters == "none"
-    share = 1 if setup.lora else 1 - setup.trained_share + setup.reference  # of the weights that are frozen, or a copy
-    frozen = share * weights.loaded_bytes(shard, setup) / (setup.zero_ranks if setup.zero_stage == 3 else 1)
-    second = WIDTH[setup.precision] * shard.parameters / setup.partition_size if setup.partition_size > 1 else 0.0
-    if setup.lora:
-        adapters = found.gradients + found.optimizer + (found.parameters if on_gpu else 0)
-        return {"parameters": (frozen if on_gpu else 0) + second, "adapters": adapters}
-    parameters = (found.parameters + frozen if on_gpu else 0) + second
-    return {"parameters": parameters, "gradients": found.gradients, "optimizer": found.optimizer}
-
-
-def states(shard: StageShard, setup: TrainingSetup, moment: Moment) -> States:
-    """Return the states of the trained parameters on one rank of a pipeline stage, including those on the host."""
-    if setup.layout.expert == 1 or setup.lora:
-        return state_bytes(shard.trained(setup), setup, moment, matrices=shard.linear_parameters / shard.parameters)
-    # Every rank has the dense weights, and a part of the experts, which the ranks with the same part shard.
-    dense, experts = shard.parameters - shard.expert_parameters, shard.expert_parameters / setup.layout.expert
-    copies = max(1, setup.zero_ranks // setup.layout.expert)
-    both = state_bytes(dense, setup, moment), state_bytes(experts, setup, moment, copies)
-    return States(*map(sum, zip(*(vars(one).values() for one in both), strict=True)))
 
 
 def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
 from .constants import COUNTS, Constants, constants, measured_constants
+from .states import stage_ranges
 from .training_setup import TrainingSetup
-from .weights import stage_ranges
 
 
 def updated_bytes(setup: TrainingSetup) -> float:

@@ -31,9 +31,6 @@ class Software:
     """Adapters are in fp32 next to a model in bf16: PEFT's default."""
     foreach_adam: bool = False
     """Adam on the GPU is a series of operations, as in torch without `fused`."""
-    tensor_splits_all: bool = False
-    """Tensor-parallel ranks divide all activations and the logits, as in Megatron (arXiv:2205.05198) and torchtitan;
-    DeepSpeed's AutoTP only those inside a layer's matrices."""
     grouped_experts: bool = True
     """A layer's experts are one tensor and one product, as in transformers 5; otherwise linear layers, one by one."""
 

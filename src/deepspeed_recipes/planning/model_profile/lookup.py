@@ -24,6 +24,8 @@ from ...recipe.recipe import Lora
 from .profile import LayerProfile, ModelProfile, SavedBytes, training_mode
 
 PROFILES = Path(__file__).parent / "profiles"
+PROFILER = ("profile.py", "meta_device.py", "allocations.py")
+"""The code that profiles models, a change of which invalidates the cache."""
 
 
 def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
@@ -38,7 +40,8 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     """
     mode, stored = training_mode(lora), shipped(config)
     if not any(mode in profile.saved_outside_layers for profile in stored):
-        cached = cache() / f"{key(config)} {profiler_digest()}.json"
+        code = b"".join(Path(__file__).with_name(name).read_bytes() for name in PROFILER)
+        cached = cache() / f"{key(config)} {hashlib.sha256(code).hexdigest()[:8]}.json"
         stored += read(cached).values()
     for profile in stored:
         if mode in profile.saved_outside_layers:
@@ -50,7 +53,7 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
     for other in stored:
         profile = merged(profile, other)
-    _store(cached, _text({key(config): profile}))
+    _store(cached, text({key(config): profile}))
     return profile
 
 
@@ -93,14 +96,6 @@ def digest(config: JsonView) -> str:
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=dict).encode()).hexdigest()[:16]
 
 
-@lru_cache
-def profiler_digest() -> str:
-    """Return a digest of the code that profiles models, so that a change of the code invalidates the cache."""
-    names = ("profile.py", "meta_device.py", "allocations.py")
-    sources = [Path(__file__).with_name(name).read_bytes() for name in names]
-    return hashlib.sha256(b"".join(sources)).hexdigest()[:8]
-
-
 def cache() -> Path:
     """Return the folder with the profiles of models outside the catalogue."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
@@ -133,12 +128,8 @@ def _parsed(file: Path, written: int) -> dict[str, ModelProfile]:
     return {name: from_dict(values) for name, values in stored.items()}
 
 
-def write(file: Path, profiles: Mapping[str, ModelProfile]) -> None:
-    """Write profiles by key."""
-    files.write_text(file, _text(profiles))
-
-
-def _text(profiles: Mapping[str, ModelProfile]) -> str:
+def text(profiles: Mapping[str, ModelProfile]) -> str:
+    """Return the content of a file of profiles by key."""
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 

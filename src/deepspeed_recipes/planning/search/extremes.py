@@ -1,9 +1,10 @@
 """Finds the smallest and the cheapest hardware for a run, also with a deadline, and the longest sequence that fits."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from ...recipe import limits
 from ...recipe.compatibility import positions
@@ -37,9 +38,6 @@ SINGLE = ("RTX 4090", "L40S", GPU, "H200")
 LARGEST = 2048
 """The largest number of GPUs to try."""
 
-Found = tuple[PlanRequest, SearchResult]
-"""A request with its plans."""
-
 
 def growing(cluster: Cluster, larger_nodes: bool = True) -> Iterator[Cluster]:
     """Yield clusters of growing size: more GPUs per node, except for instances, then doubled numbers of nodes."""
@@ -55,45 +53,32 @@ def growing(cluster: Cluster, larger_nodes: bool = True) -> Iterator[Cluster]:
         nodes *= 2
 
 
-def _boundary(
-    bad: int, good: int, found: Found, at: Callable[[int], Found], enough: Callable[[Found], bool], close: int = 1
-) -> Found:
-    """Return what is found at the last good value on the way to a bad one, to within `close`, by bisection."""
-    while abs(good - bad) > close:
-        middle = (good + bad) // 2
-        if enough(tried := at(middle)):
-            good, found = middle, tried
-        else:
-            bad = middle
-    return found
-
-
-def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> Found:
-    """Return the smallest cluster of the request's GPUs on which the best plan meets the deadline, and its plans.
+def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> SearchResult:
+    """Return the plans on the smallest cluster of the request's GPUs on which the best plan meets the deadline.
 
     The request's cluster is the smallest one to try; `larger_nodes` says whether nodes may have more GPUs, unless they
     are rented instances of a fixed size.
     """
 
-    def on(cluster: Cluster, nodes: int) -> Found:
-        changed = replace(request, cluster=replace(cluster, nodes=nodes))
-        return changed, search(changed)
+    def on(cluster: Cluster) -> SearchResult:
+        return search(replace(request, cluster=cluster))
 
-    def taken(found: Found) -> float:
-        return workload.hours(found[1].best) if found[1].best else math.inf
+    def taken(found: SearchResult) -> float:
+        return workload.hours(found.best) if found.best else math.inf
 
-    tried: list[Found] = []
+    tried: list[SearchResult] = []
     for cluster in growing(request.cluster, larger_nodes):
-        tried.append(on(cluster, cluster.nodes))
+        tried.append(on(cluster))
         if taken(tried[-1]) <= hours:
-            slow = next((one for one in tried[-2::-1] if one[1].best), tried[-1])[0].cluster
-            least = slow.nodes if slow.gpus_per_node == cluster.gpus_per_node else cluster.nodes
-            return _boundary(least, cluster.nodes, tried[-1], partial(on, cluster), lambda found: taken(found) <= hours)
-    nearest, most = min(tried, key=taken), MOST_NODES if len(tried) > 1 else tried[0][0].cluster.nodes
+            slow = next((one for one in tried[-2::-1] if one.best), tried[-1]).request.cluster
+            fewer = range(slow.nodes + 1, cluster.nodes) if slow.gpus_per_node == cluster.gpus_per_node else range(0)
+            least = bisect_left(fewer, True, key=lambda nodes: taken(on(replace(cluster, nodes=nodes))) <= hours)
+            return on(replace(cluster, nodes=fewer[least])) if least < len(fewer) else tried[-1]
+    nearest, most = min(tried, key=taken), MOST_NODES if len(tried) > 1 else tried[0].request.cluster.nodes
     most_nodes = f"up to {counted(most, 'node')} of {request.cluster.gpu.name}"
-    if nearest[1].best is None:
+    if nearest.best is None:
         raise UserError(f"nothing fits on {most_nodes}; plan without --deadline.")
-    cluster = nearest[0].cluster
+    cluster = nearest.request.cluster
     raise UserError(
         f"no cluster of {most_nodes} finishes within {in_words(hours)}.\n"
         f"The fastest is {cluster.nodes} x {cluster.gpus_per_node} GPUs with {in_words(taken(nearest))}; a larger "
@@ -114,32 +99,30 @@ def deadline_met(plan: Plan, workload: Workload, hours: float, nodes: int) -> st
     return f"The fewest GPUs that finish within {in_words(hours)}{least}: {gpus}, in {in_words(taken)}{late}."
 
 
-def longest(request: PlanRequest) -> Found:
-    """Return the request with the longest sequence that fits, to within about 6 %, and its plans.
+def longest(request: PlanRequest) -> SearchResult:
+    """Return the plans for the longest sequence that fits, to within about 6 %.
 
     Offloading counts if it is known what room the host has, or if nothing fits without. If nothing fits at all, the
     sequence has `STEP` tokens. The search goes down from the model's maximum number of positions: a short sequence can
     need more memory than a long one, whose loss is computed in tiles.
     """
 
-    def at(thousands: int) -> Found:
-        changed = replace(request, recipe=replace(request.recipe, sequence_length=STEP * thousands))
-        return changed, search(changed)
+    @cache
+    def at(thousands: int) -> SearchResult:
+        return search(replace(request, recipe=replace(request.recipe, sequence_length=STEP * thousands)))
 
-    def enough(offloads: bool, tried: Found) -> bool:
-        best = tried[1].best
-        return best is not None and (offloads or not best.tier)
+    def enough(offloads: bool, found: SearchResult) -> bool:
+        return found.best is not None and (offloads or not found.best.tier)
 
     known = request.cluster.host_memory_gib > 0 or "deepspeed" in request.fixed
     for suffices in (partial(enough, known), partial(enough, True)):
         too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
-        found = at(fits)
-        while not suffices(found) and fits > 1:
+        while not suffices(at(fits)) and fits > 1:
             too_long, fits = fits, fits // 2
-            found = at(fits)
-        if known or suffices(found):
+        if known or suffices(at(fits)):
             break
-    return _boundary(too_long, fits, found, at, suffices, max(1, fits // 16))
+    longer = range(fits, max(too_long, fits + 1), max(1, fits // 16))
+    return at(longer[bisect_left(longer, True, 1, key=lambda thousands: not suffices(at(thousands))) - 1])
 
 
 def longest_in_words(request: PlanRequest, best: Plan) -> str:

@@ -12,6 +12,7 @@ from ...recipe.errors import UserError, first_line
 from ...recipe.files import Json, JsonView, text_of, without_attention
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
+from .. import TABLES
 from ..model_profile import decoders, lookup
 from ..model_profile.lookup import profile_of
 
@@ -43,8 +44,9 @@ def nearest(config: JsonView, variant: str) -> Recipe:
         theirs = profile_of(recipe.model.config)
         size = abs(math.log(theirs.parameters / own.parameters))
         linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (theirs, own)]
-        mixers = _mixers(recipe.model.config) != _mixers(config)
-        return size > math.log(FAR), theirs.model_type != own.model_type, mixers, linear[0] != linear[1], size
+        mixers = [{one for one in MIXERS if any(one in key for key in keys)} for keys in (recipe.model.config, config)]
+        unlike = theirs.model_type != own.model_type, mixers[0] != mixers[1], linear[0] != linear[1]
+        return size > math.log(FAR), *unlike, size
 
     suitable = [module for module in alike if variant in pages.variants(module)]
     recipes = [pages.build(module, size, variant) for module in suitable for size in module.SIZES]
@@ -55,29 +57,14 @@ def nearest(config: JsonView, variant: str) -> Recipe:
     return min(recipes, key=distance)
 
 
-def _mixers(config: JsonView) -> set[str]:
-    return {mixer for mixer in MIXERS if any(mixer in name for name in config)}
-
-
 METHODS = ("full", "lora", "qlora")
 """In descending order of memory."""
 PINNED_FILES = ("zero2_offload.json", "zero3_offload.json", "zero3_offload_params.json", "zero3_nvme.json")
 """DeepSpeed files that define a variant: `full_offload` offloads on any hardware."""
 DECODERS = ("ForCausalLM", "LMHeadModel")
 """Endings of the names of Hugging Face's decoder classes."""
-SIZES = {
-    "hidden_size": ("n_embd", 10**6),
-    "num_hidden_layers": ("n_layer", 2000),
-    "num_attention_heads": ("n_head", 10**5),
-    "num_key_value_heads": ("", 10**5),
-    "head_dim": ("", 10**5),
-    "intermediate_size": ("n_inner", 10**7),
-    "vocab_size": ("", 10**8),
-    "max_position_embeddings": ("n_positions", 10**9),
-}
-"""Keys of a config.json, each with the name that GPT-2 and BLOOM use and a maximum far above any real model's value."""
-
-
+SIZES: dict[str, tuple[str, int]] = TABLES["sizes"]
+"""Keys of a config.json, each with another name and a maximum."""
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 """Every decoder's config.json has at least one of these keys."""
 

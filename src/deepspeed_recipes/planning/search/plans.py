@@ -12,7 +12,8 @@ from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
-from ..cost.constants import memory_range, speed_range
+from .. import TABLES
+from ..cost.constants import COUNTS, memory_range, speed_range
 from ..cost.memory import Memory
 from ..cost.step_time import StepTime
 from ..cost.training_setup import OWN, Software, TrainingSetup
@@ -61,32 +62,8 @@ def rates_of(cluster: Cluster) -> str:
     return f"{cluster.gpu.name}, {source}"
 
 
-REFUSE = 0.95
-"""Usable share of a node's memory and NVMe: a plan whose likely need is higher does not fit. A GPU's memory counts in
-full, since its need is predicted as a range, but plans likely to exceed this share of it come last among the tight
-ones: 14 of the 15 published runs that were likely to fill 95 to 100 % of a GPU did run (2026-11-25)."""
-FAST_ENOUGH = 0.95
-"""A simpler plan is preferred if it reaches this share of a more complex plan's speed."""
-ALIKE = 0.01
-"""Relative difference of speeds, and a third of that of memory, below which plans are shown as one."""
-SPLIT_ADAPTERS = 0.85
-"""The same for each dimension in which a model with adapters is split, which only room could ask for: predicted gains
-below the error of speeds decide nothing."""
-
-TIERS = (
-    (
-        *("sequence_parallel.json", "zero0.json", "zero1.json", "zero2.json", "zero3.json", "zero3_adapters.json"),
-        *("zero3_moe.json", "zero3_hpz.json", "expert_parallel.json", "tensor_parallel.json", "pipeline.json"),
-    ),
-    ("zero2_offload.json", "zero3_offload.json"),
-    ("zero3_offload_params.json",),
-    ("zero3_nvme.json",),
-    ("zero1_bf16_states.json", "bf16_states.json"),
-)
-"""Files of `configs/`, by tier, each tier from the simplest. Offloading comes late: to the CPU, then to NVMe. After the
-first tier in which anything fits, only the best plan of each tier is kept."""
+TIERS: tuple[tuple[str, ...], ...] = tuple(map(tuple, TABLES["tiers"]))
 LAST_RESORT = TIERS[-1]
-"""Optimizer states in bf16, which lose precision: tried only if nothing else is certain to fit."""
 SIMPLICITY = tuple(name for tier in TIERS for name in tier)
 
 
@@ -157,12 +134,12 @@ class Plan:
     @property
     def components(self) -> Mapping[str, float]:
         """GPU memory in GiB, by purpose."""
-        return {name: size / GIB for name, size in self.memory.worst.components.items() if size}
+        return {name: size / GIB for name, size in self.memory.components.items() if size}
 
     @cached_property
     def gpu_gib(self) -> float:
         """GPU memory: the sum of the components."""
-        return self.memory.worst.total / GIB
+        return self.memory.gpu / GIB
 
     @property
     def gpu_gib_range(self) -> tuple[float, float]:
@@ -216,19 +193,19 @@ class Plan:
 
     def is_like(self, other: "Plan") -> bool:
         """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
-
-        def kind(plan: Plan) -> tuple[object, ...]:
-            size, checkpointing = plan.setup.micro_batch_size, plan.setup.gradient_checkpointing
-            return plan.base.layout, size, checkpointing, plan.tier, plan.fits, plan.tight
-
-        near = abs(self.speed / other.speed - 1) < ALIKE and abs(self.gpu_gib / other.gpu_gib - 1) < 3 * ALIKE
-        return near and kind(self) == kind(other) and not self.shortfalls
+        speed, memory = abs(self.speed / other.speed - 1), abs(self.gpu_gib / other.gpu_gib - 1)
+        layout, batch, tier = self.base.layout, self.setup.micro_batch_size, self.tier
+        same = (layout, batch, tier) == (other.base.layout, other.setup.micro_batch_size, other.tier)
+        same &= self.setup.gradient_checkpointing == other.setup.gradient_checkpointing
+        same &= (self.fits, self.tight) == (other.fits, other.tight) and not self.shortfalls
+        return same and speed < COUNTS.alike and memory < 3 * COUNTS.alike
 
 
 @dataclass(frozen=True)
 class SearchResult:
     """The plans for a request."""
 
+    request: PlanRequest
     plans: tuple[Plan, ...]
     """Plans that fit: the best for each file and layout, best first."""
     tight: tuple[Plan, ...]
@@ -247,17 +224,17 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
     """Return the plans, best first: repeatedly the simplest of those nearly as fast as the fastest remaining plan.
 
     The cost of splitting a model is less certain than other costs, so a plan with a whole model may be slower by
-    `FAST_ENOUGH` (with adapters, `SPLIT_ADAPTERS`) for each dimension of the split and still come first.
+    `COUNTS.fast_enough` (with adapters, `COUNTS.split_adapters`) for each dimension of the split and still come first.
     """
 
     def worth(plan: Plan) -> float:
         layout = plan.base.layout
         splits = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence))
-        return plan.speed * (SPLIT_ADAPTERS if plan.setup.lora else FAST_ENOUGH) ** splits
+        return plan.speed * (COUNTS.split_adapters if plan.setup.lora else COUNTS.fast_enough) ** splits
 
     remaining, order = sorted(plans, key=worth, reverse=True), []
     while remaining:
-        near = [plan for plan in remaining if worth(plan) >= FAST_ENOUGH * worth(remaining[0])]
+        near = [plan for plan in remaining if worth(plan) >= COUNTS.fast_enough * worth(remaining[0])]
         order.append(min(near, key=lambda plan: plan.simplicity))
         remaining.remove(order[-1])
     return order
@@ -271,8 +248,8 @@ def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
     """Return the resources of which a cluster is likely to have too little, as parts of a sentence."""
-    gpu, have = memory.worst.total / GIB, cluster.gpu.memory_gib
-    loading = " while weights are loaded, whole on every rank" if memory.worst.moment == "loading" else ""
+    gpu, have = memory.gpu / GIB, cluster.gpu.memory_gib
+    loading = " while weights are loaded, whole on every rank" if memory.worst == "loading" else ""
     # Where fragmentation takes what is left of a GPU, rounding does not decide.
     lacking = [f"{gpu:,.1f} GiB of {have:,.1f} on a GPU{loading}"] if gpu > have * (1 + 1e-9) else []
     # Host memory is checked only if its size is known; no NVMe size means no NVMe.
@@ -281,16 +258,10 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
         (host, cluster.host_memory_gib or math.inf, "host memory"),
         (nvme, cluster.nvme_gib, "NVMe"),
     ):
-        if need > REFUSE * have:
-            usable = f"{REFUSE * have:,.1f} usable ({REFUSE:.0%} of {have:,.1f})"
+        if need > COUNTS.usable * have:
+            usable = f"{COUNTS.usable * have:,.1f} usable ({COUNTS.usable:.0%} of {have:,.1f})"
             lacking.append(f"{need:,.1f} GiB of {usable} on a node's {what}")
     return tuple(lacking)
-
-
-RESTART = 0.25
-"""Hours from an interruption to the next step: getting a node, starting the ranks, loading the weights. Assumed."""
-HOPELESS = 50.0
-"""Average number of interruptions per checkpoint interval above which a run makes no progress."""
 
 
 def in_words(hours: float) -> str:
@@ -335,7 +306,7 @@ class Workload:
             return 0.0
         training, mean = self._training_hours(plan), self.node_hours / plan.cluster.nodes
         interval = min(training, (plan.recipe.save_steps or math.inf) * plan.time.seconds / 3600)
-        each = (mean + RESTART) * math.expm1(min(interval / mean, HOPELESS))
+        each = (mean + COUNTS.restart) * math.expm1(min(interval / mean, COUNTS.hopeless))
         return training / interval * each - training
 
     def dollars(self, plan: Plan) -> float | None:

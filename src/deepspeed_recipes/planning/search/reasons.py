@@ -69,7 +69,7 @@ def tightness(plan: Plan) -> str:
 
 
 def _gpu_gib(request: PlanRequest, setup: TrainingSetup, **changes: Any) -> float:
-    return peak_memory(request.profile, replace(setup, **changes), request.cluster).worst.total / GIB
+    return peak_memory(request.profile, replace(setup, **changes), request.cluster).gpu / GIB
 
 
 def _leanest(setup: TrainingSetup) -> TrainingSetup:

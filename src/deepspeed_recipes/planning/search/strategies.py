@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 from ...recipe import deepspeed_file, limits
@@ -18,6 +19,7 @@ from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size
 from ...recipe.project import CONFIGS
 from ...recipe.recipe import Layout, Recipe, changed
+from ..cost.constants import COUNTS
 from ..cost.memory import peak_memory
 from ..cost.step_time import step_time
 from ..cost.training_setup import OWN, TrainingSetup, training_setup
@@ -25,7 +27,6 @@ from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
 from .plans import (
     LAST_RESORT,
-    REFUSE,
     SIMPLICITY,
     TIERS,
     Plan,
@@ -76,56 +77,53 @@ def search(request: PlanRequest) -> SearchResult:
         if "precision" in request.fixed:
             raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
         recipe = replace(recipe, precision="fp16")
-    request = replace(request, recipe=recipe)
+    asked, request = request, replace(request, recipe=recipe)
     fitting: list[Plan] = []
-    tight: list[Plan] = []
-    rejected: dict[str, Plan] = {}
+    others: list[Plan] = []
     for tier in ((recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
         if fitting and tier == LAST_RESORT:
             break
-        found, narrow, too_large = _fitting(request, tier)
+        found = list(_candidates(request, tier))
+        fits = [plan for plan in found if plan.fits]
         if fitting:
-            fitting += [plan for plan in ranked(found)[:1] if not is_dominated(plan, fitting)]
-        else:
-            fitting, rejected = found, rejected | too_large
-            tight += narrow if tier != LAST_RESORT or not tight else []
-    tight = [plan for plan in tight if not is_dominated(plan, fitting)]
-    used = {plan.recipe.deepspeed for plan in (*fitting, *tight)}
+            fitting += [plan for plan in ranked(fits)[:1] if not is_dominated(plan, fitting)]
+            continue
+        enough = tier == LAST_RESORT and any(plan.tight for plan in others)
+        fitting, others = fits, others + [plan for plan in found if plan.shortfalls or (plan.tight and not enough)]
+    tight = [plan for plan in others if plan.tight and not is_dominated(plan, fitting)]
+    used = {plan.base.deepspeed for plan in (*fitting, *tight)}
+    by_file: dict[str, list[Plan]] = {}
+    for plan in others:
+        if plan.shortfalls and plan.base.deepspeed not in used:
+            by_file.setdefault(plan.base.deepspeed, []).append(plan)
     return SearchResult(
+        asked,
         tuple(sorted(ranked(fitting), key=lambda plan: plan.tier > 0)),  # offloading last, however fast it is predicted
         tuple(_with_room_first(tight)),
-        tuple(plan for name, plan in rejected.items() if name not in used),
+        tuple(min(plans, key=lambda plan: plan.gpu_gib) for plans in by_file.values()),
     )
 
 
-def _fitting(request: PlanRequest, tier: Sequence[str]) -> tuple[list[Plan], list[Plan], dict[str, Plan]]:
-    """Return a tier's best plan for each file and layout: plans that fit, tight plans, and the closest miss by file."""
-    fitting: list[Plan] = []
-    tight: list[Plan] = []
-    rejected: dict[str, Plan] = {}
+def _candidates(request: PlanRequest, tier: Sequence[str]) -> Iterator[Plan]:
+    """Yield a tier's best plan for each file and layout, or the best tight plan, and all plans that do not fit."""
     # Every file with each group of layouts that differ only in sequence parallelism, smallest first.
-    for layouts in _layouts(request):
-        for name in tier:
-            wide: list[Plan] = []
-            narrow: list[Plan] = []
-            for recipe in _possible(request, name, layouts):
-                plans = list(_sized(request, recipe))
-                if fits := ranked([plan for plan in plans if plan.fits]):
-                    if wide and fits[0].speed <= wide[-1].speed:
-                        break  # splitting sequences further no longer makes it faster
-                    wide.append(fits[0])
-                narrow += [plan for plan in plans if plan.tight]
-                for plan in plans:
-                    if plan.shortfalls and (name not in rejected or plan.gpu_gib < rejected[name].gpu_gib):
-                        rejected[name] = plan
-            fitting += wide
-            tight += _with_room_first(narrow)[:1] if not wide else []
-    return fitting, tight, rejected
+    for layouts, name in product(_layouts(request), tier):
+        wide: list[Plan] = []
+        others: list[Plan] = []
+        for recipe in _possible(request, name, layouts):
+            plans = list(_sized(request, recipe))
+            if fits := ranked([plan for plan in plans if plan.fits]):
+                if wide and fits[0].speed <= wide[-1].speed:
+                    break  # splitting sequences further no longer makes it faster
+                wide.append(fits[0])
+            others += [plan for plan in plans if not plan.fits]
+        yield from wide or _with_room_first([plan for plan in others if plan.tight])[:1]
+        yield from (plan for plan in others if plan.shortfalls)
 
 
 def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
-    """Return the plans, best first, with those that are likely to fill more than `REFUSE` of a GPU at the end."""
-    return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > REFUSE * plan.cluster.gpu.memory_gib)
+    """Return the plans, best first, at the end those likely to fill more than `COUNTS.usable` of a GPU."""
+    return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > COUNTS.usable * plan.cluster.gpu.memory_gib)
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:

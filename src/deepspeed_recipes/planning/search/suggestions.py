@@ -8,9 +8,10 @@ from dataclasses import replace
 from ...recipe import limits, overrides, pages
 from ...recipe.errors import UserError
 from ...recipe.recipe import Layout
+from ..cost.constants import COUNTS
 from .extremes import growing
 from .model_recipe import METHODS, method_of, pinned
-from .plans import REFUSE, Plan, PlanRequest, SearchResult
+from .plans import Plan, PlanRequest, SearchResult
 from .reasons import behind, tightness
 from .strategies import evaluate, plan_request, search
 
@@ -70,11 +71,11 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
     unlimited = replace(request, cluster=replace(cluster, host_memory_gib=0))
     if cluster.host_memory_gib and (offloaded := search(unlimited).plans):
         leanest = min(offloaded, key=lambda plan: plan.host_gib)
-        yield f"--host-memory {math.ceil(leanest.host_gib / REFUSE):.0f} ({_speed(leanest)})"
+        yield f"--host-memory {math.ceil(leanest.host_gib / COUNTS.usable):.0f} ({_speed(leanest)})"
     if not cluster.nvme_gib:
         best = search(replace(request, cluster=replace(cluster, nvme_gib=math.inf))).best
         if best and best.nvme_gib:
-            yield f"--nvme {math.ceil(best.nvme_gib / REFUSE):.0f} ({_speed(best)})"
+            yield f"--nvme {math.ceil(best.nvme_gib / COUNTS.usable):.0f} ({_speed(best)})"
 
 
 def _first_fit(changes: Iterable[tuple[str, PlanRequest]]) -> Iterator[str]:

@@ -17,12 +17,6 @@ COLOURS: dict[str, str] = TABLES["colours"]
 def png(plans: Mapping[str, Plan]) -> bytes:
     """Return the figure as PNG. The keys label the bars; all plans are for the same kind of GPU."""
     image = io.BytesIO()
-    draw(plans).savefig(image, format="png", dpi=120)
-    return image.getvalue()
-
-
-def draw(plans: Mapping[str, Plan]) -> Figure:
-    """Return the matplotlib figure."""
     figure = Figure(figsize=(9, 1.2 + 0.45 * len(plans)), layout="constrained")
     axes: Any = figure.subplots()
     labels = list(plans)[::-1]
@@ -36,7 +30,8 @@ def draw(plans: Mapping[str, Plan]) -> Figure:
     axes.axvline(memory_gib, color="black", linewidth=1)
     axes.set_xlabel("GiB on the fullest GPU (line: its memory)")
     figure.legend(loc="outside upper center", ncols=4, frameon=False)
-    return figure
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()
 
 
 def labels(plans: Sequence[Plan]) -> dict[str, Plan]:

@@ -20,24 +20,11 @@ from ..hardware.gpus import DESKTOP_HOST
 from ..hardware.instances import INSTANCES
 from ..model_profile.profile import ModelProfile
 from ..search.model_recipe import method_of
-from ..search.plans import GIB, RESTART, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
+from ..search.plans import GIB, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
 from ..search.reasons import behind, why
 
-MUCH_FASTER = 1.25
-"""From this ratio of predicted speeds on, a plan that offloads is named beside the first."""
 SHOWN = 8
 """Number of plans in the table."""
-SHORT = 1.0
-"""Hours below which the time of starting and loading counts."""
-START, DRIVE = 1.0, 1.0
-"""Minutes until weights are loaded (imports, the group of ranks, the first kernels), and GiB/s at which they are read
-from the drive. Assumed."""
-LARGE_CHECKPOINT = 10
-"""GiB of a checkpoint above which a note is printed."""
-WAITS = 0.25
-"""Share of a step that the GPU waits for its next kernel above which a note is printed. With about 200 tokens at a
-time, LoRA took 4.7 ms per layer on one published host and its software (Qwen's) and 8.7 on another
-(Param_Recommend's)."""
 BAR = 40
 """Width in characters of a bar that stands for a GPU's whole memory."""
 HOSTS = "HOSTS"
@@ -143,7 +130,7 @@ def faster_offloading(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a note if a plan that ranks lower because it offloads is predicted to be much faster than the first."""
     found = [(plan.speed / plans[0].speed, at) for at, plan in enumerate(plans) if plan.fits and plan.tier]
     times, at = max(found, default=(0.0, 0))
-    if times > MUCH_FASTER and not plans[0].tier:
+    if times > COUNTS.much_faster and not plans[0].tier:
         yield (
             f"Plan {at + 1} is predicted to be {times:.1f} times as fast. Plans that offload come last, since hosts' "
             f"memory and links differ most from machine to machine: try deepspeed={plans[at].recipe.deepspeed} too."
@@ -189,10 +176,10 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield "Speeds are for training only; writing the answers before each step takes additional time."
     if not pages.is_own_model(recipe):
         yield f"Data, rates and batch are from {pages.typed(recipe)}, the nearest recipe: check them."
-    if plan.checkpoint_gib > LARGE_CHECKPOINT:
+    if plan.checkpoint_gib > COUNTS.large_checkpoint:
         kept = recipe.keep_checkpoints
         yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
-    if not cluster.on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > WAITS:
+    if not cluster.on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > COUNTS.waits:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
             "per pass (micro_batch_size, packing) cost little."
@@ -245,8 +232,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         f"Hours are for training {about}{workload.tokens:,.0f} tokens{how}, in "
         f"{counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
     )
-    if hours < SHORT:
-        loading = START + plan.checkpoint_gib / DRIVE / 60
+    if hours < COUNTS.short_run:
+        loading = COUNTS.start + plan.checkpoint_gib / COUNTS.drive / 60
         yield f"Starting and loading add about {loading:,.0f} min to the {in_words(hours)} of training."
     documents = workload.document_length
     if recipe.packs and documents and documents < recipe.sequence_length:
@@ -254,8 +241,8 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     if workload.node_hours is not None:
         yield (
             f"Interruptions of each node, every {workload.node_hours:g} h on average, add "
-            f"{workload.interrupted_hours(plan):,.1f} h: {60 * RESTART:.0f} minutes each, and the steps since the "
-            f"newest checkpoint (save_steps={recipe.save_steps}). Run with --max-restarts."
+            f"{workload.interrupted_hours(plan):,.1f} h: {60 * COUNTS.restart:.0f} minutes each, and the steps since "
+            f"the newest checkpoint (save_steps={recipe.save_steps}). Run with --max-restarts."
         )
     hourly = workload.per_hour(cluster)
     if hourly is None:
