@@ -31,6 +31,10 @@ class Gpu:
     network_gbs: float
     """Network bandwidth per GPU in GB/s per direction, as in usual machines. The user may give another value."""
     source: str
+    host_gbs: float = 256.0
+    """Memory bandwidth of a usual host in GB/s; a desktop computer's is `DESKTOP_GBS`."""
+    kind: str = "server"
+    """`geforce`, `workstation` or `server`."""
     bf16: bool = True
     """False for NVIDIA's GPUs before Ampere, which only support fp16."""
     like: str = ""
@@ -48,22 +52,22 @@ class Gpu:
         return peak / 1e12
 
 
+def _gpu(row: list[str]) -> Gpu:
+    name, kind, *figures, bf16, source = row
+    gib, gbs, link, pcie, units, network, host = map(float, figures)
+    return Gpu(name, gib, gbs, link, pcie, int(units), network, source, host, kind, bf16 == "yes")
+
+
 _, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-_KINDS = {
-    Gpu(
-        name, float(gib), float(memory), float(link), float(pcie), int(units), float(network), source, bf16 == "yes"
-    ): kind
-    for name, kind, gib, memory, link, pcie, units, network, bf16, source in _ROWS
-}
-"""The GPUs of the catalogue, each with its kind: `geforce`, `workstation` or `server`."""
-GPUS = tuple(_KINDS)
-DESKTOP = tuple(gpu for gpu, kind in _KINDS.items() if kind != "server")
+GPUS = tuple(map(_gpu, _ROWS))
+"""The catalogue."""
+DESKTOP = tuple(gpu for gpu in GPUS if gpu.kind != "server")
 """GPUs that are sold for desktop computers and workstations."""
 _PCIE5 = 63.0
 DESKTOP_HOST = 64.0
 """GiB of host memory that a desktop computer is assumed to have."""
-DESKTOP_GPUS = 2
-"""Number of GPUs that fit into an ordinary desktop computer."""
+DESKTOP_GPUS, DESKTOP_GBS = 2, 90.0
+"""Number of GPUs that fit into an ordinary desktop computer, and its memory bandwidth: two channels of DDR5-5600."""
 _OTHER_MODELS = frozenset({"ti", "super", "laptop", "mobile", "d", "max", "ada", "nvl"})
 """Words that distinguish GPUs of the same number."""
 _SAME_MEMORY = 0.15
@@ -139,18 +143,8 @@ def all_names() -> str:
 
 
 def host_gbs(gpu: Gpu, gpus: int) -> float:
-    """Return the usual memory bandwidth of a host with `gpus` GPUs of this kind, in GB/s.
-
-    Two channels of DDR5-5600 in a desktop; eight channels of DDR4-3200 in a workstation or a server of desktop GPUs;
-    two sockets with eight channels of DDR5-4800 each for GPUs with PCIe 5, and otherwise with six channels of
-    DDR4-2666. Hosts of A100s have 410 GB/s, but a step on a DGX A100 took even longer than predicted with 256
-    (DeepSpeed's blog of 2025-10-06, two ranks).
-    """
-    name = gpu.like or gpu.name
-    kind = next((kind for one, kind in _KINDS.items() if one.name == name), "server")
-    if kind != "server":
-        return 90 if gpus <= DESKTOP_GPUS and kind == "geforce" else 205
-    return 614 if gpu.pcie_gbs >= _PCIE5 else 256
+    """Return the usual memory bandwidth of a host with `gpus` GPUs of this kind, in GB/s."""
+    return DESKTOP_GBS if gpus <= DESKTOP_GPUS and gpu.kind == "geforce" else gpu.host_gbs
 
 
 def with_memory(gib: float, name: str | None = None) -> Gpu:

@@ -25,17 +25,8 @@ from ..cost.step_time import step_time
 from ..cost.training_setup import OWN, TrainingSetup, training_setup
 from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
-from .plans import (
-    LAST_RESORT,
-    SIMPLICITY,
-    TIERS,
-    Plan,
-    PlanRequest,
-    SearchResult,
-    is_dominated,
-    ranked,
-    shortfalls,
-)
+from . import plans
+from .plans import Plan, PlanRequest, SearchResult
 
 MOST_SEQUENCES = 64
 """Largest micro-batch to try; a larger one does not make a GPU faster."""
@@ -80,28 +71,27 @@ def search(request: PlanRequest) -> SearchResult:
     asked, request = request, replace(request, recipe=recipe)
     fitting: list[Plan] = []
     others: list[Plan] = []
-    for tier in ((recipe.deepspeed,),) if "deepspeed" in request.fixed else TIERS:
-        if fitting and tier == LAST_RESORT:
+    for tier in ((recipe.deepspeed,),) if "deepspeed" in request.fixed else plans.TIERS:
+        if fitting and tier == plans.LAST_RESORT:
             break
         found = list(_candidates(request, tier))
         fits = [plan for plan in found if plan.fits]
         if fitting:
-            fitting += [plan for plan in ranked(fits)[:1] if not is_dominated(plan, fitting)]
+            fitting += [plan for plan in plans.ranked(fits)[:1] if not plans.is_dominated(plan, fitting)]
             continue
-        enough = tier == LAST_RESORT and any(plan.tight for plan in others)
+        enough = tier == plans.LAST_RESORT and any(plan.tight for plan in others)
         fitting, others = fits, others + [plan for plan in found if plan.shortfalls or (plan.tight and not enough)]
-    tight = [plan for plan in others if plan.tight and not is_dominated(plan, fitting)]
+    tight = [plan for plan in others if plan.tight and not plans.is_dominated(plan, fitting)]
     used = {plan.base.deepspeed for plan in (*fitting, *tight)}
     by_file: dict[str, list[Plan]] = {}
     for plan in others:
         if plan.shortfalls and plan.base.deepspeed not in used:
             by_file.setdefault(plan.base.deepspeed, []).append(plan)
-    return SearchResult(
-        asked,
-        tuple(sorted(ranked(fitting), key=lambda plan: plan.tier > 0)),  # offloading last, however fast it is predicted
-        tuple(_with_room_first(tight)),
-        tuple(min(plans, key=lambda plan: plan.gpu_gib) for plans in by_file.values()),
-    )
+    ordered = sorted(
+        plans.ranked(fitting), key=lambda plan: plan.tier > 0
+    )  # offloading last, however fast it is predicted
+    nearest = (min(each, key=lambda plan: plan.gpu_gib) for each in by_file.values())
+    return SearchResult(asked, tuple(ordered), tuple(_with_room_first(tight)), tuple(nearest))
 
 
 def _candidates(request: PlanRequest, tier: Sequence[str]) -> Iterator[Plan]:
@@ -111,19 +101,19 @@ def _candidates(request: PlanRequest, tier: Sequence[str]) -> Iterator[Plan]:
         wide: list[Plan] = []
         others: list[Plan] = []
         for recipe in _possible(request, name, layouts):
-            plans = list(_sized(request, recipe))
-            if fits := ranked([plan for plan in plans if plan.fits]):
+            sized = list(_sized(request, recipe))
+            if fits := plans.ranked([plan for plan in sized if plan.fits]):
                 if wide and fits[0].speed <= wide[-1].speed:
                     break  # splitting sequences further no longer makes it faster
                 wide.append(fits[0])
-            others += [plan for plan in plans if not plan.fits]
+            others += [plan for plan in sized if not plan.fits]
         yield from wide or _with_room_first([plan for plan in others if plan.tight])[:1]
         yield from (plan for plan in others if plan.shortfalls)
 
 
 def _with_room_first(tight: Sequence[Plan]) -> list[Plan]:
     """Return the plans, best first, at the end those likely to fill more than `COUNTS.usable` of a GPU."""
-    return sorted(ranked(tight), key=lambda plan: plan.gpu_gib > COUNTS.usable * plan.cluster.gpu.memory_gib)
+    return sorted(plans.ranked(tight), key=lambda plan: plan.gpu_gib > COUNTS.usable * plan.cluster.gpu.memory_gib)
 
 
 def evaluate(request: PlanRequest, recipe: Recipe) -> Plan:
@@ -141,7 +131,7 @@ def _setup(request: PlanRequest, recipe: Recipe) -> TrainingSetup:
 def _plan(request: PlanRequest, recipe: Recipe, setup: TrainingSetup) -> Plan:
     cluster = request.cluster
     memory, time = peak_memory(request.profile, setup, cluster), step_time(request.profile, setup, cluster)
-    file, lacking = template(recipe.deepspeed, cluster), shortfalls(memory, cluster)
+    file, lacking = template(recipe.deepspeed, cluster), plans.shortfalls(memory, cluster)
     return Plan(recipe, file, setup, cluster, memory, time, lacking)
 
 
@@ -203,7 +193,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
         return False  # packed weights are not offloaded
     if layout.pipeline > 1 or layout.expert > 1:
         return name == ("pipeline.json" if layout.pipeline > 1 else "expert_parallel.json")
-    if name in LAST_RESORT and recipe.precision != "bf16":
+    if name in plans.LAST_RESORT and recipe.precision != "bf16":
         return False
     zero3 = "zero3_moe.json" if request.profile.is_moe else "zero3_adapters.json" if recipe.lora else "zero3.json"
     if layout.tensor > 1:
@@ -213,7 +203,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
     else:
         hpz = cluster.nodes > 1 and cluster.gpus_per_node > 1
         some = ("zero0.json", zero3, *(("zero3_hpz.json",) if hpz else ()))
-    return name in ("zero1.json", "zero2.json", *some, *SIMPLICITY[len(TIERS[0]) :])
+    return name in ("zero1.json", "zero2.json", *some, *plans.SIMPLICITY[len(plans.TIERS[0]) :])
 
 
 def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:

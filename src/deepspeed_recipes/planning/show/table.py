@@ -27,6 +27,7 @@ SHOWN = 8
 """Number of plans in the table."""
 BAR = 40
 """Width in characters of a bar that stands for a GPU's whole memory."""
+OF_SETUP = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
 HOSTS = "HOSTS"
 """Placeholder for the hostfile in a command."""
 
@@ -60,31 +61,28 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
             "calibrated": bool(plans) and plans[0].time.measured,
             "measured": {"file": str(machine.file), "date": machine.date} if (machine := cluster.machine) else None,
         },
-        "plans": [_plan_as_json(request, plan, workload) for plan in plans],
+        "plans": [
+            {
+                **({"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}),
+                "config": plan.recipe.deepspeed,
+                "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
+                **{name: getattr(plan.setup, name) for name in OF_SETUP},
+                "gpu_peak_gib": plan.gpu_gib,
+                "gpu_peak_gib_range": list(plan.gpu_gib_range),
+                "gpu_breakdown_gib": dict(plan.components),
+                **{name: getattr(plan, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
+                "tokens_per_second_per_gpu": plan.speed,
+                "tokens_per_second_per_gpu_range": list(plan.speed_range),
+                "step_seconds": plan.seconds,
+                "corrected_by": {"runs": plan.correction.runs, "factor": plan.correction.factor},
+                "fits": plan.fits,
+                "tight": plan.tight,
+                "why": why(request, plan),
+                "command": command(plan.recipe, cluster),
+            }
+            for plan in plans
+        ],
         "best": 0 if result.best else None,
-    }
-
-
-def _plan_as_json(request: PlanRequest, plan: Plan, workload: Workload | None) -> Json:
-    cost = {"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}
-    sizes = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
-    return {
-        **cost,
-        "config": plan.recipe.deepspeed,
-        "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
-        **{name: getattr(plan.setup, name) for name in sizes},
-        "gpu_peak_gib": plan.gpu_gib,
-        "gpu_peak_gib_range": list(plan.gpu_gib_range),
-        "gpu_breakdown_gib": dict(plan.components),
-        **{name: getattr(plan, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
-        "tokens_per_second_per_gpu": plan.speed,
-        "tokens_per_second_per_gpu_range": list(plan.speed_range),
-        "step_seconds": plan.seconds,
-        "corrected_by": {"runs": plan.correction.runs, "factor": plan.correction.factor},
-        "fits": plan.fits,
-        "tight": plan.tight,
-        "why": why(request, plan),
-        "command": command(plan.recipe, request.cluster),
     }
 
 
