@@ -174,7 +174,7 @@ def published_runs(rows: Iterable[PublishedRow]) -> list[MeasuredRun]:
             one.row.share == "fitted",
             "deepspeed",
             profile_of(one.row),
-            published_errors.setup_of(one.row),
+            one.row.setup,
             one.row.cluster,
             one.measured,
         )

@@ -85,7 +85,6 @@ def _llm_foundry() -> Iterator[MeasuredRun]:
             sequence_length=row["sequence_length"],
             gradient_checkpointing=row["checkpointing"],
             packing=False,  # without a mask of documents
-            prefetch_bucket_size=int(0.9 * table["models"][row["model"]]["hidden"] ** 2),  # the Trainer's
         )
         yield MeasuredRun(
             f"llm-foundry, {part}",

@@ -8,14 +8,13 @@ import contextlib
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from deepspeed_recipes.planning.cost.constants import constants
 from deepspeed_recipes.planning.cost.memory import Memory, peak_memory
 from deepspeed_recipes.planning.cost.step_time import step_time
-from deepspeed_recipes.planning.cost.training_setup import TrainingSetup
 from deepspeed_recipes.recipe.errors import UserError
 
 from .published_models import profile_of
@@ -67,15 +66,10 @@ def layout(row: PublishedRow) -> str:
     return place if row.offload == "none" else f"{place}, offloaded"
 
 
-def setup_of(row: PublishedRow) -> TrainingSetup:
-    """Return a row's setup with the Trainer's value for `stage3_prefetch_bucket_size: auto`."""
-    return replace(row.setup, prefetch_bucket_size=int(0.9 * profile_of(row).hidden_size ** 2))
-
-
 @cache
 def planned_memory(row: PublishedRow) -> Memory:
     """Return the predicted memory of a row's run."""
-    return peak_memory(profile_of(row), setup_of(row), row.cluster)
+    return peak_memory(profile_of(row), row.setup, row.cluster)
 
 
 def predicted_gib(row: PublishedRow) -> float:
@@ -87,7 +81,7 @@ def predicted_gib(row: PublishedRow) -> float:
 
 def predicted_speed(row: PublishedRow) -> float:
     """Return the predicted tokens per second and GPU."""
-    return step_time(profile_of(row), setup_of(row), row.cluster).tokens_per_second_per_gpu
+    return step_time(profile_of(row), row.setup, row.cluster).tokens_per_second_per_gpu
 
 
 def comparisons(rows: Iterable[PublishedRow], measure: Measure) -> list[Comparison]:

@@ -159,15 +159,13 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
     """Return the machines that the command line names."""
     if machine := _cpu_machine(arguments):
         return plans.corrected(of_cpus(machine, arguments.gpus))
-    gpu, gpus, measured = arguments.gpu, arguments.gpus, None
+    gpu, gpus = arguments.gpu, arguments.gpus
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
         gpu, gpus = measured.device, gpus or measured.ranks
     hardware = cluster(gpu, gpus, arguments.nodes, arguments.gpu_memory, arguments.host_memory, arguments.nvme)
     named = arguments.gpu is not None
-    hardware = with_measurements(
-        hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr), measured
-    )
+    hardware = with_measurements(hardware, arguments.machine, named, lambda line: print(line, file=sys.stderr))
     hardware = plans.corrected(hardware)
     if arguments.network is None:
         return hardware

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import TypeAlias
 
 from ...recipe.deepspeed_file import KEPT_WEIGHTS
 from ...recipe.files import JsonView
@@ -10,8 +9,6 @@ from ...recipe.layout import rank_position
 from ...recipe.recipe import Layout
 from ..hardware.cluster import Cluster
 from .constants import Constants
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Group:
 def _links(cluster: Cluster, constants: Constants) -> tuple[float, float]:
     """Return the bytes per second between two GPUs of a node, and between two nodes, in one direction."""
     inside = cluster.gpu.link_gbs * constants.link or cluster.gpu.pcie_gbs * (constants.peer or constants.link)
-    return inside * GB, cluster.node_network_gbs * constants.network * GB
+    return 1e9 * inside, 1e9 * cluster.node_network_gbs * constants.network
 
 
 def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
@@ -83,11 +80,7 @@ def send(size: float, group: Group, cluster: Cluster, constants: Constants) -> f
 def to_host(size: float, cluster: Cluster, constants: Constants) -> float:
     """Return the seconds in which every GPU sends `size` bytes to its host, or receives them; a CPU rank copies."""
     rate = cluster.gpu.memory_gbs if constants.cpu else cluster.gpu.pcie_gbs * constants.link
-    return size / (rate * GB)
-
-
-Ranks: TypeAlias = tuple[int, ...]
-"""The ranks that communicate, in order."""
+    return size / (rate * 1e9)
 
 
 def zero_traffic(
@@ -109,7 +102,7 @@ def zero_traffic(
     return {"all-gather": gathered, "reduce-scatter": gradients * micro_batches}
 
 
-def traffic_of_run(about: JsonView) -> dict[tuple[str, Ranks], int]:
+def traffic_of_run(about: JsonView) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return the same by kind and process group for a run, from the `about` of its trace.
 
     Empty if stages or experts are split. Activations that tensor parallelism sends are not included, since they depend

@@ -112,7 +112,8 @@ def kernels(kind: LayerProfile, setup: TrainingSetup) -> float:
     found = COUNTS.kernels * (COUNTS.fused_kernels if setup.fuses else 1.0)
     if setup.lora:
         per_matrix = COUNTS.fused_adapter_kernels if setup.lora.fused else COUNTS.adapter_kernels
-        found += (per_matrix + COUNTS.dora_kernels * setup.lora.dora) * adapted_matrices(kind, setup)
+        per_matrix += COUNTS.dora_kernels * setup.lora.dora
+        found += per_matrix * len(kind.linears) * adapted_share(kind, setup)
     return found + COUNTS.expert_kernels * experts_alone(kind, setup)
 
 
@@ -122,21 +123,18 @@ def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> float:
     Experts that are modules have three each, and an adapter of each if all linear layers have.
     """
     of_experts = COUNTS.expert_matrices * (3 if setup.lora else 1) * experts_alone(kind, setup)
-    return kind.modules + 2 * adapted_matrices(kind, setup) + of_experts
+    return kind.modules + 2 * len(kind.linears) * adapted_share(kind, setup) + of_experts
 
 
 def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the number of trained weights of a layer: one per module, or two per adapted matrix."""
-    return 2 * adapted_matrices(kind, setup) if setup.lora else kind.modules
-
-
-def adapted_matrices(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of a layer's linear layers with adapters."""
-    return len(kind.linears) * adapted_share(kind, setup) if setup.lora else 0.0
+    return 2 * len(kind.linears) * adapted_share(kind, setup) if setup.lora else kind.modules
 
 
 def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the share of a layer's linear layers with adapters, by width."""
+    if setup.lora is None:
+        return 0.0
     per_rank = kind.adapter_parameters.get(f"{training_mode(setup.lora)} rank")
     widths = sum(map(sum, kind.linears))
     return 1.0 if per_rank is None or not widths else min(1.0, per_rank / widths)

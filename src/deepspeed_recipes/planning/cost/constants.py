@@ -59,6 +59,10 @@ class Constants:
     """Seconds in which the host of one rank fetches or releases a module under ZeRO-3, per pass."""
     waiting: float
     """Relative increase of `hook` for each further rank that exchanges weights."""
+    step: float
+    """Seconds per trained weight in which the host launches an optimizer step: norms, scales, copies."""
+    step_sharded: float
+    """The same under ZeRO-3."""
     kernels: Mapping[str, tuple[float, float]]
     """Shares of the peak that each attention kernel reaches on long sequences, forward and backward."""
     measured: bool
@@ -66,11 +70,6 @@ class Constants:
     peer: float = 0.0
     """Share of PCIe bandwidth that collectives reach inside a node without NVLink. GeForce GPUs cannot read each
     other's memory, so all data pass through the host's. 0 stands for the same share as `link`."""
-    step: float = 0.8e-4
-    """Seconds per trained weight in which the host launches an optimizer step: norms, scales, copies (deepspeed 0.19.8,
-    Llamas of 8 and 16 layers with nine weights each, 64 wide, two CPU ranks, process time: 0.7 ms per layer)."""
-    step_sharded: float = 1.3e-4
-    """The same under ZeRO-3 (measured likewise: 1.1 and 1.2 ms per layer)."""
     cpu: "Cpu | None" = None
     """Rates of a rank that is a process on a CPU; None for GPUs."""
 

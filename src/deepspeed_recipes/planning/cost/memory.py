@@ -57,8 +57,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     distinct: dict[object, StageShard] = {}  # later ones of equal stages have fewer micro-batches in flight
     for shard in stages:
         counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
-        key = counts, id(shard.layers[0]), shard.parameters, shard.largest_module, shard.is_last
-        distinct.setdefault(key, shard)
+        distinct.setdefault((counts, shard.parameters, shard.largest_module, shard.is_last), shard)
     room = cluster.gpu.memory_gib * 2**30
     moments = (_gpu_moments(profile, shard, setup, room) for shard in distinct.values())
     width, processes = WIDTH[setup.precision], ranks_per_node * COUNTS.process
@@ -102,13 +101,13 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
         kept = min(kept, COUNTS.on_their_way * max(activations.kept_bytes(kind, setup) for kind in kinds))
     waiting = shard.micro_batches_in_flight * kept + activations.mask_bytes(kinds, setup)
     backward = max(activations.backward_bytes(kind, setup) for kind in kinds)
-    first = activations.kept_bytes(shard.layers[0], setup) + activations.backward_bytes(shard.layers[0], setup)
+    first = activations.kept_bytes(kinds[0], setup) + activations.backward_bytes(kinds[0], setup)
     loss, unusable = activations.loss_bytes(profile, setup) if shard.is_last else (0.0, 0.0)
     between_passes = gathered = states.gathered_bytes(shard, setup)
     if setup.gathers:  # between the forward and the backward pass
         kept_whole = min(width * setup.kept_weights, states.loaded_bytes(shard, setup))
         between_passes = max(gathered + states.held_by_autograd(shard.expert_parameters, setup), kept_whole)
-    held = states.held_by_autograd(shard.layers[0].expert_parameters, setup)
+    held = states.held_by_autograd(kinds[0].expert_parameters, setup)
     permanent_buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))

@@ -88,9 +88,8 @@ class StageShard:
     """The layers and parameters on one rank of a pipeline stage, before ZeRO shards them."""
 
     hidden_size: int
-    layers: tuple[LayerProfile, ...]
     layer_counts: tuple[tuple[LayerProfile, int], ...]
-    """The kinds of layers, each with its number of layers."""
+    """The kinds of layers, each with its number of layers, in the order of their first layers."""
     parameters: float
     """All parameters, those of all experts included. Tensor-parallel ranks hold their share of each split matrix."""
     expert_parameters: float
@@ -130,7 +129,6 @@ def _stage_shards(
         found.append(
             StageShard(
                 hidden_size=profile.hidden_size,
-                layers=tuple(profile.layer_kinds[kind] for kind in order),
                 layer_counts=counts,
                 parameters=own + ends,
                 expert_parameters=sum(count * kind.expert_parameters for kind, count in counts),

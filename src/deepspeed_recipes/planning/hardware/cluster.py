@@ -159,22 +159,18 @@ def this_machine() -> Cluster | None:
 
 
 def with_measurements(
-    cluster: Cluster,
-    file: Path | None,
-    elsewhere: bool,
-    say: Callable[[str], None] = print,
-    machine: Machine | None = None,
+    cluster: Cluster, file: Path | None, elsewhere: bool, say: Callable[[str], None] = print
 ) -> Cluster:
     """Return the cluster with the measurements of one of its nodes in place of datasheets, if there are any.
 
-    They are in `file`, of which `machine` is the content if it was read already, or are this machine's own, which need
-    not apply if the GPU is `elsewhere`, by its name. `say` receives the reason if a file is not used.
+    They are in `file`, or are this machine's own, which need not apply if the GPU is `elsewhere`, by its name. `say`
+    receives the reason if a file is not used.
     """
     place = file or machine_file.default_file()
     if file is None and not place.exists():
         return cluster
     try:
-        machine = machine or machine_file.read(place)
+        machine = machine_file.read(place)
     except UserError as error:
         say(f"{error} Datasheets are used instead.")
         return cluster

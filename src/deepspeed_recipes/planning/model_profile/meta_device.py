@@ -34,10 +34,6 @@ from .profile import LayerProfile, ModelProfile, training_mode
 
 RANKS = (8, 64)
 """Ranks of the measured adapters; memory is linear in the rank."""
-VALUES_OF_POSITIONS = "dynamic"
-"""The type of rotary embedding that reads the sequence length from the values of positions, which do not exist here."""
-NEVER = 2**30
-"""A window wider than any sequence."""
 SPLIT = ("colwise", "rowwise")
 """Styles in a Hugging Face tensor-parallel plan that split a matrix together with its output or its input."""
 SPLIT_WEIGHT = ("colwise_gather_output", "rowwise_split_input")
@@ -104,7 +100,8 @@ def build(config: JsonView, attention: str | None = None) -> PreTrainedModel:
     values = {name: value for name, value in stated.items() if name != "quantization_config"}
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
-        if isinstance(rope, Mapping) and VALUES_OF_POSITIONS in (rope.get("type"), rope.get("rope_type")):
+        # This type reads the sequence length from the values of positions, which do not exist here.
+        if isinstance(rope, Mapping) and "dynamic" in (rope.get("type"), rope.get("rope_type")):
             theta = rope.get("rope_theta") or values.get("rope_theta")
             values[name] = {"rope_type": "default"} | ({"rope_theta": theta} if theta else {})
     try:
@@ -250,7 +247,7 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
     del layers[:]
     layers.extend(kept)
     if getattr(config, "sliding_window", None):
-        config.sliding_window = NEVER  # a narrower window needs a mask, which is a separate mode
+        config.sliding_window = 2**30  # a window narrower than the sequence needs a mask, which is a separate mode
     return model
 
 

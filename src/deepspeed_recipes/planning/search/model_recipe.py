@@ -19,8 +19,6 @@ from ..model_profile.lookup import profile_of
 MIXERS = ("mamba", "linear_", "conv_L")
 """Parts of the configuration keys of models whose layers mix tokens by other means than attention. Adapters of such
 layers have names of their own, and documents cannot be packed."""
-FAR = 10
-"""Factor between two models' parameters above which size determines the settings more than architecture does."""
 
 
 def nearest(config: JsonView, variant: str) -> Recipe:
@@ -46,7 +44,7 @@ def nearest(config: JsonView, variant: str) -> Recipe:
         linear = [any(not kind.attention_width for kind in profile.layer_kinds) for profile in (theirs, own)]
         mixers = [{one for one in MIXERS if any(one in key for key in keys)} for keys in (recipe.model.config, config)]
         unlike = theirs.model_type != own.model_type, mixers[0] != mixers[1], linear[0] != linear[1]
-        return size > math.log(FAR), *unlike, size
+        return size > math.log(10), *unlike, size
 
     suitable = [module for module in alike if variant in pages.variants(module)]
     recipes = [pages.build(module, size, variant) for module in suitable for size in module.SIZES]
