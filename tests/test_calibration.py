@@ -30,10 +30,11 @@ ERROR, RANK = 0.12, 0.95
 def held_out(change_setup=lambda setup: setup, without=()) -> dict[str, list[tuple[float, float]]]:
     """Return predictions and measurements of every published table that was not fitted on, without some terms."""
     pairs: dict[str, list[tuple[float, float]]] = {}
+    data = calibrate.read()
     for run in runs():
         if run.fitted or run.software == "deepspeed":
             continue
-        known = calibrate.constants_of(run, calibrate.read())
+        known = calibrate.constants_of(run, data)
         time = step_time(run.profile, change_setup(run.setup), run.cluster, known)
         left = time.seconds - sum(time.components[name] for name in without)
         pairs.setdefault(run.table, []).append((time.tokens / time.gpus / left, run.tokens_per_second_per_gpu))
