@@ -18,7 +18,7 @@ from deepspeed_recipes.planning.search.plans import (
     shortfalls,
 )
 from deepspeed_recipes.planning.search.reasons import behind, why
-from deepspeed_recipes.planning.search.strategies import evaluate, plan_request, search
+from deepspeed_recipes.planning.search.strategies import evaluate, plan_request, search, template
 from deepspeed_recipes.planning.show import table
 from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -66,7 +66,7 @@ def test_every_plan_can_be_launched_and_fits(wanted):
     gpu = question.cluster.gpu.memory_gib
     for plan in found.plans:
         recipe, setup = plan.recipe, plan.setup
-        limits.check(recipe, setup.world_size, plan.file)
+        limits.check(recipe, setup.world_size, template(recipe.deepspeed, plan.cluster))
         limits.check_micro_batch(recipe)
         assert plan.fits and not plan.tight and plan.share <= 0.95 and plan.gpu_gib_range[1] <= gpu
         assert recipe.layout.tensor <= question.cluster.gpus_per_node

@@ -13,6 +13,7 @@ from pathlib import Path
 from ...config.resolve import Numbers, dumps, resolve
 from ...planning.search.plans import Plan, PlanRequest, SearchResult
 from ...planning.search.reasons import why
+from ...planning.search.strategies import template
 from ...planning.show import table
 from ...recipe import files
 from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
@@ -65,7 +66,7 @@ def for_engine(request: PlanRequest, plan: Plan) -> Json:
         weight_decay=recipe.weight_decay,
     )
     layer = max(kind.parameters for kind in request.profile.layer_kinds)
-    content = copy.deepcopy(dict(plan.file.content))
+    content = copy.deepcopy(dict(template(recipe.deepspeed, plan.cluster).content))
     fill_prefetch(content, request.profile.hidden_size, layer)
     config = resolve(content, numbers)
     for block, key, size in (
@@ -87,12 +88,12 @@ def for_engine(request: PlanRequest, plan: Plan) -> Json:
 
 def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
     """Return a shell script that starts the launcher, with a hostfile on several nodes; it accepts more key=value."""
-    shipped = CONFIGS / plan.recipe.deepspeed
     recipe = plan.recipe
-    if plan.file.content != json.loads(shipped.read_text(encoding="utf-8")):
-        template = folder / recipe.deepspeed
-        write_json(template, plan.file.content)
-        recipe = replace(recipe, deepspeed=str(template))
+    shipped, content = CONFIGS / recipe.deepspeed, template(recipe.deepspeed, plan.cluster).content
+    if content != json.loads(shipped.read_text(encoding="utf-8")):
+        own = folder / recipe.deepspeed
+        write_json(own, content)
+        recipe = replace(recipe, deepspeed=str(own))
     ranks = plan.setup.world_size
     lines = ["#!/bin/sh", f"# {ranks} GPU{'s' * (ranks > 1)}. {why(request, plan)}"]
     start = table.command(recipe, request.cluster)

@@ -129,8 +129,6 @@ DATASHEET = "datasheet"
 CPU_SPEEDS = (0.747, 1.192)
 """The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
-Range = tuple[float, float]
-"""Low and high factors of a prediction: the 5 % and 95 % quantiles of measured / predicted over runs of its kind."""
 
 
 def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
@@ -143,20 +141,20 @@ def kinds_of(setup: TrainingSetup) -> tuple[str, ...]:
     return "sharded" if setup.zero_stage == 3 and setup.zero_ranks > 1 else "whole", ALL
 
 
-def memory_range(setup: TrainingSetup) -> Range:
-    """Return the factors of a GPU's peak."""
+def memory_range(setup: TrainingSetup) -> tuple[float, float]:
+    """Return low and high factors of a GPU's peak: the 5 % and 95 % quantiles of measured / predicted by kind."""
     return _range("memory", kinds_of(setup))
 
 
-def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> Range:
-    """Return the factors of tokens per second, wider if the machine was not `measured`: hosts and links differ most."""
+def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> tuple[float, float]:
+    """Return the same of tokens per second, wider if the machine was not `measured`: hosts and links differ most."""
     if on_cpu:
         return CPU_SPEEDS
     return _range("time", kinds_of(setup) if measured else (DATASHEET,))
 
 
 @cache
-def _range(measure: str, kinds: tuple[str, ...]) -> Range:
+def _range(measure: str, kinds: tuple[str, ...]) -> tuple[float, float]:
     known = json.loads(FILE.read_text(encoding="utf-8"))["ranges"][measure]
     low, high = next(known[kind][:2] for kind in kinds if kind in known)
     return min(low, 1.0), max(high, 1.0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.recipe import Recipe
@@ -89,8 +88,6 @@ class Plan:
 
     base: Recipe
     """The recipe to launch, apart from the setup's micro-batch and checkpointing."""
-    file: DeepSpeedFile
-    """The recipe's DeepSpeed template, adapted to the cluster's nodes."""
     setup: TrainingSetup
     cluster: Cluster
     memory: Memory

@@ -129,10 +129,9 @@ def _setup(request: PlanRequest, recipe: Recipe) -> TrainingSetup:
 
 
 def _plan(request: PlanRequest, recipe: Recipe, setup: TrainingSetup) -> Plan:
-    cluster = request.cluster
-    memory, time = peak_memory(request.profile, setup, cluster), step_time(request.profile, setup, cluster)
-    file, lacking = template(recipe.deepspeed, cluster), plans.shortfalls(memory, cluster)
-    return Plan(recipe, file, setup, cluster, memory, time, lacking)
+    memory = peak_memory(request.profile, setup, request.cluster)
+    time = step_time(request.profile, setup, request.cluster)
+    return Plan(recipe, setup, request.cluster, memory, time, plans.shortfalls(memory, request.cluster))
 
 
 def template(deepspeed: str, cluster: Cluster) -> DeepSpeedFile:
