@@ -61,8 +61,8 @@ def test_a_prediction_is_that_of_the_recipe_as_it_is_written_on_the_smallest_har
 
 def test_offloading_is_shown_with_its_host_memory():
     plan = extremes.smallest_unchanged(pages.find("llama3-8b", "full_offload"))
-    shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.host_gib:,.0f})"
-    assert in_the_table("llama3-8b", "full_offload") == shown and plan.host_gib > 8 * 16
+    shown = f"1 x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}, host {plan.memory.host_gib:,.0f})"
+    assert in_the_table("llama3-8b", "full_offload") == shown and plan.memory.host_gib > 8 * 16
     without = extremes.smallest_unchanged(pages.find("llama3-8b", "full"))
     assert without.setup.offload_optimizer == "none" and without.gpu_gib > plan.gpu_gib
 

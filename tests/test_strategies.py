@@ -185,7 +185,7 @@ def test_of_a_gpu_all_counts_and_of_a_node_95_percent():
 def memory(gpu=0, host=0, nvme=0):
     """Return a memory of so many GiB."""
     moments = {"step": {"optimizer": gpu * GIB}, "loss": {"activations": gpu * GIB / 2}}
-    return Memory(moments, {"loading": host * GIB / 2, "training": host * GIB}, nvme * GIB, 0.0)
+    return Memory(moments, host, nvme, 0.0)
 
 
 def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_lean():
@@ -199,7 +199,7 @@ def test_the_best_plan_of_every_tier_is_kept_unless_another_is_as_fast_and_as_le
     # Offload comes last even if it is predicted to be faster and leaner than the only plan without it.
     lean, full = (next(plan for plan in both if plan.tier == tier) for tier in (1, 0))
     assert lean.speed > full.speed and lean.gpu_gib < full.gpu_gib and both[0].tier == 0
-    assert is_dominated(replace(full, memory=replace(full.memory, host=lean.memory.host)), [lean])
+    assert is_dominated(replace(full, memory=replace(full.memory, host_gib=lean.memory.host_gib)), [lean])
     assert not is_dominated(lean, [full])
 
 
@@ -282,7 +282,7 @@ def test_a_trillion_parameters_need_nvme():
     assert recipe.model.parameters == pytest.approx(12 * 128 * 25600**2, rel=0.01)
     question = plan_request(recipe, cluster("A100 80GB", 16, host_memory=2100, nvme=28000))
     best = search(question).best
-    assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.nvme_gib < 28000
+    assert best.recipe.deepspeed == "zero3_nvme.json" and 12e12 / GIB < best.memory.nvme_gib < 28000
     without = replace(question, cluster=replace(question.cluster, nvme_gib=0))
     found = search(without)
     assert found.best is None and "--nvme" in suggestions.sentence(without, found)

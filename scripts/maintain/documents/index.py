@@ -99,5 +99,5 @@ def _hardware(recipe: Recipe) -> str:
     plan = smallest_unchanged(recipe)
     if plan is None:
         return UNSHOWN
-    host = f", host {plan.host_gib:,.0f}" if plan.setup.offload_optimizer != "none" else ""
+    host = f", host {plan.memory.host_gib:,.0f}" if plan.setup.offload_optimizer != "none" else ""
     return f"{plan.setup.world_size} x {plan.cluster.gpu.name} ({plan.gpu_gib:.0f}{host})"

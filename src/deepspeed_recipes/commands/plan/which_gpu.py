@@ -92,7 +92,7 @@ def _table(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> Tab
             "config": plan.recipe.deepspeed.removesuffix(".json"),
             "layout": table.layout_in_words(plan.recipe.layout, plan.setup.data_parallel_size),
             "GPU full": f"{plan.share:.0%}",
-            "host GiB": f"{plan.host_gib:,.0f}",
+            "host GiB": f"{plan.memory.host_gib:,.0f}",
             "tokens/s": f"{plan.speed * plan.setup.world_size:,.0f}",
             "$/hour": "-" if hourly is None else f"{hourly:,.2f}",
         }
@@ -117,7 +117,7 @@ def _as_json(shown: Sequence[Plan], least: Plan | None, workload: Workload) -> l
             "nodes": plan.cluster.nodes,
             "config": plan.recipe.deepspeed,
             "gpu_peak_gib": plan.gpu_gib,
-            "host_gib": plan.host_gib,
+            "host_gib": plan.memory.host_gib,
             "dollars_per_hour": workload.per_hour(plan.cluster),
             "hours": workload.hours(plan),
             "dollars": workload.dollars(plan),

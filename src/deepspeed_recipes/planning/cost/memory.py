@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import get_args
 
+from ...recipe.gpus import GIB
 from ...recipe.recipe import Layout
 from ...recipe.run_folder import checkpoint_bytes
 from ..hardware.cluster import Cluster
@@ -20,16 +21,16 @@ Components = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that a plan needs, in bytes."""
+    """Memory that a plan needs."""
 
     moments: Mapping[str, Components]
     """Of the fullest GPU, in the order of a run: `loading`, `rollout` (for methods that learn from the model's own
     answers), `loss`, `backward` (the start of the backward pass), `gradients` (its end), `step`, `saving`."""
-    host: Mapping[str, float]
-    """Host memory of one node, by moment."""
-    nvme: float
+    host_gib: float
+    """Host memory of one node at its fullest moment."""
+    nvme_gib: float
     """NVMe space of one node."""
-    checkpoint: int
+    checkpoint_gib: float
     """Disk space of one checkpoint."""
 
     @cached_property
@@ -58,7 +59,7 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     for shard in stages:
         counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
         distinct.setdefault((counts, shard.parameters, shard.largest_module, shard.is_last), shard)
-    room = cluster.gpu.memory_gib * 2**30
+    room = cluster.gpu.memory_gib * GIB
     moments = (_gpu_moments(profile, shard, setup, room) for shard in distinct.values())
     width, processes = WIDTH[setup.precision], ranks_per_node * COUNTS.process
     offloaded = [_offloaded_bytes(shard, setup) for shard in stages]
@@ -73,11 +74,12 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
         largest = max(shard.parameters for shard in stages) / whole.parameters if len(stages) > 1 else 1
         read *= ranks_per_node * largest
     saved = width * whole.trained(setup)  # the first rank gathers the weights, or the adapters
+    checkpoint = checkpoint_bytes(int(whole.parameters + whole.adapter_parameters), int(whole.trained(setup)), width)
     return Memory(
         moments=max(moments, key=lambda found: max(sum(one.values()) for one in found.values())),
-        host={"loading": processes + read, "training": processes + host, "saving": processes + host + saved},
-        nvme=ranks_per_node * max(on_nvme for _, on_nvme in offloaded),
-        checkpoint=checkpoint_bytes(int(whole.parameters + whole.adapter_parameters), int(whole.trained(setup)), width),
+        host_gib=max(processes + read, processes + host + saved) / GIB,  # while weights are loaded, or saved
+        nvme_gib=ranks_per_node * max(on_nvme for _, on_nvme in offloaded) / GIB,
+        checkpoint_gib=checkpoint / GIB,
     )
 
 

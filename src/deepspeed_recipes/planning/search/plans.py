@@ -152,21 +152,6 @@ class Plan:
         return low * self.speed, high * self.speed
 
     @property
-    def host_gib(self) -> float:
-        """Host memory of a node at its fullest moment."""
-        return max(self.memory.host.values()) / GIB
-
-    @property
-    def nvme_gib(self) -> float:
-        """Space on a node's NVMe drives."""
-        return self.memory.nvme / GIB
-
-    @property
-    def checkpoint_gib(self) -> float:
-        """Disk space of one checkpoint."""
-        return self.memory.checkpoint / GIB
-
-    @property
     def share(self) -> float:
         """Share of the GPU's memory that is used."""
         return self.gpu_gib / self.cluster.gpu.memory_gib
@@ -239,8 +224,8 @@ def ranked(plans: Sequence[Plan]) -> list[Plan]:
 
 def is_dominated(plan: Plan, others: Sequence[Plan]) -> bool:
     """Return whether another plan is at least as fast and needs no more GPU memory and no more host memory."""
-    speed, gpu, host = plan.speed, plan.gpu_gib, plan.host_gib
-    return any(one.speed >= speed and one.gpu_gib <= gpu and one.host_gib <= host for one in others)
+    speed, gpu, host = plan.speed, plan.gpu_gib, plan.memory.host_gib
+    return any(one.speed >= speed and one.gpu_gib <= gpu and one.memory.host_gib <= host for one in others)
 
 
 def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
@@ -250,10 +235,9 @@ def shortfalls(memory: Memory, cluster: Cluster) -> tuple[str, ...]:
     # Where fragmentation takes what is left of a GPU, rounding does not decide.
     lacking = [f"{gpu:,.1f} GiB of {have:,.1f} on a GPU{loading}"] if gpu > have * (1 + 1e-9) else []
     # Host memory is checked only if its size is known; no NVMe size means no NVMe.
-    host, nvme = max(memory.host.values()) / GIB, memory.nvme / GIB
     for need, have, what in (
-        (host, cluster.host_memory_gib or math.inf, "host memory"),
-        (nvme, cluster.nvme_gib, "NVMe"),
+        (memory.host_gib, cluster.host_memory_gib or math.inf, "host memory"),
+        (memory.nvme_gib, cluster.nvme_gib, "NVMe"),
     ):
         if need > COUNTS.usable * have:
             usable = f"{COUNTS.usable * have:,.1f} usable ({COUNTS.usable:.0%} of {have:,.1f})"

@@ -70,12 +70,12 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
         yield from _first_fit(kind)
     unlimited = replace(request, cluster=replace(cluster, host_memory_gib=0))
     if cluster.host_memory_gib and (offloaded := search(unlimited).plans):
-        leanest = min(offloaded, key=lambda plan: plan.host_gib)
-        yield f"--host-memory {math.ceil(leanest.host_gib / COUNTS.usable):.0f} ({_speed(leanest)})"
+        leanest = min(offloaded, key=lambda plan: plan.memory.host_gib)
+        yield f"--host-memory {math.ceil(leanest.memory.host_gib / COUNTS.usable):.0f} ({_speed(leanest)})"
     if not cluster.nvme_gib:
         best = search(replace(request, cluster=replace(cluster, nvme_gib=math.inf))).best
-        if best and best.nvme_gib:
-            yield f"--nvme {math.ceil(best.nvme_gib / COUNTS.usable):.0f} ({_speed(best)})"
+        if best and best.memory.nvme_gib:
+            yield f"--nvme {math.ceil(best.memory.nvme_gib / COUNTS.usable):.0f} ({_speed(best)})"
 
 
 def _first_fit(changes: Iterable[tuple[str, PlanRequest]]) -> Iterator[str]:
@@ -163,8 +163,9 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
     for name in METHODS:
         other_request = with_method(request, name) if name != recipe.variant else None
         if plan := other_request and _best_whole(other_request):
-            host = f" with {plan.host_gib:,.0f} GiB of host memory" if plan.setup.offload_optimizer != "none" else ""
-            parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host}")
+            host = f" with {plan.memory.host_gib:,.0f} GiB of host memory"
+            offloads = plan.setup.offload_optimizer != "none"
+            parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host if offloads else ''}")
     if parts:
         yield f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}."
 

@@ -70,7 +70,7 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
                 "gpu_peak_gib": plan.gpu_gib,
                 "gpu_peak_gib_range": list(plan.gpu_gib_range),
                 "gpu_breakdown_gib": dict(plan.components),
-                **{name: getattr(plan, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
+                **{name: getattr(plan.memory, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
                 "tokens_per_second_per_gpu": plan.speed,
                 "tokens_per_second_per_gpu_range": list(plan.speed_range),
                 "step_seconds": plan.seconds,
@@ -164,7 +164,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.setup.offload_optimizer != "none" and cluster.host_memory_gib == DESKTOP_HOST:
         yield f"{DESKTOP_HOST:.0f} GiB of host memory, a desktop's, are assumed unless --host-memory says otherwise."
     if plan.setup.offload_optimizer != "none" and not cluster.host_memory_gib:
-        need = f"{plan.host_gib:,.0f} GiB of host memory per node"
+        need = f"{plan.memory.host_gib:,.0f} GiB of host memory per node"
         yield f"This plan needs {need}, which was not checked: give --host-memory."
     if batch != before:
         yield f"global_batch_size was raised from {before} to {batch}, so that every GPU gets equally many sequences."
@@ -174,9 +174,9 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield "Speeds are for training only; writing the answers before each step takes additional time."
     if not pages.is_own_model(recipe):
         yield f"Data, rates and batch are from {pages.typed(recipe)}, the nearest recipe: check them."
-    if plan.checkpoint_gib > COUNTS.large_checkpoint:
+    if (each := plan.memory.checkpoint_gib) > COUNTS.large_checkpoint:
         kept = recipe.keep_checkpoints
-        yield f"Each checkpoint takes {plan.checkpoint_gib:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
+        yield f"Each checkpoint takes {each:,.0f} GiB on disk; keep_checkpoints={kept} keeps {kept}."
     if not cluster.on_cpus and (waits := plan.time.components["launch"] / plan.time.seconds) > COUNTS.waits:
         yield (
             f"The GPU waits for Python during {waits:.0%} of a step: a slow CPU can double the time, and more tokens "
@@ -231,7 +231,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         f"{counted(workload.steps(plan), 'step')}; loading and checkpoints are not included{padding}."
     )
     if hours < COUNTS.short_run:
-        loading = COUNTS.start + plan.checkpoint_gib / COUNTS.drive / 60
+        loading = COUNTS.start + plan.memory.checkpoint_gib / COUNTS.drive / 60
         yield f"Starting and loading add about {loading:,.0f} min to the {in_words(hours)} of training."
     documents = workload.document_length
     if recipe.packs and documents and documents < recipe.sequence_length:
@@ -303,7 +303,7 @@ def columns(
 
 
 def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload | None) -> Table:
-    drives = any(plan.nvme_gib for plan in plans)
+    drives = any(plan.memory.nvme_gib for plan in plans)
     rows = []
     for number, plan in enumerate(plans, start=1):
         alike, speed = [one for one in possible if one.is_like(plan)], f"{plan.speed:,.0f}"
@@ -316,8 +316,8 @@ def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload |
             "checkpointing": how if isinstance(how, str) else "yes" if how else "no",
             "GPU GiB": f"{plan.gpu_gib:.1f}",
             " ": f"{plan.share:.0%}",
-            "host GiB": _size(plan.host_gib),
-            **({"NVMe GiB": _size(plan.nvme_gib)} if drives else {}),
+            "host GiB": _size(plan.memory.host_gib),
+            **({"NVMe GiB": _size(plan.memory.nvme_gib)} if drives else {}),
             "tokens/s/GPU": f"{'tight: ' if plan.tight else ''}{speed}" if fits else "does not fit",
             "range": _range(*plan.speed_range) if fits else "",
             "s/step": f"{plan.seconds:{',.0f' if plan.seconds >= 100 else '.3g'}}" if fits else "",
