@@ -310,20 +310,22 @@ def test_of_two_gpus_with_as_much_memory_the_cheaper_one_is_smaller():
 )
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(name, method, gpu, gpus):
     request = asked(name, method, gpu, gpus, host_memory=200)
-    found, result = extremes.longest(request)
+    result = extremes.longest(request)
+    found = result.request
     assert result.best and result.best.setup.sequence_length == found.recipe.sequence_length > 4096
     longer = found.recipe.sequence_length * 17 // 16 // 1024 * 1024 + 1024
     assert search(replace(request, recipe=replace(request.recipe, sequence_length=longer))).best is None
     assert "to within about 6 %" in extremes.longest_in_words(found, result.best)
-    unknown, without = extremes.longest(asked(name, method, gpu, gpus, host_memory=0))
+    without = extremes.longest(asked(name, method, gpu, gpus, host_memory=0))
+    unknown = without.request
     assert without.best and not without.best.tier and unknown.recipe.sequence_length <= found.recipe.sequence_length
     assert "without offloading, which counts if" in extremes.longest_in_words(unknown, without.best)
 
 
 def test_no_sequence_is_longer_than_the_model_can_read():
-    found, result = extremes.longest(asked("llama3-1b"))
-    assert result.best and found.recipe.sequence_length == 131072
-    assert "the model has no more positions" in extremes.longest_in_words(found, result.best)
+    result = extremes.longest(asked("llama3-1b"))
+    assert result.best and result.request.recipe.sequence_length == 131072
+    assert "the model has no more positions" in extremes.longest_in_words(result.request, result.best)
 
 
 # Which hardware.
