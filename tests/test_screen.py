@@ -65,6 +65,7 @@ def test_help_of_a_key_says_everything_about_it(capsys):
     assert "which hold most activations" in " ".join(screen.split()), "all of it, and not the first sentence"
     assert len(re.findall(r"^lora\.", shown(capsys, "tiny", "full", "--help", "lora"), re.MULTILINE)) == 11
     assert "refused: fp8=true with lora!=none: adapters' products" in shown(capsys, "--help", "fp8")
+    assert "refused: loss_on!=assistant with method grpo: the model writes" in shown(capsys, "--help", "loss_on")
     assert main.run("launch", ["--help", "learning_rat"]) == 2
     assert "Did you mean 'learning_rate'" in capsys.readouterr().err
     assert shown(capsys, "--help", "beta").startswith("beta: use dpo.beta.\ndpo.beta: number (default: 0.1)")

@@ -22,6 +22,7 @@ from . import own_code
 from .bounds import typed
 from .errors import UserError
 from .files import JsonView, text_of
+from .methods import METHODS
 
 Moment = Literal["recipe", "model", "run", "unread"]
 """What settles a row: the recipe alone, the dimensions of its model, or its DeepSpeed file, layout and ranks. The rows
@@ -316,6 +317,10 @@ def beside(key: str) -> Iterator[str]:
             for one, other in ((row.setting, row.when), (row.when, row.setting)):
                 if _parsed(one)[0][0] == key:
                     named = other.replace("file.", "the DeepSpeed file's ")
+                    (trait, operator, text), *more = _parsed(other)
+                    if trait.startswith("method.") and not more:
+                        fits, of = _comparison(operator, text), attrgetter(trait.removeprefix("method."))
+                        named = "method " + ", ".join(name for name, kind in METHODS.items() if fits(of(kind())))
                     yield f"{one} with {named}: {row.reason}"
 
 
