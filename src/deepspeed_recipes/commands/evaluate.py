@@ -115,7 +115,7 @@ def keep(one: Candidate, compared: Json) -> None:
     """
     if one.run is None:
         return
-    before = read_json(one.run.evaluation) if one.run.evaluation.exists() else {}
+    before = read_json(one.run.evaluation, {})
     kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
     write_json(one.run.evaluation, kept | compared)
     write.at_end(one.run)

@@ -114,12 +114,17 @@ def read_recipe(run: RunFolder) -> Recipe:
     return recipe
 
 
-def read_json(path: Path) -> Any:
-    """Return a JSON file's content; FileUnusable if it cannot be read now, UserError if it is missing, NotJson."""
+def read_json(path: Path, *missing: object) -> Any:
+    """Return a JSON file's content, or `missing` if that is given and there is no such file.
+
+    FileUnusable if it cannot be read now, UserError if there is none, NotJson.
+    """
     files.check_ends(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        if missing:
+            return missing[0]
         raise UserError(f"{path}: no such file.") from None
     except OSError as error:
         raise FileUnusable(of_system(error, path)) from error

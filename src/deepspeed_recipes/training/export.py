@@ -564,7 +564,7 @@ def _check_merged(folder: Path, expected: torch.Tensor) -> None:
 
 def _check_copies(source: Path, copy: Path) -> None:
     """Refuse to export a checkpoint's files that are damaged."""
-    written = read_json(source / COMPLETE).get("digests", {}) if (source / COMPLETE).exists() else {}
+    written = read_json(source / COMPLETE, {}).get("digests", {})
     for file in copy.iterdir():
         if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
             why = digests.harm(source, file.name)

@@ -131,8 +131,7 @@ def _check_model(recipe: Recipe, saved: Recipe, checkpoint: Path) -> None:
         return
     files = [checkpoint / "config.json", Path(saved.model.path, "config.json")]
     then = next((dimensions(read_json(file)) for file in files if file.exists()), {})
-    local = Path(recipe.model.path, "config.json")
-    for name, size in (dimensions(read_json(local)) if local.exists() else {}).items():
+    for name, size in dimensions(read_json(Path(recipe.model.path, "config.json"), {})).items():
         if then.get(name, size) != size and not (name == "vocab_size" and recipe.model.new_tokens):
             raise UserError(
                 f"model.path={recipe.model.path}: its {name} is {size}, and {checkpoint} is of a model with "

@@ -127,7 +127,7 @@ def numbered(dataset: Dataset, run: RunFolder) -> Dataset:
 
 def left_out(run: RunFolder) -> list[int]:
     """Return the numbers of the sequences that are not trained on."""
-    return read_json(run.left_out) if run.left_out.exists() else []
+    return read_json(run.left_out, [])
 
 
 def leave_out(run: RunFolder, numbers: Sequence[int]) -> None:

@@ -172,7 +172,7 @@ def with_reference(kind: type[RunHooks]) -> Callable[[RunContext, Parts], RunHoo
 
 def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
     """Return the log-probabilities that a run has stored for `count` pairs."""
-    found = read_json(run.reference) if run.reference.exists() else []
+    found = read_json(run.reference, [])
     if len(found) != count:
         raise UserError(
             f"dpo.precompute=true: {run.reference} has the reference's log-probabilities of {len(found)} pairs, and "

@@ -63,8 +63,7 @@ def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 def ends_in(folder: Path) -> list[int]:
     """Return the tokens at which the generation settings in a model's or an adapter's folder stop."""
-    file = folder / FILE
-    return _listed(read_json(file).get("eos_token_id")) if file.exists() else []
+    return _listed(read_json(folder / FILE, {}).get("eos_token_id"))
 
 
 def _listed(named: int | list[int] | None) -> list[int]:

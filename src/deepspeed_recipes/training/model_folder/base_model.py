@@ -29,7 +29,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 def config_of(folder: Path) -> Json:
     """Return the content of a folder's config.json without its attention implementation; empty if it has none."""
     file = folder / "config.json"
-    config = read_json(file) if file.exists() else {}
+    config = read_json(file, {})
     if not (isinstance(config, dict) and isinstance(config.get("text_config") or {}, dict)):
         raise UserError(f"{file}: not a Hugging Face config.json, which is one JSON object.")
     return without_attention(config)

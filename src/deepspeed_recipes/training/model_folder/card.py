@@ -93,9 +93,9 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
 
 def look(folder: Path) -> Contents:
     """Return the properties of a folder."""
-    adapter = read_json(folder / ADAPTER) if (folder / ADAPTER).exists() else {}
-    tokenizer = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").exists() else {}
-    whole = read_json(folder / base_model.PROVENANCE) if (folder / base_model.PROVENANCE).exists() else {}
+    adapter = read_json(folder / ADAPTER, {})
+    tokenizer = read_json(folder / "tokenizer_config.json", {})
+    whole = read_json(folder / base_model.PROVENANCE, {})
     return Contents(
         adapter=bool(adapter),
         base=str(adapter.get(KEY) or ""),

@@ -66,7 +66,7 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     if (source / record.FOLDER / record.RECIPE).exists():
         shutil.copytree(source / record.FOLDER, folder / record.FOLDER)
     elif (run := RunFolder(source.parent)).recipe.exists():
-        return of_run(folder, run, place, read_json(run.summary) if run.summary.exists() else {})
+        return of_run(folder, run, place, read_json(run.summary, {}))
     elif (run := RunFolder(source.parents[1])).recipe.exists() and source.name.startswith("checkpoint-"):
         step, metric = step_of(source), read_recipe(run).metric
         measured = {row["step"]: row.get(metric) for row in read_jsonl(run.evaluations)}  # as far as it was then

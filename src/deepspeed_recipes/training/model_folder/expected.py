@@ -169,7 +169,7 @@ def described(folder: Path, tensors: bool = True) -> Json:
     adapter = folder / base_model.ADAPTER
     adapted = {key: value for key, value in read_json(adapter).items() if key in ADAPTED} if adapter.exists() else None
     config = base_model.config_of(folder)
-    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    generation = read_json(folder / "generation_config.json", {})
     template = folder / "chat_template.jinja"
     text = text_of(config)
     return {

@@ -94,7 +94,7 @@ def of_run(run: RunFolder, results: JsonView, step: int | None = None) -> Record
     logged = [row for row in read_jsonl(run.metrics) if step is None or row["step"] <= step]
     last = logged[-1] if logged else {}
     found |= {name: last[key] for name, key in PROGRESS.items() if key in last}
-    held_out = (read_json(run.data).get("held_out") or {}) if run.data.exists() else {}
+    held_out = read_json(run.data, {}).get("held_out") or {}
     if count := results.get("held_out") or held_out.get("examples"):
         found["held_out"] = count
     if run.environment.exists():
@@ -126,5 +126,5 @@ def read(folder: Path) -> Record | None:
     place = folder / FOLDER
     if not (place / RECIPE).exists():
         return None
-    results = read_json(place / RESULTS) if (place / RESULTS).exists() else {}
+    results = read_json(place / RESULTS, {})
     return Record(from_dict(read_json(place / RECIPE)), results)

@@ -49,7 +49,7 @@ class Trackers:
         for name in recipe.trackers:
             self._attempt(name, partial(self._open, name, recipe, deepspeed_config))
         self.tokens = max((row["tokens"] for row in read_jsonl(self.run.metrics)), default=0)
-        before = read_json(self.run.tracking)["begun"] if self.run.tracking.exists() else time.time()
+        before = read_json(self.run.tracking, {}).get("begun", time.time())
         write_json(self.run.tracking, {"begun": time.time(), "ended": None})
         for row in read_jsonl(self.run.restarts):
             if row["time"] > before and row["cause"]:

@@ -115,6 +115,6 @@ def _each(run: RunFolder, names: Sequence[str], action: Callable[[object], None]
     """Run `action` in each tracker; an error is reported, and never fails the command."""
     for name in names:
         try:
-            action(opened(name, read_recipe(run), run, read_json(run.deepspeed) if run.deepspeed.exists() else {}))
+            action(opened(name, read_recipe(run), run, read_json(run.deepspeed, {})))
         except Exception as error:
             print(f"tracking={name}: {type(error).__name__}: {redact(first_line(error))}", flush=True)
