@@ -230,12 +230,13 @@ def test_clock_skew_is_measured_against_the_round_trip(monkeypatch):
         assert remote.parse_answer(result, asked, answered)["clock"] == off
 
 
-def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path):
+@pytest.mark.parametrize("file", ["x.py", "x.toml"])
+def test_two_checkouts_with_the_same_code_have_the_same_fingerprint(tmp_path, file):
     for name in ("a", "b"):
         (tmp_path / name / "recipes").mkdir(parents=True)
-        (tmp_path / name / "recipes" / "x.py").write_text("1")
+        (tmp_path / name / "recipes" / file).write_text("1")
     assert host_info.fingerprint(tmp_path / "a") == host_info.fingerprint(tmp_path / "b")
-    (tmp_path / "b" / "recipes" / "x.py").write_text("2")
+    (tmp_path / "b" / "recipes" / file).write_text("2")
     assert host_info.fingerprint(tmp_path / "a") != host_info.fingerprint(tmp_path / "b")
 
 
