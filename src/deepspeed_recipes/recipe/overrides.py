@@ -22,7 +22,14 @@ from .project import CONFIGS
 from .recipe import BUILT_IN, Lora, Recipe
 from .sections import OUR_OPTIMIZERS, PAGED, why_impossible
 
-OTHER_TOOLS = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
+
+def _each(table: Json) -> Json:
+    """Return a table with a row for each of the names that a row has in common, also in the tables within it."""
+    rows = {names: _each(row) if isinstance(row, dict) and names != "guesses" else row for names, row in table.items()}
+    return {name: row for names, row in rows.items() for name in names.split()}
+
+
+OTHER_TOOLS = _each(tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8")))
 """Other tools' names for our keys and options, and what becomes of those that have none."""
 FOREIGN_NAMES: dict[str, str] = {
     theirs: ours
