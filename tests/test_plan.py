@@ -565,4 +565,4 @@ def test_on_cpu_ranks_the_planner_says_nothing(capsys):
     assert "forecast" not in capsys.readouterr().out
     assert launch.main(["tiny", "full", "deepspeed=auto", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("deepspeed=auto: the planner needs GPUs; using the recipe's own zero3.json\n")
+    assert shown.startswith("deepspeed=auto: the recipe's own zero3.json, as the GPUs are not known here; ds-rec")

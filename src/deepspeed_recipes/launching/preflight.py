@@ -119,6 +119,8 @@ def _in_keys(findings: Sequence[lint.Finding], recipe: Recipe, ranks: int) -> li
     typed = [f"{key}={value}" for key, value in changes.items() if value is not None]
     all_of_them = "" if len(differing) == 1 else " for each"
     fix = f'write "auto" in the file{all_of_them}' + (f", or add {' '.join(typed)}" if typed else "")
+    if unset := [key for key, value in changes.items() if value is None] if typed else []:
+        fix += f', with "auto" for {" and ".join(unset)}'
     what = f"the recipe has {' '.join(overrides.as_typed(recipe, changes))}; DeepSpeed and the Trainer need one value"
     key = ", ".join(f"{one.key} = {json.dumps(one.value)}" for one in differing)
     one = replace(differing[0], key=key, value=None, what=what, fix=fix)

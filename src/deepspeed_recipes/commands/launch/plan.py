@@ -244,7 +244,8 @@ def with_deepspeed_file(
         return request.recipe
     recipe = replace(request.recipe, deepspeed=request.page.deepspeed)
     if hardware is None or recipe.draft.enabled:
-        print(f"deepspeed=auto: the planner needs GPUs; using the recipe's own {recipe.deepspeed}", flush=True)
+        how = "" if recipe.draft.enabled else "; ds-recipes plan ... --gpu NAME --gpus N names one that fits"
+        print(f"deepspeed=auto: the recipe's own {recipe.deepspeed}, as the GPUs are not known here{how}", flush=True)
         return recipe
     located = preflight.with_dimensions(paths.locate(recipe))
     best = forecast.choose(located, changed, hardware, documents)

@@ -119,7 +119,7 @@ def _rejected(config: Config, facts: Facts) -> Iterator[Hit]:
         if key.nearest:
             fix = f"did you mean `{key.nearest}`?"
         elif key.home:
-            fix = f"move it; the key is `{dotted(key.home)}`"
+            fix = f"move it to `{dotted(key.home)}`" + (", at the top level" if len(key.home) == 1 else "")
         else:
             fix = f"remove it; `{section}` has no such key"
         edits = _rename(key.path, key.nearest, config) if key.nearest else ()
