@@ -498,6 +498,22 @@ def test_columns_of_texts_and_of_system_prompts(place):
     assert [*found.missing] == ["dataset"], "the page's metric is for its own data"
 
 
+def test_what_the_launcher_would_refuse_is_said(place):
+    offloaded = AXOLOTL | {"optimizer": "adamw_8bit", "deepspeed": "deepspeed_configs/zero2.json"}
+    single = FACTORY | {"stage": "kto", "per_device_train_batch_size": 1}
+    for values, why in ((offloaded, "its own AdamW"), (single, "use micro_batch_size=2 or more")):
+        found = translate.translate(written(place, values), 1)
+        translate.report(found, place / "theirs.yaml")
+        assert why in found.missing["the command"]
+    common = {
+        "model_name_or_path": TINY_MODEL,
+        "output_dir": "out",
+        "dataset_name": "a/b",
+        "accelerate_config": "zero3",
+    }
+    assert translate.translate(written(place, common), 1).overrides["deepspeed"] == "zero3.json"
+
+
 def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monkeypatch):
     (place / "examples").mkdir()
     given = AXOLOTL | {"deepspeed": "deepspeed_configs/zero2.json"}

@@ -206,7 +206,8 @@ def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:
     if "model.path" in keys:
         raise UserError("model.path=...: give the model as the first word, a Hub id or the path to its config.json.")
     recipe = overrides.apply(page, changes)
-    if (method := model_recipe.method_of(recipe)) != model_recipe.method_of(page):
+    changed = (method := model_recipe.method_of(recipe)) != model_recipe.method_of(page)
+    if changed and page.method.name == "sft":  # others have no page of their own for each kind of adapters
         raise UserError(
             f"--method {arguments.method}: your key=value settings change the method to {method}; write --method "
             f"{method}."

@@ -5,12 +5,13 @@ import re
 import shlex
 import textwrap
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from ....recipe import files, overrides, pages
+from ....recipe import deepspeed_file, files, limits, overrides, pages
 from ....recipe.errors import UserError, first_line, of_system, redact
 from ....recipe.files import Json, JsonView
-from ....recipe.project import command
+from ....recipe.project import CONFIGS, command
 from ....recipe.recipe import Recipe
 from . import axolotl, llama_factory, trl
 from .translation import Translation
@@ -74,6 +75,7 @@ def translate(file: Path, gpus: int) -> Translation:
         raise UserError(f"{file}: {_unknown(values)}")
     try:
         found: Translation = known.translate(values, gpus, file.parent)
+        found.gpus = gpus
         return found
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
@@ -199,7 +201,14 @@ def _data(found: Translation) -> list[str]:
 def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | None:
     """Return the changed recipe; settings that exclude each other here are recorded, and there is no recipe."""
     try:
-        return overrides.apply(start, [*changes, *_data(found)])
+        made = overrides.apply(start, [*changes, *_data(found)])
+        limits.check_micro_batch(made)
+        place = next(filter(Path.is_file, (Path(made.deepspeed), CONFIGS / made.deepspeed)), None)
+        # What another model, of which `start` is not the page, excludes by its dimensions is not known here.
+        known = made if recipe_of(found.model) else replace(made, model=replace(made.model, config={}))
+        if place:
+            limits.check(known, found.gpus, deepspeed_file.read(place))
+        return made
     except UserError as error:
         found.missing["the command"] = f"the launcher refuses it: {error}"
         return None

@@ -34,6 +34,7 @@ class Translation:
         self.tool = tool
         self.method, self.adapter = "sft", ""
         self.model = ""
+        self.gpus = 1
         self.overrides: dict[str, str] = {}
         self.by_default: set[str] = set()
         """Keys of `overrides` that the file does not set: the other tool's default differs from a recipe's."""

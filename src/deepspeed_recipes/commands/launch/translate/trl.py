@@ -71,6 +71,13 @@ def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     if method == "sft":
         found.set("packing", bool(found.take("packing")), "packing")
     _data(found)
+    kind = str(found.values.get("accelerate_config", ""))  # a file that TRL ships
+    if kind in ("zero1", "zero2", "zero3"):
+        found.set("deepspeed", f"{kind}.json", "accelerate_config")
+    elif kind.startswith("fsdp"):
+        found.set("deepspeed", "zero3.json", "accelerate_config")
+    elif kind in ("multi_gpu", "single_gpu"):
+        found.unneeded["accelerate_config"] = "--gpus N is the number of GPUs"
     found.set("gradient_checkpointing", bool(found.take("gradient_checkpointing")), "gradient_checkpointing")
     found.finish("trl")
     return found
