@@ -147,7 +147,7 @@ TRL = {"model_name_or_path": TINY_MODEL, "dataset_name": "ours.jsonl"}
         ({"loss_type": ["ipo"]}, {"dpo.loss": "ipo", "dpo.beta": "0.1"}),
         ({"desirable_weight": 2.0, "use_peft": True}, {"kto.good_weight": "2.0", "kto.bad_weight": "1.0"}),
         (
-            {"reward_funcs": ["mine.score"]},
+            {"reward_funcs": ["mine.score"], "model_name_or_path": "Qwen/Qwen3-0.6B"},  # the other has 1,024 positions
             {"reward": "mine.py:score", "grpo.loss": "dapo", "grpo.beta": "0.0", "grpo.max_new_tokens": "512"},
         ),
     ],
