@@ -68,7 +68,10 @@ SMALL = 2**10
 
 
 def main(file: str, *words: str) -> None:
-    """Measure, and write what was found to `file`: `collectives` alone, or all probes; `quick` with fewer rounds."""
+    """Measure, and write what was found to `file`: `collectives` or `updates` alone, or all probes.
+
+    `quick` measures with fewer rounds.
+    """
     SIZES.update(QUICK if "quick" in words else {})
     leave_out_noise()
     distributed.start()
@@ -77,7 +80,7 @@ def main(file: str, *words: str) -> None:
     took: dict[str, float] = {}
     # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
     probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-    for probe in (collectives,) if "collectives" in words else probes:
+    for probe in [one for one in (collectives, updates) if one.__name__ in words] or probes:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)

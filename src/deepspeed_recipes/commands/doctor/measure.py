@@ -5,11 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 
-from ...launching.command import launcher_command, rank_count, rank_environment, visible_gpus
+from ...launching.command import launcher_command, rank_count, rank_environment, threads, visible_gpus
 from ...launching.restarts import HostAttempts
 from ...launching.ssh import hostfile, remote
 from ...machine import children, system
@@ -48,11 +49,14 @@ def run(arguments: argparse.Namespace) -> int:
         "driver": system.output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else None,
         "ranks": ranks,
         **found,
-        # With fewer others in the caches.
-        **({"alone": probe(1, 0, words)["seconds"]} if ranks > 1 and not gpus else {}),
         **({"nvme_gbs": min(drive)} if drive else {}),
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
+    if ranks > 1 and not gpus:
+        measured["alone"] = probe(1, 0, words)["seconds"]  # a rank that has all cores
+        # A step of a rank that has its share of them, with fewer others in the caches than between ranks that compute.
+        share = {"OMP_NUM_THREADS": threads(ranks)}
+        measured["seconds"] |= probe(1, 0, (*words, "updates"), share)["seconds"]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, measured)
@@ -87,11 +91,14 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, gpus: int, words: tuple[str, ...]) -> Json:
-    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`."""
+def probe(ranks: int, gpus: int, words: tuple[str, ...], extra: Mapping[str, str] = MappingProxyType({})) -> Json:
+    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`.
+
+    `extra` is added to the ranks' environment.
+    """
     with children.scratch() as folder:
         result = folder / "measured.json"
-        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus)
+        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus) | extra
         if ranks == 1 and not gpus:  # without the launcher, which takes seconds to start
             return started([sys.executable, "-m", *module], environment | SINGLE | {"MASTER_PORT": "0"}, result)
         return started(launcher_command(module, ranks), environment, result)

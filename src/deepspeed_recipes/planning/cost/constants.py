@@ -201,8 +201,9 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
     plain, zero1, zero3 = (seconds[f"layer {name}"] for name in ("plain", "zero1", "zero3"))
     alone = seconds["layer plain fp32"] if dtype == "fp32" else plain
     ahead, behind = (max(0.0, zero3[name] - zero1[name]) for name in ("forward", "backward"))
+    parameter = seconds.get("parameter") or machine.alone["parameter"]  # files before 2026-11-28 have the second only
     updated, gradients = (
-        tuple(machine.alone["parameter"][f"{dtype} {name} {which}"] for name in ("plain", "zero1", "zero3"))
+        tuple(parameter[f"{dtype} {name} {which}"] for name in ("plain", "zero1", "zero3"))
         for which in ("step", "backward")
     )
     cpu = Cpu(
