@@ -10,6 +10,7 @@ import yaml
 
 from deepspeed_recipes.commands import check
 from deepspeed_recipes.config.accelerate import keys
+from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.project import CONFIGS
 from tests.versions import needs
 
@@ -386,3 +387,27 @@ def test_people_read_the_key_the_value_and_the_fix(tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"{file}:5:3: error: deepspeed_config.zero_stge = 2: accelerate ignores this key" in said
     assert "    fix: write zero_stage" in said
+
+
+def test_values_in_the_yaml_are_compared_with_the_trainers_arguments(tmp_path, capsys):
+    file = tmp_path / "accelerate.yaml"
+    section = {"zero_stage": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0}
+    file.write_text(
+        yaml.safe_dump(
+            {
+                **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "mixed_precision": "bf16"},
+                **{"num_machines": 1, "num_processes": 2, "machine_rank": 0, "deepspeed_config": section},
+            }
+        )
+    )
+    words = [str(file), "--argument", "max_grad_norm=1.0", "--argument", "bf16=true", "--argument"]
+    assert check.main([*words, "gradient_accumulation_steps=4"]) == 0
+    assert check.main([*words, "gradient_accumulation_steps=1"]) == 1
+    assert "gradient_accumulation_steps = 4: gradient_accumulation_steps is 1, and the" in capsys.readouterr().out
+    for name, text in (
+        ("saved.json", '{"output_dir": "x", "max_grad_norm": 1.0}'),
+        ("trl.yaml", "output_dir: x\nnum_train_epochs: 1\n"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=r"TrainingArguments, not a configuration; ds-recipes launch --from"):
+            check.main([str(tmp_path / name)])

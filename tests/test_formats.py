@@ -380,7 +380,7 @@ UNREAD = [
         {"prompt": "a", "chosen": "b", "rejected": "c", "score_chosen": 3, "score_rejected": 3.0},
         *("preference", "dpo"),
         [
-            *("score_chosen", "score_rejected", "inconsistent at: here"),
+            "inconsistent at: here",
             "inconsistent: score_chosen is not above score_rejected",
         ],
     ),

@@ -22,6 +22,8 @@ from ..config.resolve import Numbers, Unresolvable, resolve
 from ..config.rule import Facts, Finding, hidden_size, model_config
 from ..config.rules import hf_trainer
 from ..recipe import files
+from ..recipe.errors import UserError
+from ..recipe.files import JsonView
 from .main import Parser
 
 
@@ -126,7 +128,9 @@ def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Re
         document = accelerate.read(Path(file))
     except Unreadable as error:
         return [unreadable(file, error, arguments)]
+    _refuse_arguments(file, document.value)
     findings, json_file = accelerate.judge(document, Path(file))
+    findings = [*findings, *_compared(document, facts)]
     if arguments.format == "text":
         show(file, findings, None)
     reports = [Report(file, tuple(findings))]
@@ -137,10 +141,30 @@ def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Re
     return reports
 
 
+def _refuse_arguments(file: str, values: JsonView) -> None:
+    """Refuse a file of TrainingArguments, most of whose keys would be unknown."""
+    named = {"output_dir", "per_device_train_batch_size", "num_train_epochs", "model_name_or_path", "max_grad_norm"}
+    if len(named & values.keys()) > 1 and not any(str(key).startswith("zero_") for key in values):
+        raise UserError(f"{file}: TrainingArguments, not a configuration; ds-recipes launch --from {file} reads them.")
+
+
+def _compared(document: Document, facts: Facts) -> list[Finding]:
+    """Return the values in accelerate's YAML that the Trainer compares with its arguments, and that differ."""
+    inside = document.value.get("deepspeed_config")
+    if not isinstance(inside, dict) or facts.trainer != "hf" or not facts.arguments:
+        return []
+    config = {name: inside[name] for name in ("gradient_accumulation_steps", "gradient_clipping") if name in inside}
+    if (precision := document.value.get("mixed_precision")) in ("bf16", "fp16"):
+        config[precision] = {"enabled": True}
+    found = [one for one in judge(config, facts) if one.rule == "fixed-for-trainer" and one.severity == "error"]
+    return [replace(one, fix="write the same value in both") for one in found]
+
+
 def check(file: str, facts: Facts, arguments: argparse.Namespace) -> Report:
     """Check one file, after the safe fixes with --fix, print the findings in text format, and return them."""
     try:
         document = read(located(file))
+        _refuse_arguments(file, document.value)
         if arguments.fix:
             fixed, left = edits.fix(document, lambda changed: judge(changed, facts), arguments.trainer == "hf")
             if fixed != document.text:

@@ -127,7 +127,7 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
         values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
     if values["lora"] is not None and recipe.lora is None and "learning_rate" not in given:
-        values["learning_rate"] = recipe.learning_rate * _adapters_rate(recipe)
+        values["learning_rate"] = float(f"{recipe.learning_rate * _adapters_rate(recipe):.6g}")
     changed: Recipe = from_dict(values)
     _check_methods(changed, given)
     return changed

@@ -98,7 +98,7 @@ def probe(ranks: int, gpus: int, words: tuple[str, ...], extra: Mapping[str, str
     """
     with children.scratch() as folder:
         result = folder / "measured.json"
-        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus) | extra
+        module, environment = (PROBE, str(result), *words), {**rank_environment(ranks, gpus), **extra}
         if ranks == 1 and not gpus:  # without the launcher, which takes seconds to start
             return started([sys.executable, "-m", *module], environment | SINGLE | {"MASTER_PORT": "0"}, result)
         return started(launcher_command(module, ranks), environment, result)

@@ -349,12 +349,14 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         found += keys.unread_of_parts(turn.get("content"))
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
-    odd = [
-        f"{name} is not above {other}"
+    rated = {
+        name: (other, value > than)
         for name, value in (example.items() if form == "preference" else ())
         if RATED.match(name) and isinstance(value, int | float)
-        if isinstance(than := example.get(other := name.replace("chosen", "rejected")), int | float) and value <= than
-    ]
+        if isinstance(than := example.get(other := name.replace("chosen", "rejected")), int | float)
+    }
+    found = [name for name in found if name not in {*rated, *(other for other, _ in rated.values())}]
+    odd = [f"{name} is not above {other}" for name, (other, right) in rated.items() if not right]
     with contextlib.suppress(UserError):  # which the conversion raises
         odd += misfits(where, example, (name for name in TURNS if name in read))
     found += [ODD_AT + where, *(ODD + one for one in odd)] if odd else []
