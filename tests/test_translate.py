@@ -498,6 +498,20 @@ def test_columns_of_texts_and_of_system_prompts(place):
     assert [*found.missing] == ["dataset"], "the page's metric is for its own data"
 
 
+def test_held_out_examples_that_the_user_gives_are_enough_for_the_best_step(place):
+    saved = {
+        "output_dir": "x",
+        "load_best_model_at_end": True,
+        "eval_strategy": "steps",
+        "eval_steps": 5,
+        "save_steps": 5,
+    }
+    found = translate.translate(written(place, saved), 1)
+    assert "give keep_best=true" in found.missing["load_best_model_at_end"]
+    found.give({"data.validation": "held_out.jsonl"})
+    assert found.overrides["keep_best"] == "true" and "load_best_model_at_end" not in found.missing
+
+
 def test_what_the_launcher_would_refuse_is_said(place):
     offloaded = AXOLOTL | {"optimizer": "adamw_8bit", "deepspeed": "deepspeed_configs/zero2.json"}
     single = FACTORY | {"stage": "kto", "per_device_train_batch_size": 1}

@@ -77,7 +77,7 @@ def _schedule(found: Translation) -> None:
     if kind in SCHEDULES:
         found.set("schedule.kind", kind, name)
     else:
-        found.lack(name, f"{kind}: there are {', '.join(SCHEDULES)}; schedule.kind is the recipe's")
+        found.lack(name, f"there are {', '.join(SCHEDULES)}; schedule.kind is the recipe's")
     given = found.take("lr_scheduler_kwargs") if kind in SCHEDULES else None
     for option, value in (given if isinstance(given, dict) else {}).items():
         if option in ("min_lr", "lr_end"):
@@ -106,7 +106,7 @@ def _optimizer(found: Translation) -> None:
         found.overrides["max_grad_norm"] = "0"
         found.by_default.discard("max_grad_norm")
     else:
-        found.lack(name, f"{kind}: {why_impossible(kind) or 'there are adamw, adamw_8bit and muon'}")
+        found.lack(name, why_impossible(kind) or "there are adamw, adamw_8bit and muon")
     if kind.startswith("paged"):
         found.remarks.append(f"{name}: {kind}: {PAGED}")
 
@@ -151,7 +151,7 @@ def _saving(found: Translation) -> None:
     if metric in ("loss", "eval_loss"):
         found.note("metric_for_best_model", "data.metric=loss")
     elif metric:
-        found.lack("metric_for_best_model", f"{metric}: the best step is judged by data.metric")
+        found.lack("metric_for_best_model", "the best step is judged by data.metric")
     if found.take("greater_is_better") is not None:
         found.note("greater_is_better", "known of each metric")
     found.rename("logging_steps")

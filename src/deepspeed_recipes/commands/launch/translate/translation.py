@@ -19,6 +19,8 @@ FIELDS = {
     *("history", "tools", "label", "chosen", "rejected", "images"),
 }
 """Fields that a data set may have under these names."""
+WITH_HELD_OUT = "with data.validation=FILE, give"
+"""Words before a setting that needs held-out examples."""
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
 
@@ -138,6 +140,9 @@ class Translation:
             key = "model.path" if name == "model" else why.rpartition(" ")[2].partition("=")[0]  # "..., give KEY=VALUE"
             if key in changes:
                 del self.missing[name]
+            elif WITH_HELD_OUT in why and "data.validation" in changes:
+                del self.missing[name]
+                self.set(*why.rpartition(" ")[2].split("="), name)
         for name, became in self.translated.items():
             words = ["model.path="] if became == "the model" else became.split()
             won = {key: f"{key}={changes[key]} (yours)" for word in words if (key := word.partition("=")[0]) in changes}
@@ -189,7 +194,7 @@ class Translation:
             sources = [name for name, became in self.translated.items() if became == ours]
             share = self.overrides.get("data.validation_share", 0)
             if "data.validation" not in self.overrides and float(share) == 0:
-                why = f"there are no held-out examples: with data.validation=FILE, give {ours}"
+                why = f"there are no held-out examples: {WITH_HELD_OUT} {ours}"
             elif metric is not None:
                 why = f"judged by the loss there, and by the {metric.replace('_', ' ')} here, with {ours}"
             elif key == "keep_best" and self.overrides.get("save_steps") == "0":
