@@ -273,7 +273,11 @@ def test_a_class_that_is_no_callback_is_refused(tiny, file, name, why):
 
 
 @pytest.mark.slow  # imports torch
-def test_the_launcher_tries_the_code_in_a_process_of_its_own(tiny, file, tmp_path):
+def test_the_launcher_tries_the_code_in_a_process_of_its_own(tiny, file, tmp_path, monkeypatch):
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # without it DeepSpeed prints when it is imported
+    right = tmp_path / "right.py"
+    right.write_text("import sys\nprint('noise')\nassert 'deepspeed' not in sys.modules\ndef same(one): return one\n")
+    assert preflight.check_data(paths.locate(apply(tiny, [f"data.transform={right}:same"]))) == 6000
     wants = tmp_path / "wants.py"
     wants.write_text("print('noise')\nimport no_such_package\ndef score(answers, references): return 1\n", "utf-8")
     recipe = paths.locate(apply(tiny, [f"data.metric={wants}:score"]))

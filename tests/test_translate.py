@@ -476,6 +476,9 @@ def test_mixtures_of_data_sets_in_trls_files(place):
         "data.validation": "a/b/test_prefs,a/c/test_prefs",
     }
     assert not found.missing and found.unneeded["model_revision"] == "it is the default"
+    entries = [{"path": "two", "data_files": "a.jsonl"}, {"path": "json", "data_files": ["b.jsonl", "c.jsonl"]}]
+    found = translate.translate(written(place, common | {"datasets": [*entries, {"path": "d", "data_dir": "e"}]}), 1)
+    assert found.overrides["data.path"] == "two/a.jsonl,b.jsonl,c.jsonl,d/e"
     entries = [{"id": "a/b", "config": "all", "split": "train", "weight": 0.5}, {"id": "a/c", "split": "part"}]
     mixture = {"dataset_mixture": {"datasets": entries, "test_split_size": 0.1}, "chat_template": "{{ messages }}"}
     found = translate.translate(written(place, common | mixture), 1)

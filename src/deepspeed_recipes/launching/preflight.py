@@ -244,10 +244,10 @@ def _in_a_process(recipe: Recipe, listed: bool) -> int | None:
 
 def _answer() -> None:
     """Check the recipe on standard input, and write the number of examples, or an error message, to standard output."""
+    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # stdout is for the reply, and the code may print, and so may what is imported
     from ..training import own_code as rank_code  # not at the top: imports torch
 
-    reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # stdout is for the reply, and the code may print
     recipe = from_dict(json.load(sys.stdin))
     try:
         rank_code.try_all(with_dimensions(recipe), _references(recipe))

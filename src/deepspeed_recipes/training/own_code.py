@@ -22,7 +22,6 @@ from ..recipe.files import JsonView, text_of
 from ..recipe.own_code import Function, described
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder, newest_checkpoint
-from . import distributed
 from .data.collate import IGNORED
 
 EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
@@ -81,7 +80,9 @@ def _check_equal(mine: JsonView, when: str) -> None:
     """Refuse results that differ between ranks; a collective."""
     if not dist.is_initialized():
         return
-    gathered = distributed.of_all(dict(mine))
+    # Not by `distributed`, which imports DeepSpeed and TRL: the launcher imports this module.
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(mine))
     for shown, value in gathered[0].items():
         other = next((rank for rank, found in enumerate(gathered) if found[shown] != value), None)
         if other is not None:

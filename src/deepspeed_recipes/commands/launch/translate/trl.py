@@ -187,7 +187,16 @@ def _mixture(found: Translation) -> None:
     ):
         found.lack("dataset", "the file names no data: give data.path=FILE")
         return
-    found.set("data.path", [str(one.get("path") or one["id"]) for one in entries], source)
+    paths: list[str] = []
+    for one in entries:
+        place = Path(str(one.get("path") or one["id"]), str(one.get("data_dir") or ""))
+        files = one.get("data_files") or []
+        loader = str(place) in ("json", "csv", "parquet", "text")  # of the library `datasets`, not a folder
+        named = [str(file if loader else place / file) for file in ([files] if isinstance(files, str) else files)]
+        if isinstance(files, dict) or any("*" in name or "://" in name for name in named):
+            found.lack(f"{source}.data_files", "name the files: give data.path=A,B")
+        paths += named or [str(place)]
+    found.set("data.path", paths, source)
     splits = found.values.get("dataset_splits") or [one.get("split") or "train" for one in entries]
     trained = sorted({str(one) for one in splits if "test" not in str(one)})
     if len(trained) == 1 and trained != ["train"]:
