@@ -99,6 +99,10 @@ def _absolute(key: str, path: str, mount: str | None, *folders: Path) -> str:
             stage = re.search(r"^\s*zero_stage:\s*([0-3])\b", place.read_text(errors="replace"), re.MULTILINE)
             ours = f"deepspeed=zero{stage[1]}.json" if stage else "deepspeed=FILE.json"
             raise UserError(f"{key}={path}: a configuration of accelerate, and a run takes DeepSpeed's JSON: {ours}.")
+        if key.startswith("data.") and place.name == "dataset_info.json" and place.is_file():
+            raise UserError(
+                f"{key}={path}: a list of LLaMA-Factory's data sets; name their files, or give --from FILE.yaml."
+            )
         if place.is_file() or place.is_dir():
             return str(place.resolve())
         if place.exists():
