@@ -235,7 +235,7 @@ def is_redundant(text: str, words: Iterable[str] = ()) -> bool:
             (f"the variant is {word}" for word in words if value in word.split("_") or word in plain.split()), None
         )
     tables = (FOREIGN_NAMES, OTHER_TOOLS["words"], OTHER_TOOLS["options"], override_keys())
-    if why is None and equals and not any(key in table for table in tables):
+    if why is None and equals and not setting_of(key, value) and not any(key in table for table in tables):
         why = next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
     if why:
         print(f"{text} is left out: {why}", file=sys.stderr)
