@@ -578,7 +578,7 @@ def test_a_file_that_is_no_training_file_is_a_line(place, text, message):
         (
             {"prompt": "input"},
             "ours:instruction,input:instruction",
-            "'input' is instruction in one data set, and input in",
+            "data.columns: input becomes instruction in every data",
         ),
         ({"query": "ours"}, "ours:instruction", "'ours' is instruction in one data set, input in another"),
     ],
@@ -591,7 +591,8 @@ def test_data_sets_with_other_columns_go_together(place, theirs, renamed, missin
     (place / "data" / "dataset_info.json").write_text(json.dumps(entries))
     found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,theirs"})), 1)
     assert found.overrides["data.columns"] == renamed
-    assert found.missing.get("dataset.columns", "").startswith(missing or "nothing") == (missing is not None)
+    said = found.missing.get("dataset.columns") or "\n".join(found.remarks)
+    assert (missing or "global_batch_size") in said and len(found.missing) == (missing or "").startswith("'")
 
 
 def test_anchors_are_read(place):

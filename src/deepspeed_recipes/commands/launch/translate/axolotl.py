@@ -343,5 +343,5 @@ def _fields(found: Translation, entries: list[tuple[str, Json]]) -> None:
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()))
         if len(entries) > 1:
             found.remarks.append("data.columns renames the columns of every source that has them")
-            found.refuse_shared_names("datasets", renamed, [[*map(str, entry.values())] for _, entry in entries])
+            found.note_shared_names(renamed, [[*map(str, entry.values())] for _, entry in entries])
     found.by_default -= {"data.roles", "data.columns"}

@@ -231,7 +231,7 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
     if renamed and key == "data.path":
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
         named = [listed[word].get("columns", {}).values() for word in words if word in listed]
-        found.refuse_shared_names(f"{name}.columns", renamed, named)
+        found.note_shared_names(renamed, named)
 
 
 def _problems(entry: JsonView) -> Iterator[str]:

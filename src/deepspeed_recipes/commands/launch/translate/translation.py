@@ -126,11 +126,14 @@ class Translation:
         if renamed.setdefault(column, field) != field:
             self.lack(name, f"{column!r} is {renamed[column]} in one data set, {field} in another; rename it in a file")
 
-    def refuse_shared_names(self, name: str, renamed: Mapping[str, str], named: Sequence[Collection[object]]) -> None:
-        """Record a column that is renamed in some data sets and a field of others; `named` has each set's columns."""
+    def note_shared_names(self, renamed: Mapping[str, str], named: Sequence[Collection[object]]) -> None:
+        """Note a column that is renamed in some data sets and may be a field of others; `named` has each set's columns.
+
+        A run refuses examples that have both names.
+        """
         for column, field in renamed.items():
             if column in FIELDS and not all(column in columns for columns in named):
-                self.lack(name, f"{column!r} is {field} in one data set, and {column} in others; rename it in a file")
+                self.remarks.append(f"data.columns: {column} becomes {field} in every data set that has it")
 
     def give(self, changes: dict[str, str]) -> None:
         """Let the user's overrides win over what the file says, and supply what it lacks."""
