@@ -937,6 +937,14 @@ def test_several_sources_with_columns_of_their_own(tmp_path):
                 check(recipe_on(path, columns=given))
 
 
+def test_two_forms_in_one_source_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"instruction": "Hi?", "output": "Yes."}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "Hi?"}]}) + "\n")
+    said = r"b.jsonl:1: is in the form sharegpt, and the first example of its source in the form alpaca; give each form"
+    with pytest.raises(UserError, match=said):
+        sources.read(str(tmp_path), recipe_on(tmp_path))
+
+
 def test_bad_examples_are_named_together_or_left_out(tmp_path):
     path = tmp_path / "chats.jsonl"
     bad = [chats(("user", ""), ("assistant", "Yes.")), '{"messages": [', chats(("user", "a"), ("user", "b"))] * 4

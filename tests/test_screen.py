@@ -102,6 +102,7 @@ def test_other_tools_options_are_left_out_or_answered_together(capsys):
         "train_type=lora is left out: the variant is lora" in said and "batch_size=1 is left out: micro_batch" in said
     )
     assert options.parse(["tiny", "lora", "neat_packing=true", "loftq_config=None"], "").overrides == ["packing=true"]
+    assert not options.parse(["tiny", "lora", "--push_to_hub", "false"], "").overrides
     found = options.parse(["tiny", "grpo", "--scale_rewards", "false"], "")
     assert found.overrides == ["grpo.scale=none"]
     words = ["tiny", "lora", "--train_type", "full", "--namespace", "ml", "--rlhf_type", "dpo", "data.path=x.jsonl"]

@@ -237,6 +237,10 @@ def is_redundant(text: str, words: Iterable[str] = ()) -> bool:
     tables = (FOREIGN_NAMES, OTHER_TOOLS["words"], OTHER_TOOLS["options"], override_keys())
     if why is None and equals and not setting_of(key, value) and not any(key in table for table in tables):
         why = next(filter(None, (listed(key, OTHER_TOOLS[tool]["unneeded"]) for tool in TOOLS)), None)
+        if value.lower() in ("false", "none") and any(
+            listed(key, OTHER_TOOLS[tool].get("yours", {})) for tool in TOOLS
+        ):
+            why = "it asks for nothing"
     if why:
         print(f"{text} is left out: {why}", file=sys.stderr)
     return bool(why)

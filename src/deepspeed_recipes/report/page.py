@@ -74,10 +74,10 @@ class Chart:
         if len(longest.points) >= LEAST_POINTS and len(values) > 1:
             return self
         if len(longest.points) >= LEAST_POINTS:
-            return Note(f"{title}: {values.pop():.4g} at all {len(longest.points)} measurements.")
+            return Note(f"{title}: {rounded(values.pop())} at all {len(longest.points)} measurements.")
         said = (
             f"{curve.label + ' ' if len(self.curves) > 1 else ''}"
-            + ", ".join(f"{value:.4g} at {self.x_label} {at:,.4g}" for at, value in curve.points)
+            + ", ".join(f"{rounded(value)} at {self.x_label} {rounded(at)}" for at, value in curve.points)
             for curve in self.curves
             if curve.points
         )
@@ -180,6 +180,11 @@ class Document:
     title: str
     subtitle: str
     sections: tuple[Section, ...]
+
+
+def rounded(value: float) -> str:
+    """Return a number with four digits, and a large one as a whole number instead of with an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def number(value: object, form: str, source: str, unit: str = "") -> Number | None:

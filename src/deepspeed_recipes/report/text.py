@@ -10,7 +10,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..recipe.errors import printable
-from .page import Bars, Block, Chart, Document, HeatMap, Link, Marked, Note, Number, Table
+from .page import Bars, Block, Chart, Document, HeatMap, Link, Marked, Note, Number, Table, rounded
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -79,7 +79,8 @@ def _lines(block: Block, coloured: bool) -> Iterator[RenderableType]:
                 if curve.points:
                     (first, start), (last, end) = curve.points[0], curve.points[-1]
                     course = sparkline([value for _, value in curve.points])
-                    yield f"  {course}  {curve.label}: {start:.4g} at {x_label} {first:,g}, {end:.4g} at {last:,g}"
+                    ends = f"{rounded(start)} at {x_label} {rounded(first)}, {rounded(end)} at {rounded(last)}"
+                    yield f"  {course}  {curve.label}: {ends}"
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -252,9 +252,20 @@ def converted(
             found = found or form_of(where, given, method, form)
             example = _converted(where, given, method, found)
         except UserError as error:
-            refuse(error, bad)
+            other = _form_or_none(where, given, method) if found else None
+            forms = UserError(
+                f"{where}: is in the form {other}, and the first example of its source in the form {found}; give each "
+                "form files of its own, and name them one by one in data.path, with commas."
+            )
+            refuse(error if other in (None, found) else forms, bad)
         else:
             yield example
+
+
+def _form_or_none(where: str, example: Example, method: str) -> str | None:
+    with contextlib.suppress(UserError):
+        return form_of(where, example, method)
+    return None
 
 
 def _converted(where: str, given: Example, method: str, form: str) -> Example:
