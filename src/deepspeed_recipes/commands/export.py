@@ -96,8 +96,8 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
     if options.allow_drop < 0:
         raise UserError(f"--allow-drop {options.allow_drop:g}: must be at least 0.")
     from ..export import quantize
-    from ..export.serve import environment
-    from ..training.model_folder import complete, record
+    from ..export.quantize import write
+    from ..training.model_folder import record
 
     kind = quantize.find("--gguf", options.gguf) if options.gguf else quantize.find("--quantize", options.quantize)
     held = record.read(source)
@@ -105,11 +105,6 @@ def smaller(options: argparse.Namespace, source: Path) -> int:
         kind = quantize.find("--quantize", "fp8-block")
         print(f"as the base model was published: {kind.title}")
     output = options.output.resolve()
-    if kind.quantizer == "llama.cpp":  # before torch is imported, which takes seconds
-        complete.check_smaller(source, output, kind.option)
-        environment.require_llama_cpp(kind.typed)
-    from ..export.quantize import write
-
     write.check(source, output, kind)
     from transformers import utils
 

@@ -282,15 +282,16 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     rendering = chat_template.Rendering(recipe)
     reads_columns = importlib.util.find_spec("pyarrow") is not None
     kinds_of: dict[str, Counter[object]] = {}
-    every = [Path(name) for name in names(recipe.data.path) + names(recipe.data.validation)]
-    found_files = [text_files.files_of(name, recipe.data.split)[0] for name in every]
-    if all(found_files) and (reads_columns or not any(map(text_files.is_columnar, chain(*found_files)))):
-        rows = (text_files.read(file, lambda _: None) for file in chain(*found_files))
+    every = names(recipe.data.path) + names(recipe.data.validation)
+    files_of = {name: text_files.files_of(Path(name), recipe.data.split) for name in every}
+    known_files = [files for files, _ in files_of.values()]
+    if all(known_files) and (reads_columns or not any(map(text_files.is_columnar, chain(*known_files)))):
+        rows = (text_files.read(file, lambda _: None) for file in chain(*known_files))
         formats.refuse_unknown_columns(formats.reading_of(recipe.data), rows)
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()
         for name in names(path):
-            files, whole = text_files.files_of(Path(name), recipe.data.split)
+            files, whole = files_of[name]
             found, unread = Counter[object](), Counter[str]()
             if not reads_columns or recipe.model.vision:  # images in columns are the ranks'
                 files = [file for file in files if not text_files.is_columnar(file)]

@@ -13,7 +13,7 @@ from ...machine import children
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.run_folder import read_json
-from ...training.model_folder import base_model, complete, expected, record
+from ...training.model_folder import base_model, complete, record
 from ..serve import engines, environment, served
 from . import KINDS, UNROUNDED, Kind
 
@@ -50,6 +50,8 @@ def check(source: Path, output: Path, kind: Kind) -> None:
             here = [one for one in KINDS.values() if one.quantizer in ("bitsandbytes", "deepspeed-recipes")]
             without = ", ".join(f"{one.name} ({one.title}; for {one.loads_in})" for one in here)
             raise UserError(f"{error}\nWithout that environment, --quantize writes {without}.") from None
+    elif kind.quantizer == "llama.cpp":
+        environment.require_llama_cpp(kind.typed)
 
 
 def write(
@@ -62,6 +64,7 @@ def write(
     `allowed` is in percentage points of the metric, or in percent if the metric is the loss.
     """
     from ...training import export
+    from ...training.model_folder import expected
     from . import measure
 
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,16 +9,12 @@ from ....recipe.files import JsonView
 from ....recipe.methods import METHODS
 from ....recipe.new_tokens import NewToken
 from ....recipe.overrides import FOREIGN_NAMES, OTHER_TOOLS, answer, key_of, listed, override_keys, setting_of
+from ....training.data.forms.formats import FIELDS
 
 ADAPTERS = [name for name, key in FOREIGN_NAMES.items() if key.startswith("lora.")]
 """Other tools' names for settings of adapters."""
 SHARED = ("data", "lora", "model", "schedule", "wandb", "layout", "draft")
 """Sections of a recipe with any method."""
-FIELDS = {
-    *("messages", "conversations", "instruction", "input", "output", "prompt", "completion", "text", "system"),
-    *("history", "tools", "label", "chosen", "rejected", "images"),
-}
-"""Fields that a data set may have under these names."""
 WITH_HELD_OUT = "with data.validation=FILE, give"
 """Words before a setting that needs held-out examples."""
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
