@@ -200,12 +200,12 @@ def labelled(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def matching(tmp_path_factory) -> Path:
-    """Write eight anchors with a text that each should find and one that it should not; two should find the same."""
+    """Write eight anchors with a text that each should find and two that it should not; two should find the same."""
     rows = []
     for n in range(1, 24, 3):
         last = min(n, 19)  # the last two are equal
         texts = {"anchor": f"Count to {n}.", "positive": " ".join(map(str, range(last)))}
-        rows.append(texts | {"negative": " ".join(map(str, range(n + n % 5, 0, -1)))})
+        rows.append(texts | {"negative": [" ".join(map(str, range(n + n % 5 + more, 0, -1))) for more in range(2)]})
     path = tmp_path_factory.mktemp("matching") / "train.jsonl"
     return write_rows(path, rows)
 

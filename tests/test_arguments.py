@@ -23,7 +23,6 @@ CHANGED = {
     "seed": 7,
     "max_steps": 11,
     "logging_steps": 3,
-    "save_steps": 5,
 }
 
 

@@ -125,12 +125,17 @@ def test_the_metric_is_measured_on_a_sample_during_training(ranks, tmp_path, sam
 
 
 def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, samples):
-    run, screen = train(ranks, tmp_path, samples, "full", wandb=Wandb(mode="online", project="checks"))
+    # Two epochs of two steps.
+    epochs = {"max_steps": None, "epochs": 2.0, "packing": False, "global_batch_size": 4 * (LINES // 8 + 1)}
+    often = {"save_steps": "epoch", "eval_steps": "epoch"}
+    run, screen = train(
+        ranks, tmp_path, samples, "full", wandb=Wandb(mode="online", project="checks"), **epochs, **often
+    )
     assert not re.findall(r"You are adding a .*", "".join(read_logs(tmp_path / "log"))), "two callbacks of one class"
 
     engine = json.loads(run.deepspeed.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
     assert "auto" not in run.deepspeed.read_text()
-    assert engine["zero_optimization"]["stage"] == 3 and engine["train_batch_size"] == 4
+    assert engine["zero_optimization"]["stage"] == 3 and engine["train_batch_size"] == epochs["global_batch_size"]
     environment = read_json(run.environment)
     assert environment["world_size"] == 2 and environment["backend"] == "gloo"
     assert environment["packages"]["deepspeed"] and environment["git_commit"]
@@ -160,6 +165,7 @@ def test_a_full_run_leaves_everything_the_format_promises(ranks, tmp_path, sampl
     assert [row["expected"] for row in answers[:5]] == [turns[-1]["content"] for turns in asked]
     assert all(turns[-2]["content"] in row["prompt"] for turns, row in zip(asked, answers, strict=False))
     described = read_json(run.data)
+    assert described["save_steps"] == 2  # what a restart without a checkpoint goes by
     assert described["training"]["examples"] == described["held_out"]["examples"] == LINES
     assert sum(count for *_, count in described["training"]["lengths"]) == LINES
     assert [learned for _, learned in described["shown"][0]] == [False, True]

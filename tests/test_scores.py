@@ -1,6 +1,5 @@
 """What held-out scores count: whole answers, sums of log-probabilities, no filler; and an export check that fails."""
 
-from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,11 +10,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
-from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Data, Layout
 from deepspeed_recipes.recipe.samples import TINY_MODEL
 from deepspeed_recipes.training import export
-from deepspeed_recipes.training.data import classes, tokenize
+from deepspeed_recipes.training.data import tokenize
 from deepspeed_recipes.training.data.answers import generation_prompt, question
 from deepspeed_recipes.training.methods import preferences
 from deepspeed_recipes.training.methods.preferences import of_pairs
@@ -336,9 +334,3 @@ def test_preferences_are_means_over_all_pairs(alone):
 def test_the_rewards_of_pairs_are_logged_with_their_margin():
     found = of_pairs(torch.tensor([3.0, 1.0]), torch.tensor([1.0, 2.0]))
     assert found["rewards/margins"].tolist() == [2.0, -1.0] and found["rewards/accuracies"].tolist() == [True, False]
-
-
-@pytest.mark.parametrize(("negatives", "refused"), [(0, False), (1, True), (2, True), (3, False)])
-def test_negatives_are_of_all_pairs_or_of_none(negatives, refused):
-    with pytest.raises(UserError, match=f"{negatives} of 3 examples") if refused else nullcontext():
-        classes.check_negatives("data.path", negatives, 3)

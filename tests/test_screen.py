@@ -127,13 +127,14 @@ def test_keys_can_be_typed_as_options(capsys):
         "optim=adamw_torch",
         "metric_for_best_model=eval_loss",
         "eval_strategy=no",
-        "save_strategy=steps",
+        "save_strategy=epoch",
         "overwrite_output_dir=true",
         "dataset_num_proc=4",
+        "template=qwen3",
         "torch_dtype=bfloat16",
         "zero_stage=2",
     ]
-    ours = ["loss_on=assistant", "optimizer=adamw", "data.metric=loss", "eval_steps=none"]
+    ours = ["loss_on=assistant", "optimizer=adamw", "data.metric=loss", "eval_steps=none", "save_steps=epoch"]
     ours += ["precision=bf16", "deepspeed=zero2.json"]
     assert options.parse(["tiny", "lora", *habits, "save_strategy=steps"], "").overrides == ours
     assert options.parse(["tiny", "lora", "bf16=false"], "").overrides == ["bf16=false"], "which is answered"

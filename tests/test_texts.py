@@ -56,7 +56,10 @@ def test_texts_and_conversations_have_classes(form):
 
 def test_queries_are_anchors():
     (found,) = formats.converted([("here", {"query": "a", "positive": "b"})], "embed")
-    assert found == {"anchor": "a", "positive": "b", "negative": None}
+    assert found == {"anchor": "a", "positive": "b", "negative": []}
+    for negatives in ("c", ["c"], ["c", "d"]):
+        (found,) = formats.converted([("here", PAIR | {"negative": negatives})], "embed")
+        assert found["negative"] == list(negatives)
 
 
 def test_texts_that_are_json_stay_texts(alone, tmp_path):
@@ -79,7 +82,9 @@ BAD = {
     "no text": ("classify", [text("x", " "), text("y")], ":1: the field 'text' is empty"),
     "chats": ("classify", [{"messages": CHAT}], "the method classify reads labelled_text"),
     "few pairs": ("embed", [PAIR] * 3, "data.path: 3 pairs, fewer than global_batch_size=8; .* to at most 3, or add"),
-    "some negatives": ("embed", [PAIR, PAIR | {"negative": "c"}] * 4, "4 of 8 examples have a 'negative'; give one"),
+    "some negatives": ("embed", [PAIR, PAIR | {"negative": "c"}] * 4, "examples 4 with 0 negatives, 4 with 1 neg"),
+    "few negatives": ("embed", [PAIR | {"negative": ["c"] * n} for n in (1, 2)] * 4, "4 with 1 negative, 4 with 2 neg"),
+    "empty negatives": ("embed", [PAIR | {"negative": ["c", ""]}] * 8, ":1: the field 'negative' is empty"),
     "equal": ("embed", [PAIR | {"negative": "b"}] * 8, ":1: 'positive' and 'negative' are equal"),
     "no positive": ("embed", [PAIR, {"anchor": "a"}], ":2: the field 'positive' must be a string"),
     "pairs of answers": ("embed", [{"chosen": "a", "rejected": "b"}], "the method embed reads anchor_positive"),
@@ -158,14 +163,14 @@ def test_padding_changes_no_vector(pooling, model_folder):
 
 
 def test_a_model_that_gives_all_texts_the_same_vector_finds_nothing(alone, model_folder, monkeypatch):
-    examples = [{"anchor": f"a{n}", "positive": f"b{n}", "negative": None} for n in range(4)]
+    examples = [{"anchor": f"a{n}", "positive": f"b{n}", "negative": []} for n in range(4)]
     recipe, tokenizer = small(model_folder, model_folder, method="embed"), AutoTokenizer.from_pretrained(model_folder)
     model = AutoModel.from_pretrained(model_folder).eval()
     with torch.no_grad():
         assert min(embed.found_at(model, tokenizer, examples, recipe, Layout())) >= 0
         model.norm.weight.zero_()
         assert embed.found_at(model, tokenizer, examples, recipe, Layout()) == [3] * 4
-    same = [{"anchor": "a", "positive": f"b{n}", "negative": None} for n in range(4)]
+    same = [{"anchor": "a", "positive": f"b{n}", "negative": []} for n in range(4)]
     assert embed.found_at(model, tokenizer, same, recipe, Layout()) == [0] * 4  # all of them are right
 
 
@@ -247,7 +252,7 @@ def check_embeddings(folder, data, summary, recipe):
     """Fail unless plain transformers loads the model, and sentence-transformers finds how to use it."""
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    texts = list(dict.fromkeys(row[side] for side in ("positive", "negative") for row in rows))
+    texts = list(dict.fromkeys(text for row in rows for text in (row["positive"], *row["negative"])))
 
     def vector(text):
         states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]

@@ -113,7 +113,7 @@ def test_a_file_of_llama_factory_becomes_its_recipe(place):
 
 def test_a_file_of_axolotl_becomes_its_recipe(place):
     found, recipe = command_of(AXOLOTL, place, gpus=2)
-    assert not found.missing and list(found.yours) == ["evals_per_epoch"]
+    assert not found.missing and not found.yours and recipe.eval_steps == "epoch/4"
     assert (recipe.global_batch_size, recipe.epochs, recipe.optimizer) == (12, 2, "adamw_8bit")
     assert (recipe.lora.rank, recipe.lora.alpha, recipe.lora.target_modules) == (4, 8, "all-linear")
     assert (recipe.schedule.kind, recipe.schedule.warmup) == ("cosine", 0.03)  # its defaults
@@ -366,6 +366,8 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (FACTORY, {"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": "3"}),
         (FACTORY, {"eval_strategy": "no", "save_strategy": "no"}, {"eval_steps": "none", "save_steps": "0"}),
         (FACTORY, {"save_strategy": "steps"}, {"save_steps": "500"}),
+        (FACTORY, {"save_strategy": "epoch", "eval_strategy": "epoch"}, {"save_steps": "epoch", "eval_steps": "epoch"}),
+        (AXOLOTL, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"save_steps": "epoch"}),
         (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),
         (
             AXOLOTL,

@@ -90,6 +90,17 @@ def test_ten_evaluations_take_at_least_ten_steps(steps, between):
     assert updates.suited(page, size(400, 400), 2, {"max_steps"}).eval_steps == between
 
 
+def test_parts_of_an_epoch_become_steps():
+    recipe = replace(pages.find("tiny", "full"), global_batch_size=8, save_steps="epoch", eval_steps="epoch/4")
+    found = updates.in_steps(recipe, size(380, 127))
+    assert (found.save_steps, found.eval_steps) == (16, 4)  # the last of 16 has seven sequences
+    assert updates.in_steps(recipe, size(20, 9)).eval_steps == 1
+    numbers = replace(recipe, save_steps=0, eval_steps=None)
+    assert updates.in_steps(numbers, None) == numbers
+    with pytest.raises(UserError, match="a stream has no epochs"):
+        overrides.apply(pages.find("tiny", "full"), ["data.streaming=true", "max_steps=9", "eval_steps=epoch"])
+
+
 def test_data_that_a_run_does_not_reach_is_named():
     recipe = replace(pages.find("tiny", "full"), epochs=0.7, max_steps=None, global_batch_size=8)
     (line,) = updates.left_out(recipe, size(380, 127))

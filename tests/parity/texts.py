@@ -20,7 +20,15 @@ ADAPTERS = Lora(rank=4, alpha=8)
 TEMPERATURE = 0.05
 MISTAKES = {
     "classify": ("label", "weights", "sum of weights", "doubled"),
-    "embed": ("temperature", "pooling", "no gradient through the gather", "own rank", "equal texts", "no negatives"),
+    "embed": (
+        "temperature",
+        "pooling",
+        "no gradient through the gather",
+        "own rank",
+        "equal texts",
+        "no negatives",
+        "one negative",
+    ),
 }
 
 
@@ -91,15 +99,15 @@ def embed_loss(model: Any, tokenizer: Any, rows: list[dict], mistake: str) -> to
 
     Mistakes: `temperature`; `pooling`; `no gradient through the gather`, the other rank's texts are constants; `own
     rank`, they are left out; `equal texts`, those equal to the right one are negatives; `no negatives`, the rows' own
-    are left out.
+    are left out; `one negative`, all but the first of them are.
     """
     pooling = "last" if mistake == "pooling" else "mean"
-    anchors, positives, negatives = (
-        torch.cat([vector(model, tokenizer, row[side], pooling) for row in rows])
-        for side in ("anchor", "positive", "negative")
+    sides = [[row["anchor"], row["positive"], *row["negative"]] for row in rows]
+    anchors, *others = (
+        torch.cat([vector(model, tokenizer, text, pooling) for text in texts]) for texts in zip(*sides, strict=True)
     )
-    others = positives if mistake == "no negatives" else torch.cat([positives, negatives])
-    texts = [row["positive"] for row in rows] + [row["negative"] for row in rows]
+    others = others[0] if mistake == "no negatives" else torch.cat(others[:2] if mistake == "one negative" else others)
+    texts = [row[at] for at in range(1, len(sides[0])) for row in sides]
     losses = []
     for number, row in enumerate(rows):
         seen = torch.tensor([at % 8 // 4 == number // 4 for at in range(len(others))])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..config import lint
 from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code
@@ -344,7 +344,7 @@ def _check_together(recipe: Recipe, found: Mapping[str, Counter[Any]]) -> None:
                     f"bad answers; add answers with the label {str(not label).lower()}."
                 )
         elif examples == "matching texts":
-            classes.check_negatives(key, counts[True], counts.total())
+            classes.check_negatives(key, cast(Counter[int], counts))
     training = known.get("data.path")
     if training and examples == "prompts" and not training[True]:
         for one in own_code.functions("reward", recipe.reward or ""):
@@ -393,8 +393,8 @@ def check_file(
 ) -> Counter[Any]:
     """Check a file's first `most` examples (all if None) for a method, and return their number by kind.
 
-    `data` says how they are read. An example's kind is its label, or a flag for a `negative` or a prompt's answer. With
-    `vision` an example may have images, and every image is opened.
+    `data` says how they are read. An example's kind is its label, the number of its negatives, or a flag for a prompt's
+    answer. With `vision` an example may have images, and every image is opened.
     `bad` is called with the errors of examples, which are otherwise raised, and `also` with every example. `unread`
     counts the keys that nothing reads.
     """
@@ -435,7 +435,7 @@ def check_file(
 def _kind(example: formats.Example) -> object:
     if "fields" in example:
         return len(example["messages"]) > example["given"]
-    return example["negative"] is not None if "negative" in example else example.get("label")
+    return len(example["negative"]) if "negative" in example else example.get("label")
 
 
 if __name__ == "__main__":

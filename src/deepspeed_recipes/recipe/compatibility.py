@@ -213,6 +213,9 @@ COMPUTED: Mapping[str, Callable[[Case, str], Values | None]] = {
     "judges_answers()": lambda case, _: {} if "exact_match" in case.recipe.data.metrics else None,
     "own_metric_in_pipeline()": _own_metric_in_pipeline,
     "own_metric_without_answers()": _own_metric_without_answers,
+    "by_epoch()": lambda case, _: (
+        {} if any(isinstance(steps, str) for steps in (case.recipe.save_steps, case.recipe.eval_steps)) else None
+    ),
     "only_files()": lambda case, _: (
         {} if all(os.path.isfile(one.strip()) for one in case.recipe.data.path.split(",")) else None
     ),

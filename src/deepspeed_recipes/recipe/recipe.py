@@ -22,6 +22,8 @@ Precision = Literal["fp32", "bf16", "fp16"]
 BUILT_IN = ("loss", "exact_match", "preference_accuracy", "judgement_accuracy")
 """The metrics of `data.metric` that are not the user's own."""
 Checkpointing = bool | Literal["selective", "feed_forward"]
+PerEpoch = Literal["epoch", "epoch/2", "epoch/3", "epoch/4", "epoch/5", "epoch/10", "epoch/20"]
+"""Once per epoch, or so many times: `updates.in_steps` turns it into a number of steps when the data is known."""
 
 
 @dataclass(frozen=True)
@@ -375,9 +377,10 @@ class Recipe:
     """Log per layer: gradient norm, size of the update relative to the weights, and share of weights without a
     gradient. None turns this on unless the optimizer is offloaded, where the host would have to compute it. Not
     available under tensor parallelism with ZeRO 2 and 3."""
-    eval_steps: Annotated[int | None, Bounds(least=1)] = None
-    """Number of steps between evaluations of the held-out loss. None evaluates only before and after training, or with
-    `early_stopping` or `keep_best` every `save_steps`."""
+    eval_steps: Annotated[int | PerEpoch | None, Bounds(least=1)] = None
+    """Number of steps between evaluations of the held-out loss; `epoch` evaluates after every epoch, `epoch/4` four
+    times per epoch. None evaluates only before and after training, or with `early_stopping` or `keep_best` every
+    `save_steps`."""
     eval_examples: Annotated[int | None, Bounds(least=1)] = None
     """Number of held-out examples on which these evaluations also compute the metric. None computes only the loss, or
     with `early_stopping` or `keep_best` the metric on all of them."""
@@ -390,8 +393,9 @@ class Recipe:
     """Export the weights of the best evaluation instead of the last step's, by the same metric and, between equal
     values, by the same loss, margin or reward as `early_stopping`. An evaluation that is the best so far writes a
     checkpoint, which stays on disk beside `keep_checkpoints` others."""
-    save_steps: Annotated[int, Bounds(least=0)] = 500
-    """Number of steps between checkpoints. 0 writes only the final export."""
+    save_steps: Annotated[int | PerEpoch, Bounds(least=0)] = 500
+    """Number of steps between checkpoints; `epoch` writes one after every epoch, `epoch/2` two per epoch. 0 writes only
+    the final export."""
     keep_checkpoints: Annotated[int, Bounds(least=2)] = 2
     """Number of checkpoints to keep on disk, at least 2, so that one survives while the next is written."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
@@ -478,7 +482,7 @@ class Recipe:
         return self.keep_best or self.early_stopping is not None
 
     @property
-    def steps_between_evaluations(self) -> int | None:
+    def steps_between_evaluations(self) -> int | PerEpoch | None:
         """Number of steps between evaluations during training, or None if there are none."""
         return self.eval_steps or (self.save_steps if self.picks else None)
 

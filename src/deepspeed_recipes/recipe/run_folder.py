@@ -402,6 +402,8 @@ def forget_after(run: RunFolder, checkpoint: Path | None) -> None:
         with explained(run.path):
             trained = max((row["step"] for row in read_jsonl(run.metrics)), default=0)
         every = read_recipe(run).save_steps if trained else 0
+        if isinstance(every, str):  # "epoch"
+            every = int(read_json(run.data)["save_steps"])
         if every and trained > every:
             raise UserError(
                 f"{run.checkpoints} has no checkpoint, although the run has trained {trained} steps and saves every "

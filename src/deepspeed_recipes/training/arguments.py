@@ -19,7 +19,8 @@ from .parallel import expert
 def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_size: int, on_gpu: bool) -> Json:
     """Return the Trainer's arguments that do not depend on the method.
 
-    The DeepSpeed file is passed as it is: the Trainer fills its `"auto"` values from these arguments.
+    The DeepSpeed file is passed as it is: the Trainer fills its `"auto"` values from these arguments. How often
+    checkpoints are saved is set when the data is loaded, and with it the length of an epoch is known.
     """
     config = deepspeed_config(recipe, file)
     if universal.is_needed(recipe.layout, run, world_size):
@@ -49,8 +50,6 @@ def common_arguments(recipe: Recipe, run: RunFolder, file: DeepSpeedFile, world_
         "torch_compile": file.deepcompile,  # otherwise accelerate never calls engine.compile(), and it is plain ZeRO
         "seed": recipe.seed,
         "logging_steps": recipe.logging_steps,
-        "save_strategy": "steps" if recipe.save_steps else "no",
-        "save_steps": recipe.save_steps or 1,
         "dataloader_num_workers": loader_processes(recipe, on_gpu),
         # Streams: accelerate would read on rank 0 and broadcast, which needs sequences of equal length. Pinned memory
         # lets sequences be copied while the GPU computes.

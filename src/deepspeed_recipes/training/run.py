@@ -131,13 +131,15 @@ def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
     arguments = methods.arguments(common, recipe)
     with arguments.main_process_first(desc="data"):  # the other ranks find rank 0's cache
         datasets = methods.datasets(recipe, tokenizer)
+    recipe = updates.in_steps(recipe, datasets.size)
+    arguments.set_save(strategy="steps" if recipe.save_steps else "no", steps=int(recipe.save_steps) or 1)
     mark = fingerprint.of_run(recipe, tokenizer, datasets, began)
     fingerprint.check(mark, checkpoint, recipe.data.changed)
     too_few = say_updates(recipe, datasets.size, dist.get_world_size())
     say_resuming(recipe, checkpoint, datasets)
     if distributed.is_first():
         skipped = {"skipped": load_data.SKIPPED} if load_data.SKIPPED else {}
-        write_requested(run.data, {**datasets.described(tokenizer), **skipped})
+        write_requested(run.data, {**datasets.described(tokenizer), **skipped, "save_steps": recipe.save_steps})
     model = parallel.load(recipe, datasets.labels)
     generate.stop_at(model, *chat_templates.ends_of_turn(recipe, tokenizer))
     gather_layers(arguments, model, file)
@@ -159,7 +161,8 @@ def say_resuming(recipe: Recipe, checkpoint: Path | None, datasets: Datasets) ->
     steps = updates.in_all(recipe, datasets.size.sequences) if datasets.size else recipe.max_steps
     before, kind = read_json(checkpoint / "trainer_state.json")["max_steps"], recipe.schedule.kind
     if steps is not None and step_of(checkpoint) >= steps:
-        say(f"all {steps} steps are trained: only measuring and exporting")
+        more = f", and {step_of(checkpoint) - steps} more" if step_of(checkpoint) > steps else ""
+        say(f"all {steps} steps are trained{more}: only measuring and exporting")
         return
     say(f"resuming from step {step_of(checkpoint) + 1} of {steps}")
     if steps != before and not kind.startswith(("constant", "inverse_sqrt")):

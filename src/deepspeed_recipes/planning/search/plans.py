@@ -286,7 +286,9 @@ class Workload:
         if self.node_hours is None:
             return 0.0
         training, mean = self._training_hours(plan), self.node_hours / plan.cluster.nodes
-        interval = min(training, (plan.recipe.save_steps or math.inf) * plan.time.seconds / 3600)
+        saves = plan.recipe.save_steps
+        steps = math.inf if isinstance(saves, str) or not saves else saves
+        interval = min(training, steps * plan.time.seconds / 3600)
         each = (mean + COUNTS.restart) * math.expm1(min(interval / mean, COUNTS.hopeless))
         return training / interval * each - training
 

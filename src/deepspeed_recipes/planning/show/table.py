@@ -119,19 +119,25 @@ def show(
         rank = f" Compared with the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
     costs = cost_notes(result.best, workload) if workload else ()
-    for note in (*faster_offloading(plans), *notes(request, result.best), *costs, *remarks):
+    for note in (*faster(plans), *notes(request, result.best), *costs, *remarks):
         console.print(f"\n{note}")
     console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
 
 
-def faster_offloading(plans: Sequence[Plan]) -> Iterator[str]:
-    """Yield a note if a plan that ranks lower because it offloads is predicted to be much faster than the first."""
-    found = [(plan.speed / plans[0].speed, at) for at, plan in enumerate(plans) if plan.fits and plan.tier]
-    times, at = max(found, default=(0.0, 0))
+def faster(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a note if a plan that ranks lower, because it offloads or is less simple, is predicted to be faster."""
+    fits = [(plan.speed / plans[0].speed, at, plan) for at, plan in enumerate(plans, start=1) if plan.fits]
+    times, at, plan = max((one for one in fits if one[2].tier > plans[0].tier), default=(0.0, 0, plans[0]))
     if times > COUNTS.much_faster and not plans[0].tier:
         yield (
-            f"Plan {at + 1} is predicted to be {times:.1f} times as fast. Plans that offload come last, since hosts' "
-            f"memory and links differ most from machine to machine: try deepspeed={plans[at].recipe.deepspeed} too."
+            f"Plan {at} is predicted to be {times:.1f} times as fast. Plans that offload come last, since hosts' "
+            f"memory and links differ most from machine to machine: try deepspeed={plan.recipe.deepspeed} too."
+        )
+    times, at, plan = max(one for one in fits if one[2].tier <= plans[0].tier)
+    if times * COUNTS.fast_enough > 1:
+        yield (
+            f"Plan {at} is predicted to be {times - 1:.0%} faster. The simpler one comes first where the difference is "
+            "less than speeds are uncertain by: try both."
         )
 
 

@@ -90,7 +90,8 @@ class Evaluation(TrainerCallback):
     def last_line(self, after: float) -> str:
         """Return the line that judges a run: `exact match on 400 held-out examples: 1.8% -> 97.3%`."""
         kind = "sequence" if self.recipe.method.examples == "texts" else "example"  # long texts are cut into several
-        what = f"{title(self.metric)} on {counted(len(self.judged), f'held-out {kind}')}"
+        of = "all pairs of " if self.metric == "judgement_accuracy" else ""
+        what = f"{title(self.metric)} on {of}{counted(len(self.judged), f'held-out {kind}')}"
         line = f"{what}: {shown(self.metric, self.before())} -> {shown(self.metric, after)}"
         # The margin of preferences, or the method's second number.
         method = self.recipe.method

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...recipe.files import Json, JsonView
 from ...recipe.recipe import Recipe
@@ -65,10 +65,12 @@ class LayerStats(TrainerCallback):
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(self._look)
 
-    def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """Determine whether this step will be logged."""
         step, recipe = state.global_step + 1, self.recipe
-        saves = recipe.save_steps and step % recipe.save_steps == 0
+        saves = recipe.save_steps and step % int(args.save_steps) == 0
         self.looks = bool(step % recipe.logging_steps == 0 or step in (1, state.max_steps) or saves)
         self.stepped, self.found = False, []
 

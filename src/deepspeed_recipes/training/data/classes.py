@@ -6,7 +6,7 @@ The launcher checks the files that it can read, the ranks check all data.
 import re
 from collections.abc import Collection, Iterable, Mapping
 
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 
 SHOWN = 5
 """Maximum number of class names in a message."""
@@ -59,10 +59,14 @@ def check_pairs(key: str, pairs: int, global_batch_size: int) -> None:
         )
 
 
-def check_negatives(key: str, negatives: int, pairs: int) -> None:
-    """Refuse pairs of which only some have a negative: ranks could not exchange batches of different sizes."""
-    if 0 < negatives < pairs:
+def check_negatives(key: str, examples: Mapping[int, int]) -> None:
+    """Refuse pairs with unequally many negatives: ranks could not exchange batches of different sizes.
+
+    `examples` are the numbers of examples by their number of negatives.
+    """
+    if len(examples) > 1:
+        found = ", ".join(f"{count} with {counted(each, 'negative')}" for each, count in sorted(examples.items()))
         raise UserError(
-            f"{key}: {negatives} of {pairs} examples have a 'negative'; give one to all of them, or to none "
-            "(the other pairs of a batch are negatives too)."
+            f"{key} has examples {found}; give equally many to all of them, or none (the other pairs of a batch are "
+            "negatives too)."
         )

@@ -183,7 +183,7 @@ def say_updates(recipe: Recipe, size: updates.Size | None, world_size: int) -> s
     say("\n".join([*updates.table(recipe, size), *updates.left_out(recipe, size)]))
     patience, every = recipe.early_stopping, recipe.steps_between_evaluations
     steps = updates.in_all(recipe, size.sequences)
-    if patience and every and patience * every >= steps:
+    if patience and isinstance(every, int) and patience * every >= steps:
         say(
             f"warning: early_stopping={patience}: {steps} steps with an evaluation every {every} end before it can; "
             f"set eval_steps={max(1, steps // (4 * patience))}"

@@ -56,7 +56,9 @@ FEATURES = {
     "texts": Features({"text": Value("string")}),
     # Not text as JSON: a text that is itself JSON, such as a number, would be read as its value.
     "labelled texts": Features({"text": Value("string"), "messages": Json(), **GIVEN, "label": Value("string")}),
-    "matching texts": Features({name: Value("string") for name in ("anchor", "positive", "negative")}),
+    "matching texts": Features(
+        {"anchor": Value("string"), "positive": Value("string"), "negative": List(Value("string"))}
+    ),
     "prompts": Features(
         {"messages": Json(), "tools": Json(), "given": Value("int32"), "text": Value("string"), "fields": Json()}
     ),

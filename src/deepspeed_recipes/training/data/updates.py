@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ...recipe.errors import counted
 from ...recipe.files import Json
 from ...recipe.layout import data_parallel_size
-from ...recipe.recipe import Recipe, changed
+from ...recipe.recipe import PerEpoch, Recipe, changed
 
 FEW = (0.05, 500)
 """Upper limits of `data.validation_share=auto`: a share of the examples, and a number."""
@@ -51,6 +51,19 @@ def per_epoch(sequences: int, global_batch_size: int) -> int:
 def in_all(recipe: Recipe, sequences: int) -> int:
     """Return the updates of a run, as the Trainer counts them."""
     return recipe.max_steps or math.ceil(recipe.epochs * per_epoch(sequences, recipe.global_batch_size))
+
+
+def in_steps(recipe: Recipe, size: Size | None) -> Recipe:
+    """Return the recipe with `save_steps` and `eval_steps` as numbers of steps, where they are parts of an epoch."""
+
+    def number(value: int | PerEpoch | None) -> int | None:
+        if not isinstance(value, str):
+            return value
+        assert size is not None, "a stream, which the recipe refuses"
+        parts = int(value.partition("/")[2] or 1)
+        return max(1, per_epoch(size.sequences, recipe.global_batch_size) // parts)
+
+    return replace(recipe, save_steps=number(recipe.save_steps) or 0, eval_steps=number(recipe.eval_steps))
 
 
 def warmup(recipe: Recipe, steps: int) -> int:

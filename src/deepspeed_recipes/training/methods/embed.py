@@ -5,6 +5,7 @@ texts, on cosine similarities.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,47 +35,49 @@ SIDES = ("anchor", "positive", "negative")
 
 
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
-    """Return pairs, all with a negative or none, as tokens; whole micro-batches of all ranks."""
+    """Return pairs, all with equally many negatives, as tokens; whole micro-batches of all ranks."""
     found, held_out = load.read_examples(recipe, tokenizer)
-    negatives = sum(text is not None for text in found["negative"])
-    classes.check_negatives("data.path", negatives, len(found))
+    classes.check_negatives("data.path", Counter(map(len, found["negative"])))
     classes.check_pairs("data.path", len(found), recipe.global_batch_size)
-    sides = SIDES if negatives else SIDES[:2]
-    make = partial(_with_tokens, tokenizer=tokenizer, sides=sides, longest=recipe.sequence_length)
+    make = partial(_with_tokens, tokenizer=tokenizer, longest=recipe.sequence_length)
     tokens = tokenize.mapped(found, tokenizer, make).shuffle(recipe.seed)
     cut, tokens = sum(tokens["cut"]), tokens.remove_columns("cut")
     # Ranks could not exchange the texts of unequal batches.
     together = recipe.micro_batch_size * data_parallel_size(recipe.layout, dist.get_world_size())
     kept = tokens.select(range(len(tokens) // together * together))
-    shown = [[(f"({side}) ", True), (found[0][side], False)] for side in sides]
+    anchor, *others = _texts(found[0])
+    shown = [[(f"({side}) ", True), (text, False)] for side, text in zip(SIDES, (anchor, *others), strict=False)]
     load.show(shown)
-    each = together * (len(sides) - 1)
+    each = together * len(others)
     say(
         f"training: {len(kept)} pairs, each with {each - 1} other texts as negatives"
         f"{report.left_out(len(found) - len(kept), together)}"
     )
     if cut:
-        say(report.cut_off(cut, len(found) * len(sides), recipe.sequence_length))
+        say(report.cut_off(cut, len(found) * (1 + len(others)), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), None)
-    return load.Datasets(kept, held_out, None, kept[0]["positive"], size, {"shown": shown})
+    return load.Datasets(kept, held_out, None, kept[0]["texts"][1], size, {"shown": shown})
 
 
-def _with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase, sides: Sequence[str], longest: int) -> Json:
-    tokens = {side: tokenize.text_tokens(tokenizer, example[side], longest + 1) for side in sides}
-    cut = sum(len(text) > longest for text in tokens.values())
-    return {side: text[:longest] for side, text in tokens.items()} | {"cut": cut}
+def _texts(example: Json) -> list[str]:
+    """Return the texts of a pair: its anchor, its positive, its negatives."""
+    return [example["anchor"], example["positive"], *example["negative"]]
+
+
+def _with_tokens(example: Json, tokenizer: PreTrainedTokenizerBase, longest: int) -> Json:
+    tokens = [tokenize.text_tokens(tokenizer, text, longest + 1) for text in _texts(example)]
+    return {"texts": [text[:longest] for text in tokens], "cut": sum(len(text) > longest for text in tokens)}
 
 
 @dataclass(frozen=True)
 class PairCollator:
-    """Pads the texts of pairs: all anchors, then all positives, then all negatives."""
+    """Pads the texts of pairs: all anchors, then all positives, then the first negative of all, and so on."""
 
     pad_token_id: int
 
     def __call__(self, pairs: Sequence[Json]) -> Batch:
-        """Return the model's inputs, and `texts`, [2 or 3, pairs]: a number per text, the same for equal texts."""
-        sides = [side for side in SIDES if side in pairs[0]]
-        texts = [[pair[side] for pair in pairs] for side in sides]
+        """Return the model's inputs, and `texts`, [texts of a pair, pairs]: numbers, equal for equal texts."""
+        texts = list(zip(*(pair["texts"] for pair in pairs), strict=True))
         numbers = torch.tensor([[_number(tokens) for tokens in side] for side in texts])
         return padded([tokens for side in texts for tokens in side], self.pad_token_id) | {"texts": numbers}
 
@@ -126,8 +129,8 @@ def candidates(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each anchor's right text among the texts of all ranks, and which of these are not its negatives.
 
     A text that is equal to the right one, or belongs to an equal anchor, is right too. `numbers` are those of this
-    rank's texts, [2 or 3, pairs], from `PairCollator`; the results are places, [pairs], and booleans, [pairs, texts of
-    all ranks].
+    rank's texts, [texts of a pair, pairs], from `PairCollator`; the results are places, [pairs], and booleans, [pairs,
+    texts of all ranks].
     """
     every = distributed.gathered(numbers)
     texts = torch.cat([one[1:].flatten() for one in every])
@@ -175,7 +178,7 @@ def found_at(
 
     The other texts of an equal anchor do not count.
     """
-    texts = list(dict.fromkeys(example[side] for side in SIDES[1:] for example in examples if example[side]))
+    texts = list(dict.fromkeys(text for example in examples for text in _texts(example)[1:]))
     anchors = list(dict.fromkeys(example["anchor"] for example in examples))
     vectors = _vectors(model, tokenizer, texts + anchors, recipe, layout)
     similar = vectors[len(texts) :] @ vectors[: len(texts)].T

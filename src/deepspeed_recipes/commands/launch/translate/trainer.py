@@ -10,7 +10,7 @@ from ....recipe.errors import UserError
 from ....recipe.files import Json
 from ....recipe.overrides import OTHER_TOOLS
 from ....recipe.project import CONFIGS
-from ....recipe.recipe import Schedule
+from ....recipe.recipe import PerEpoch, Schedule
 from ....recipe.sections import OUR_OPTIMIZERS, PAGED, why_impossible
 from .translation import Translation, as_text
 
@@ -125,6 +125,7 @@ def _precision(found: Translation) -> None:
 
 
 def _saving(found: Translation) -> None:
+    streamed = any(found.given(name) for name in found.values if name.startswith(("pretraining_dataset", "streaming")))
     for name, steps, key in (
         ("save_strategy", "save_steps", "save_steps"),
         ("eval_strategy", "eval_steps", "eval_steps"),
@@ -132,7 +133,10 @@ def _saving(found: Translation) -> None:
     ):
         kind, value = found.take(name), found.take(steps)
         if kind == "epoch":
-            found.leave(name, f"give {key}=N, the steps of an epoch")
+            if streamed:
+                found.leave(name, f"a stream has no epochs: give {key}=N")
+            else:
+                found.set(key, "epoch", name)
             continue
         if kind in ("no", False):
             off = {"save_steps": 0, "eval_steps": None}[key]
@@ -147,6 +151,13 @@ def _saving(found: Translation) -> None:
                 found.set(key, value, *((name,) if kind else ()), steps)
         else:
             found.leave(steps, f"a share of the run; give {key}=N")
+    for name, key in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
+        times = found.values.get(name) or 0
+        often = "epoch" if times == 1 else f"epoch/{times}"
+        if often in get_args(PerEpoch) and not streamed:
+            found.set(key, often, name)
+        elif found.given(name):
+            found.leave(name, f"give {key}=N")
     metric = str(found.take("metric_for_best_model") or "")
     if metric in ("loss", "eval_loss"):
         found.note("metric_for_best_model", "data.metric=loss")

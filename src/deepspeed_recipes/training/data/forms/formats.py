@@ -10,7 +10,7 @@ convert every source with the same functions.
     judged answers       prompt, completion (turns each), label (true: good), tools
     texts                text
     labelled texts       text or messages (the other is None), tools, label (the class's name)
-    matching texts       anchor, positive, negative (None: there is none)
+    matching texts       anchor, positive, negative (a list of texts, which may be empty)
     prompts              what conversations get, with or without an answer, and fields (all other fields)
 
 There are also options next to the tools, where an example has arguments for the chat template.
@@ -591,10 +591,12 @@ def _class(where: str, example: Example) -> str:
 
 def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
     found = {"anchor": read_string(where, example, anchor), "positive": read_string(where, example, "positive")}
-    negative = None if example.get("negative") in keys.EMPTY else read_string(where, example, "negative")
-    if negative == found["positive"]:
+    given = example.get("negative")
+    several = given if isinstance(given, list) else [] if given in keys.EMPTY else [given]
+    negatives = [read_string(where, {"negative": one}, "negative") for one in several]
+    if found["positive"] in negatives:
         raise UserError(f"{where}: 'positive' and 'negative' are equal; remove 'negative', or the example.")
-    return {**found, "negative": negative}
+    return {**found, "negative": negatives}
 
 
 CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
