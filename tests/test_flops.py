@@ -3,12 +3,13 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerState
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, TrainerState
 
 from deepspeed_recipes.recipe.gpus import BF16_TFLOPS, peak_flops
 from deepspeed_recipes.recipe.recipe import Lora
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_jsonl
 from deepspeed_recipes.training.callbacks.metrics import Metrics, TrainingFlops, training_flops
+from deepspeed_recipes.training.model.load import parameter_counts
 from deepspeed_recipes.training.model.lora import add as add_adapters
 from deepspeed_recipes.training.parallel import holdings
 
@@ -58,6 +59,16 @@ def test_a_model_without_attention_is_counted_by_its_weights():
     config = AutoConfig.for_model("mamba", vocab_size=512, hidden_size=64, num_hidden_layers=2)
     work = training_flops(AutoModelForCausalLM.from_config(config))
     assert work.of(LENGTH, LENGTH**2) == work.of(LENGTH, 0) > 0
+
+
+def test_4_bit_weights_are_counted_unpacked(tmp_path):
+    config = AutoConfig.for_model("qwen3", **SIZES)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    found = []
+    for options in ({}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, **options).requires_grad_(False)
+        found.append((parameter_counts(model), training_flops(model)))
+    assert any(weight.dtype == torch.uint8 for weight in model.parameters()) and found[0] == found[1]
 
 
 def flops_with_experts(model, config, used):

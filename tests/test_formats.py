@@ -912,7 +912,7 @@ def test_several_sources_with_columns_of_their_own(tmp_path):
     recipe = recipe_on(",".join(map(str, files)), columns=columns)
     preflight.check_data(recipe)
     found = sources.read(recipe.data.path, recipe)
-    assert [one.form for one in found] == ["prompt_completion", "prompt_completion", "messages"]
+    assert [one.forms for one in found] == [["prompt_completion"], ["prompt_completion"], ["messages"]]
     assert all(next(iter(one.examples))["messages"] == SHORT for one in found)
     held_out = recipe_on(files[0], columns="question:prompt,answer:completion", validation=str(files[2]))
     preflight.check_data(held_out)
@@ -937,12 +937,23 @@ def test_several_sources_with_columns_of_their_own(tmp_path):
                 check(recipe_on(path, columns=given))
 
 
-def test_two_forms_in_one_source_are_named(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"instruction": "Hi?", "output": "Yes."}) + "\n")
-    (tmp_path / "b.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "Hi?"}]}) + "\n")
-    said = r"b.jsonl:1: is in the form sharegpt, and the first example of its source in the form alpaca; give each form"
-    with pytest.raises(UserError, match=said):
-        sources.read(str(tmp_path), recipe_on(tmp_path))
+def test_each_file_of_a_source_has_one_form(tmp_path):
+    rows = [{"instruction": "Hi?", "output": "Yes."}]
+    rows += [{"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Yes."}], "id": 3}]
+    for name, of_file in (("a.jsonl", rows[:1] * 2), ("b.json", [rows[1]] * 3)):
+        text = json.dumps(of_file) if name == "b.json" else "".join(json.dumps(row) + "\n" for row in of_file)
+        (tmp_path / name).write_text(text)
+    (source,) = sources.read(str(tmp_path), recipe_on(tmp_path))
+    assert source.line().endswith("5 examples in the form alpaca or sharegpt") and source.unread == {"id": 3}
+    turns = [[(turn["role"], turn["content"]) for turn in example["messages"]] for example in source.examples]
+    assert turns == [[("user", "Hi?"), ("assistant", "Yes.")]] * 5 and preflight.check_data(recipe_on(tmp_path)) == 5
+    (tmp_path / "b.json").write_text(json.dumps([rows[1], *rows]))
+    named = (
+        r"b.json: row 2: is in the form alpaca, and the first example of b.json in the form sharegpt; give each form"
+    )
+    for check in (preflight.check_data, lambda recipe: sources.read(str(tmp_path), recipe)):
+        with pytest.raises(UserError, match=named):
+            check(recipe_on(tmp_path))
 
 
 def test_bad_examples_are_named_together_or_left_out(tmp_path):

@@ -97,8 +97,8 @@ def test_every_kind_of_source_gives_the_same_examples(kind, streaming, tmp_path)
     path = WRITERS[kind](tmp_path)
     [source] = sources.read(str(path), small(tmp_path, path), streaming)
     assert [row["messages"] for row in source.examples] == [row["messages"] for row in CHATS]
-    assert source.form == ("prompt_completion" if kind == "csv" else "messages")
-    assert ("streamed" if streaming else "5 examples") in source.line() and source.form in source.line()
+    assert source.forms == ["prompt_completion" if kind == "csv" else "messages"]
+    assert ("streamed" if streaming else "5 examples") in source.line() and source.forms[0] in source.line()
 
 
 def test_tool_calls_keep_their_own_arguments(tmp_path):
@@ -495,7 +495,7 @@ def test_other_names_of_fields_are_read_from_every_source(tmp_path):
     judged = [{**CHATS[n], "kto_tag": n == 0, "functions": []} for n in range(2)]
     path.write_text(lines(judged))
     [source] = sources.read(str(path), small(tmp_path, path, method="kto", micro_batch_size=2))
-    assert source.form == "judged_messages" and source.examples["label"] == [True, False] and not source.unread
+    assert source.forms == ["judged_messages"] and source.examples["label"] == [True, False] and not source.unread
 
 
 def test_too_few_examples_to_hold_some_out_are_said_with_what_holds_some_out(tmp_path, capsys, alone):

@@ -366,6 +366,11 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (FACTORY, {"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": "3"}),
         (FACTORY, {"eval_strategy": "no", "save_strategy": "no"}, {"eval_steps": "none", "save_steps": "0"}),
         (FACTORY, {"save_strategy": "steps"}, {"save_steps": "500"}),
+        (FACTORY, {}, {"tracking": "none"}),  # nothing is sent anywhere unless the file asks for it
+        (AXOLOTL, {"wandb_project": ""}, {"tracking": "none"}),
+        (AXOLOTL, {"wandb_project": "mine"}, {"tracking": "wandb", "wandb.project": "mine"}),
+        (AXOLOTL, {"use_wandb": False, "wandb_project": "mine"}, {"tracking": "none"}),
+        (AXOLOTL, {"use_tensorboard": True}, {"tracking": "tensorboard"}),
         (FACTORY, {"save_strategy": "epoch", "eval_strategy": "epoch"}, {"save_steps": "epoch", "eval_steps": "epoch"}),
         (AXOLOTL, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"save_steps": "epoch"}),
         (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),
@@ -518,12 +523,9 @@ def test_held_out_examples_that_the_user_gives_are_enough_for_the_best_step(plac
 
 
 def test_what_the_launcher_would_refuse_is_said(place):
-    offloaded = AXOLOTL | {"optimizer": "adamw_8bit", "deepspeed": "deepspeed_configs/zero2.json"}
-    single = FACTORY | {"stage": "kto", "per_device_train_batch_size": 1}
-    for values, why in ((offloaded, "its own AdamW"), (single, "use micro_batch_size=2 or more")):
-        found = translate.translate(written(place, values), 1)
-        translate.report(found, place / "theirs.yaml")
-        assert why in found.missing["the command"]
+    found = translate.translate(written(place, FACTORY | {"stage": "kto", "per_device_train_batch_size": 1}), 1)
+    translate.report(found, place / "theirs.yaml")
+    assert "use micro_batch_size=2 or more" in found.missing["the command"]
     common = {
         "model_name_or_path": TINY_MODEL,
         "output_dir": "out",
@@ -536,7 +538,12 @@ def test_what_the_launcher_would_refuse_is_said(place):
 def test_a_deepspeed_file_of_the_tools_checkout_is_found_or_has_ours(place, monkeypatch):
     (place / "examples").mkdir()
     given = AXOLOTL | {"deepspeed": "deepspeed_configs/zero2.json"}
-    assert translate.translate(written(place, given), 1).overrides["deepspeed"] == "zero2_offload.json"
+    for kind, ours, said in (
+        ("adamw_torch", "zero2_offload.json", "to the CPU; deepspeed=zero2.json does not"),
+        ("adamw_8bit", "zero2.json", "which adamw_8bit cannot do here"),
+    ):
+        found = translate.translate(written(place, given | {"optimizer": kind}), 1)
+        assert found.overrides["deepspeed"] == ours and any(said in remark for remark in found.remarks)
     (place / "deepspeed_configs").mkdir()
     (place / "deepspeed_configs" / "zero2.json").write_text("{}")
     inside = written(place, given, "examples/ours.yaml")

@@ -94,6 +94,8 @@ def check(section: object, prefix: str = "") -> None:
 
 def typed(value: object) -> str:
     """Return a value as it is typed on a command line."""
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.17g}"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -23,6 +23,7 @@ from ...report.sections import curves
 from .. import distributed
 from ..console import say
 from ..data.collate import Batch
+from ..model.load import whole_shape
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,11 @@ def training_flops(model: torch.nn.Module) -> TrainingFlops:
     used = config.num_experts_per_tok / experts if experts else 1.0
     total = 0.0
     for name, parameter in model.named_parameters():
-        size = getattr(parameter, "ds_shape", parameter.shape)
+        size = whole_shape(parameter)
         if len(size) < 2 or (parameter is embedding and not tied):
             continue
         share = used if ".experts." in name else 1.0
-        total += share * (6 if parameter.requires_grad else 4) * torch.Size(size).numel()
+        total += share * (6 if parameter.requires_grad else 4) * size.numel()
     heads = getattr(config, "num_attention_heads", 0)  # a state-space model has none
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
     return TrainingFlops(total, 6.0 * config.num_hidden_layers * width)

@@ -32,7 +32,12 @@ TURNS = ("messages", "conversations", "prompt", "completion")
 
 
 def converted(
-    located: Iterable[tuple[str, Json]], method: str, form: str, folder: Path | None, bad: Bad | None = None
+    located: Iterable[tuple[str, Json]],
+    method: str,
+    form: str,
+    folder: Path | None,
+    bad: Bad | None = None,
+    first: str | None = None,
 ) -> Iterator[Json]:
     """Yield the examples of `formats.converted` with images: `images` in order, and `where`, the example's place.
 
@@ -51,7 +56,7 @@ def converted(
             latest[0] = where
             yield where, plain
 
-    for example in formats.converted(bare(), method, form, bad):
+    for example in formats.converted(bare(), method, form, bad, first):
         where, pictures = latest
         turns = [
             {**turn, "content": _parts(turn["content"])} if HERE in (turn.get("content") or "") else turn

@@ -68,6 +68,8 @@ PICTURES = {"images": List({"path": Value("string"), "bytes": Value("binary")}),
 """More columns of conversations with images; `data/images.py` describes them."""
 UNREAD = "unread"
 """A column with the keys of an example that nothing reads; they are counted, and the column is removed."""
+OTHER_FORM = "\0form "
+"""Begins an entry in that column with the form of the example, where it is not that of the source's first one."""
 BAD = "bad"
 """A column with the error of an example that is left out."""
 DROPPED = "\0dropped "
@@ -98,8 +100,8 @@ class Source:
     """One of the datasets in `data.path`, converted to the method's columns."""
 
     name: str
-    form: str
-    """The form of its examples; a key of `formats.FORMS`."""
+    forms: Sequence[str]
+    """The forms of its files, keys of `formats.FORMS`: the first example's, then others."""
     examples: Examples
     """Converted to the columns of `FEATURES`."""
     unread: Mapping[str, int]
@@ -114,7 +116,7 @@ class Source:
         """Return a line for the screen that describes the source."""
         count = counted(len(self.examples), "example") if isinstance(self.examples, Dataset) else "streamed"
         dropped = f"; {self.dropped} dropped by data.transform" if self.dropped else ""
-        return f"{self.short}: {count} in the form {self.form}{dropped}"
+        return f"{self.short}: {count} in the form {' or '.join(self.forms)}{dropped}"
 
     def unread_line(self, template: str) -> str | None:
         """Return a line with the keys that neither this project nor the chat template reads, or None."""
@@ -155,6 +157,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         "split": recipe.data.split,
         "method": recipe.method.name,
         "form": form,
+        "asked": recipe.data.form,
         "reading": reading,
         "skip": recipe.data.bad == "skip",
     }
@@ -166,7 +169,7 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
         stream = IterableDataset.from_generator(_converted, features, gen_kwargs=found)
         stream = stream.remove_columns([UNREAD, BAD])
         unread = dict.fromkeys(formats.unread(where, example, form, recipe.method.name), 1)
-        return Source(name, form, stream, unread)
+        return Source(name, [form], stream, unread)
     # datasets caches a generator's output by its arguments, so an argument identifies the version of the data.
     found["version"] = (
         CONVERTED_BY,
@@ -189,7 +192,9 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     counts: Counter[str] = Counter()
     for batch in examples.select_columns(UNREAD).with_format("arrow").iter(1000):
         counts.update(pc.list_flatten(batch[UNREAD]).to_pylist())
-    return Source(name, form, examples.remove_columns(UNREAD), counts, skipped, dropped)
+    forms = [form, *(key.removeprefix(OTHER_FORM) for key in counts if key.startswith(OTHER_FORM))]
+    counts = Counter({key: count for key, count in counts.items() if not key.startswith(OTHER_FORM)})
+    return Source(name, forms, examples.remove_columns(UNREAD), counts, skipped, dropped)
 
 
 def _converted(
@@ -197,6 +202,7 @@ def _converted(
     split: str,
     method: str,
     form: str,
+    asked: str,
     reading: turns.Example,
     skip: bool,
     version: object = None,
@@ -214,22 +220,28 @@ def _converted(
     bad = None if version is None else note  # a stream is not read to its end before training
 
     def located() -> Located:
+        own: str | None = None
+        file = ""
         for where, example in formats.prepared(
             _located(name, split, version is None, bad), reading, bad, lambda: dropped.append(None)
         ):
+            if formats.file_of(where) != file:
+                own, file = None, formats.file_of(where)
+            own = own or formats.form_or_none(where, example, method, asked)
             try:
-                keys = formats.unread(where, example, form, method)
+                keys = formats.unread(where, example, own or form, method)
             except UserError as error:
                 text_files.refuse(error, bad)
                 continue
             latest[:] = [key for key in keys if not (vision and key in images.FIELDS)]
+            latest.extend([f"{OTHER_FORM}{own}"] * (own not in (None, form)))
             yield where, example
 
     if vision:
-        found = images.converted(located(), method, form, folder_of(Path(name)), bad)
+        found = images.converted(located(), method, asked, folder_of(Path(name)), bad, form)
         found = images.checked(found, bad) if skip else found
     else:
-        found = formats.converted(located(), method, form, bad)
+        found = formats.converted(located(), method, asked, bad, form)
     columns = {**FEATURES[METHODS[method].examples], **(PICTURES if vision else {})}
     usable = 0
     for usable, example in enumerate(found, start=1):  # noqa: B007
@@ -372,7 +384,7 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
         return None
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
     others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split)) - read
-    left = [file for file in files if file in others and (source.form == "text" or not NOTES.match(file.name))]
+    left = [file for file in files if file in others and ("text" in source.forms or not NOTES.match(file.name))]
     if not left:
         return None
     named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])

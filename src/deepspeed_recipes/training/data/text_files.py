@@ -158,7 +158,10 @@ class BadExamples:
             start, line, reason = found.groups() if (found := NUMBERED.fullmatch(message)) else (message, "", "")
             places.setdefault((start, reason), []).append(line)
         return UserError(
-            "".join(f"{start}{', '.join(lines)}{reason}\n" for (start, reason), lines in places.items())
+            "".join(
+                f"{start.replace(': row ', ': rows ') if lines[1:] else start}{', '.join(lines)}{reason}\n"
+                for (start, reason), lines in places.items()
+            )
             + f"{self.count} of {self.count + usable} examples cannot be used{listed}; correct "
             "them, or train without them: data.bad=skip."
         )

@@ -323,7 +323,13 @@ def cannot_load(what: str, recipe: Recipe, error: Exception) -> str:
     return f"model.path={recipe.model.path}: cannot load the {what}: {reason}"
 
 
+def whole_shape(weight: torch.nn.Parameter) -> torch.Size:
+    """Return a weight's shape: of one that ZeRO-3 has sharded the whole, of a 4-bit one that of the unpacked values."""
+    packed = getattr(weight, "quant_state", None)  # bitsandbytes keeps two values in a byte
+    return torch.Size(packed.shape if packed is not None else getattr(weight, "ds_shape", weight.shape))
+
+
 def parameter_counts(model: PreTrainedModel | PeftModel) -> tuple[int, int]:
-    """Return the numbers of all and of trainable parameters, counted whole where ZeRO-3 has sharded them."""
-    counts = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+    """Return the numbers of all and of trainable parameters."""
+    counts = [(whole_shape(weight).numel(), weight.requires_grad) for weight in model.parameters()]
     return sum(n for n, _ in counts), sum(n for n, trains in counts if trains)

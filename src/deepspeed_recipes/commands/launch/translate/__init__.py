@@ -323,4 +323,5 @@ def _wrapped(words: list[str]) -> list[str]:
         if len(lines[-1]) + len(word) > WIDTH:
             lines.append("   ")
         lines[-1] += f" {word}"
+    lines[0] = lines[0].lstrip()
     return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

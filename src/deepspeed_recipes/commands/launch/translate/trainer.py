@@ -176,14 +176,26 @@ def _saving(found: Translation) -> None:
         found.note("output_dir", f"--output-dir {folder}")
 
 
+OF_TRACKERS = {
+    "use_wandb": "wandb",
+    "wandb_project": "wandb",
+    "use_tensorboard": "tensorboard",
+    "use_mlflow": "mlflow",
+    "use_trackio": "trackio",
+}
+"""Axolotl's keys that turn a tracker on."""
+
+
 def _trackers(found: Translation) -> None:
     named = found.take("report_to")
     names = [named] if isinstance(named, str) else list(named or ())
     known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     for name in set(names) - set(known) - {"none", "all"}:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
-    if "report_to" in found.values and "all" not in names:
-        found.set("tracking", ",".join(known) or "none", "report_to")
+    switches = [key for key in OF_TRACKERS if found.given(key) and found.values.get("use_wandb") is not False]
+    known = list(dict.fromkeys([*known, *(OF_TRACKERS[key] for key in switches)]))
+    if "all" not in names:  # nothing is tracked in the other tools unless the file asks for it
+        found.set("tracking", ",".join(known) or "none", "report_to", *(key for key in switches if "use_" in key))
 
 
 def _sharding(found: Translation) -> None:
@@ -199,6 +211,14 @@ def _sharding(found: Translation) -> None:
             known = f"{name}.json" if (CONFIGS / f"{name}.json").is_file() else None
             known = shipped.get(path.with_suffix("").as_posix(), known)
             ours = known or next((mine for part, mine in shipped.items() if part in name), file)
+            kind = found.overrides.get("optimizer", "adamw")
+            if "_offload" in ours and kind != "adamw":
+                found.remarks.append(f"deepspeed: {file} offloads the optimizer there, which {kind} cannot do here")
+                ours = f"{ours.partition('_offload')[0]}.json"
+            elif "_offload" in ours and "offload" not in name:
+                found.remarks.append(
+                    f"deepspeed: {file} offloads the optimizer to the CPU; deepspeed={name}.json does not"
+                )
         found.set("deepspeed", ours, "deepspeed")
     shards, settings = found.take("fsdp"), found.take("fsdp_config")
     if (shards or settings) and not file:

@@ -138,7 +138,7 @@ def _takes_passages(form: str, method: str) -> bool:
 
 
 def form_of(where: str, example: Example, method: str, asked: str = "auto") -> str:
-    """Return the form of a source, detected from the fields of its first example unless the recipe names a form.
+    """Return the form of a file, detected from the fields of its first example unless the recipe names a form.
 
     A form that only another method reads is refused.
     """
@@ -240,31 +240,44 @@ def _refuse_judged(where: str, example: Example) -> None:
 
 
 def converted(
-    located: Iterable[tuple[str, Example]], method: str, form: str = "auto", bad: Bad | None = None
+    located: Iterable[tuple[str, Example]],
+    method: str,
+    form: str = "auto",
+    bad: Bad | None = None,
+    first: str | None = None,
 ) -> Iterator[Example]:
-    """Yield the examples of one source, (place, example) each, as the method reads them.
+    """Yield the examples of one source, (place, example) each, as the method reads them; each file has one form.
 
-    `bad` is called with the errors of examples, which are otherwise raised.
+    `bad` is called with the errors of examples, which are otherwise raised. `first` is the form of the first example
+    that has one, in which those before the first one of a file are read.
     """
-    found = None
+    found, file = None, ""
     for where, given in located:
+        if file_of(where) != file:
+            found, file = None, file_of(where)
         try:
-            found = found or form_of(where, given, method, form)
-            example = _converted(where, given, method, found)
+            found = found or form_or_none(where, given, method, form)
+            example = _converted(where, given, method, found or first or form_of(where, given, method, form))
         except UserError as error:
-            other = _form_or_none(where, given, method) if found else None
+            other = form_or_none(where, given, method) if found else None
             forms = UserError(
-                f"{where}: is in the form {other}, and the first example of its source in the form {found}; give each "
-                "form files of its own, and name them one by one in data.path, with commas."
+                f"{where}: is in the form {other}, and the first example of {file.rpartition('/')[2]} in the form "
+                f"{found}; give each form a file of its own."
             )
             refuse(error if other in (None, found) else forms, bad)
         else:
             yield example
 
 
-def _form_or_none(where: str, example: Example, method: str) -> str | None:
+def file_of(where: str) -> str:
+    """Return the file, or the data set, of a place such as `FILE:12` or `FILE: row 12`."""
+    return where.rpartition(":")[0]
+
+
+def form_or_none(where: str, example: Example, method: str, asked: str = "auto") -> str | None:
+    """Return an example's form by `form_of`, or None if that is unknown."""
     with contextlib.suppress(UserError):
-        return form_of(where, example, method)
+        return form_of(where, example, method, asked)
     return None
 
 

@@ -359,7 +359,7 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
         turn["tool_calls"] = _calls(where, turn["tool_calls"])
     reasons = _check_reasoning(where, role, turn)
     if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
-        raise UserError(f"{where} ({speaker}) is empty: no 'content'; fill it, or remove the example.")
+        raise UserError(f"{where} ({speaker}) is empty; fill it, or remove the example.")
     learned = role != "assistant" or keys.is_learned(where, turn)
     turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
     return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}

@@ -10,6 +10,7 @@ Whatever the functions print goes to standard error, and so into the rank's log.
 import importlib.util
 import inspect
 import json
+import logging
 import math
 import numbers
 import os
@@ -27,6 +28,7 @@ def main(seconds: float, names: list[str]) -> None:
     """Load the functions, report that, and answer every line until standard input ends."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as in the ranks: see training/__init__.py
 
     def reply(value: Any) -> None:
         print(json.dumps(value), file=replies, flush=True)
