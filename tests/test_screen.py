@@ -208,7 +208,13 @@ def test_preferences_are_judged_by_accuracy_and_margin(tmp_path):
         append_jsonl(run.evaluations, row)
     evaluation = Evaluation(recipe, run, Datasets([], [{}] * 4, None, []), None, None, print)
     said = "preference accuracy on 4 held-out examples: 50.0% -> 100.0%, margin 0.12 -> 3.50 nats"
-    assert evaluation.last_line(1.0) == said
+    assert evaluation.last_line(1.0) == said and evaluation.warning(1.0) is None
+    longer = (
+        "warning: most of the better answers are less likely than the others, as longer answers are; their margin, "
+    )
+    assert evaluation.warning(0.4).startswith(f"{longer}which DPO trains, rose by 3.38 nats.\n")
+    append_jsonl(run.evaluations, {"step": 9, "preference_accuracy": 0.0, "preference_margin": 0.0})
+    assert evaluation.warning(0.4) is None
 
 
 def test_no_right_answer_is_explained(tmp_path):
@@ -220,7 +226,7 @@ def test_no_right_answer_is_explained(tmp_path):
     assert f"data.max_new_tokens={recipe.data.max_new_tokens}" in first and str(run.answers) in first
     assert "more steps" in second and "data.metric=loss" in second
     assert evaluation.warning(0.25) is None
-    ranked = Evaluation(pages.find("tiny", "dpo_lora"), run, evaluation.datasets, None, None, print)
+    ranked = Evaluation(pages.find("tiny", "reward"), run, evaluation.datasets, None, None, print)
     assert ranked.warning(0.0) is None
 
 

@@ -104,7 +104,7 @@ class Evaluation(TrainerCallback):
         return line
 
     def warning(self, after: float) -> str | None:
-        """Return a warning with the fix if no answer is right, or the kept step is worse than none, or None."""
+        """Return a warning if no answer is right, the kept step is worse than none, or length decides, or None."""
         rows = read_jsonl(self.run.evaluations)
         first, last = rows[0], rows[-1] | {self.metric: after}
         sign = -1 if higher_is_better(self.metric) else 1
@@ -117,6 +117,14 @@ class Evaluation(TrainerCallback):
                     f"{title(key)} {shown(key, first[key])}, then {shown(key, last.get(key, math.nan))}; lower "
                     f"learning_rate (now {self.recipe.learning_rate:g}), or evaluate more often (eval_steps)."
                 )
+        if self.recipe.method.reference and self.metric == "preference_accuracy" and after < 0.5:
+            if (rose := last["preference_margin"] - first["preference_margin"]) <= 0:
+                return None
+            return (
+                "warning: most of the better answers are less likely than the others, as longer answers are; their "
+                f"margin, which {self.recipe.method.title} trains, rose by {rose:.2f} {self.recipe.method.unit}.\n"
+                "Compare runs by the margin, or train orpo_lora or simpo_lora, which compare answers per token."
+            )
         if self.metric != "exact_match" or after > 0:
             return None
         cut_off = round(last.get("cut_off", 0.0) * len(self.judged))
