@@ -272,6 +272,13 @@ def test_a_sample_in_place_of_your_data_is_named(capsys):
         assert ("data.path is not set: extract/train.jsonl, a sample" in capsys.readouterr().err) == said
 
 
+@pytest.mark.parametrize(("more", "said"), [("", True), (" lora.target_parameters=none", False)])
+def test_a_pages_experts_that_keep_adapters_are_named(more, said, capsys):
+    words = f"mixtral-8x7b lora --draft --gpus 1 lora_target=q_proj,v_proj --dry-run{more}".split()
+    assert launch_command.main(words) == 0
+    assert ("from the page, have adapters too" in capsys.readouterr().err) == said
+
+
 LINE = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
 BAD_DATA = {
     "empty": (b"", "empty"),

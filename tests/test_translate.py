@@ -366,6 +366,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (FACTORY, {"eval_strategy": "steps", "logging_steps": 3}, {"eval_steps": "3"}),
         (FACTORY, {"eval_strategy": "no", "save_strategy": "no"}, {"eval_steps": "none", "save_steps": "0"}),
         (FACTORY, {"save_strategy": "steps"}, {"save_steps": "500"}),
+        (FACTORY, {"model_name_or_path": "mistralai/Mixtral-8x7B-v0.1"}, {"lora.target_parameters": "none"}),
         (FACTORY, {}, {"tracking": "none"}),  # nothing is sent anywhere unless the file asks for it
         (AXOLOTL, {"wandb_project": ""}, {"tracking": "none"}),
         (AXOLOTL, {"wandb_project": "mine"}, {"tracking": "wandb", "wandb.project": "mine"}),

@@ -182,6 +182,14 @@ def requested(options: LaunchOptions) -> Request:
         recipe = replace(recipe, draft=replace(recipe.draft, enabled=True))
     for line in compatibility.unread(compatibility.Case(recipe), keys):
         print(line, file=sys.stderr, flush=True)
+    experts = recipe.lora and recipe.lora.target_parameters
+    if experts and "lora.target_modules" in keys and "lora.target_parameters" not in keys:
+        print(
+            f"lora.target_parameters={experts}, from the page, have adapters too; leave them out with "
+            "lora.target_parameters=none",
+            file=sys.stderr,
+            flush=True,
+        )
     if recipe.data.changed and not folder:
         print("data.changed=true is not read: the run starts anew; add --resume", file=sys.stderr, flush=True)
     return Request(page, recipe, folder)

@@ -238,6 +238,8 @@ def adapters(found: Translation) -> None:
     found.rename("lora.rank")
     found.rename("lora.alpha")
     found.set("lora.dropout", found.take("lora_dropout") or 0.0, "lora_dropout")
+    if not found.given("lora_target_parameters") and not found.given("target_parameters"):
+        found.set("lora.target_parameters", None)  # the experts of a page, say
 
 
 def number(value: Any, name: str) -> float:
