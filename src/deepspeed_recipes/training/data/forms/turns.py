@@ -307,6 +307,7 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
             f"{where} has {shown[0]!r}, which no turn has: name images in the example's own 'images', which recipes "
             "with model.vision=true read, or remove the field to train on the text alone."
         )
+    text_key = "value" if "from" in turn else "content"
     speaker = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
     unnamed = not isinstance(speaker, str)
@@ -359,7 +360,7 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
         turn["tool_calls"] = _calls(where, turn["tool_calls"])
     reasons = _check_reasoning(where, role, turn)
     if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
-        raise UserError(f"{where} ({speaker}) is empty; fill it, or remove the example.")
+        raise UserError(f"{where} ({speaker}) is empty: no {text_key!r}; fill it, or remove the example.")
     learned = role != "assistant" or keys.is_learned(where, turn)
     turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
     return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}
