@@ -50,14 +50,6 @@ def test_nothing_is_said_of_what_the_planner_would_choose_itself(capsys):
     assert "Left to the planner" not in capsys.readouterr().out
 
 
-def test_a_layout_that_deepspeed_cannot_run_is_named_with_what_it_takes_and_costs(capsys):
-    words = ["deepseek-v3", *ON_1024, "layout.tensor=2", "layout.pipeline=16", "layout.expert=64"]
-    assert main.run("plan", words) == 2
-    error = capsys.readouterr().err
-    assert "not divisible by 64 (expert)" in error and "folded over the ranks of a stage, as Megatron Core" in error
-    assert "the best plan that runs" in error and len(error.strip().splitlines()) == 2
-
-
 def test_a_micro_batch_that_does_not_fit_says_by_how_much_and_which_does(capsys):
     assert main.run("plan", ["llama3-8b", "lora", "--gpu", "4090", "micro_batch_size=16"]) == 1
     said = capsys.readouterr()

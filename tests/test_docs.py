@@ -139,7 +139,7 @@ def test_documented_commands_are_accepted(command, tmp_path, capsys):
         config = tmp_path / "config.json"
         config.write_text(json.dumps(pages.page("llama3").SIZES["8b"].config))
         arguments = [str(config) if word == "path/to/config.json" else word for word in arguments]
-        written = [word for before, word in pairwise(arguments) if before in ("--write", "--figure")]
+        written = [word for before, word in pairwise(arguments) if before == "--write"]
         arguments = [str(tmp_path / word) if word in written else word for word in arguments]
         named = {"--gpu", "--gpu-memory", "--which-gpu"} & set(arguments)
         here = [] if named else ["--gpu", "H100", "--gpus", "8"]

@@ -191,12 +191,6 @@ def test_hpz_is_written_for_the_nodes_there_are(tmp_path):
     assert f"deepspeed={tmp_path / 'zero3_hpz.json'}" in started(tmp_path)
 
 
-def test_the_figure_is_a_picture(tmp_path):
-    picture = tmp_path / "new" / "plan.png"
-    assert plan.main(["llama3-8b", *EIGHT, "--figure", str(picture)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(("gpu", "precision"), [("T4", "fp16"), ("V100-32GB", "fp16"), ("A10G", "bf16")])
 def test_what_is_written_is_in_a_precision_that_the_gpu_has(tmp_path, capsys, gpu, precision):
     assert plan.main(["llama3-1b", "--method", "lora", "--gpu", gpu, "--write", str(tmp_path)]) == 0
@@ -291,8 +285,6 @@ MISTAKES = {
     ): "--method full: your key=value settings change the method to lora; write --method lora",
     ("llama3-8b", "lora", *EIGHT, "--method", "qlora"): "lora and qlora: name one variant",
     ("llama3-8b", "lora", *EIGHT, "lorra"): "lora and lorra: name one variant; settings are written key=value",
-    ("llama3-8b", *EIGHT, "--figure", "plan.pdf"): "--figure plan.pdf: the format is PNG; name it plan.png",
-    ("llama3-8b", *EIGHT, "--figure", "/proc/plan.png"): "--figure /proc/plan.png: cannot be written",
     ("llama3-8b", *EIGHT, "--write", "/etc/passwd"): "--write /etc/passwd: cannot be written",
     ("llama3-8b", "--gpu-memory", "nan"): "--gpu-memory nan: must be above 0",
     ("llama3-8b", *EIGHT, "--host-memory", "inf"): "--host-memory inf: must be at least 0",
@@ -441,7 +433,6 @@ def test_what_needs_the_training_stack_is_answered_with_how_to_install_it(withou
         ([config_json(num_hidden_layers=5), *EIGHT], activate),
         (["llama3-8b", *EIGHT, "--method", "lora", "lora.target_modules=q_proj"], activate),
         (["nobody/nothing", *EIGHT], install),
-        (["llama3-8b", *EIGHT, "--figure", "plan.png"], install),
     ):
         done = without_the_stack(*words)
         assert done.returncode == 2 and said in done.stderr, done.stderr

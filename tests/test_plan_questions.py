@@ -2,7 +2,6 @@
 
 import io
 import json
-import math
 import re
 import shlex
 from contextlib import redirect_stdout
@@ -16,7 +15,6 @@ from tokenizers import Tokenizer
 
 from deepspeed_recipes.commands import main, plan
 from deepspeed_recipes.commands.plan import workload
-from deepspeed_recipes.planning.cost.constants import COUNTS
 from deepspeed_recipes.planning.hardware.cluster import Cluster, cluster
 from deepspeed_recipes.planning.hardware.gpus import DESKTOP
 from deepspeed_recipes.planning.hardware.instances import INSTANCES, prices
@@ -95,27 +93,6 @@ def test_hours_and_dollars_follow_from_speed_and_price(answer):
     unknown = answer("llama3-8b", "--gpu", "H100", "--gpus", "8", "--tokens", "1e9")["plans"][0]
     assert unknown["hours"] == pytest.approx(listed["hours"], rel=0.2) and unknown["dollars"] is None
     assert "hours" not in answer("llama3-8b", *EIGHT)["plans"][0], "nobody has said how much"
-
-
-def test_interruptions_cost_half_an_interval_and_a_restart_each(answer):
-    words = ("llama3-8b", *EIGHT, "--nodes", "2", "--tokens", "2B", "save_steps=100")
-    calm = answer(*words)["plans"][0]
-    hours = {every: answer(*words, "--spot", f"{every}h")["plans"][0]["hours"] for every in (1, 48, 480)}
-    interval = 100 * calm["step_seconds"] / 3600
-    for every in (48, 480):
-        interruptions = calm["hours"] / (every / 2)  # of either node
-        added = interruptions * (interval / 2 + COUNTS.restart)
-        assert hours[every] - calm["hours"] == pytest.approx(added, rel=0.05)
-    assert hours[1] > 1.5 * calm["hours"]
-    rare = answer(*words, "--spot", "1h", "save_steps=1000000")["plans"][0]["hours"]
-    assert hours[1] < rare < math.inf, "without checkpoints all is done again"
-
-
-def test_interruptions_need_something_to_interrupt():
-    with pytest.raises(UserError, match="--spot needs an amount of training"):
-        plan.main(["llama3-8b", *EIGHT, "--spot", "12h"])
-    with pytest.raises(UserError, match="--spot often: must be a time above 0"):
-        plan.main(["llama3-8b", *EIGHT, "--tokens", "1B", "--spot", "often"])
 
 
 def test_steps_and_data_say_how_much_too(answer, tmp_path):

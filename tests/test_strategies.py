@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from deepspeed_recipes.planning import table
 from deepspeed_recipes.planning.cost.memory import Memory
 from deepspeed_recipes.planning.hardware.cluster import cluster
 from deepspeed_recipes.planning.search import forecast, model_recipe, suggestions
@@ -19,7 +20,6 @@ from deepspeed_recipes.planning.search.plans import (
 )
 from deepspeed_recipes.planning.search.reasons import behind, why
 from deepspeed_recipes.planning.search.strategies import evaluate, plan_request, search, template
-from deepspeed_recipes.planning.show import table
 from deepspeed_recipes.recipe import limits, overrides, pages
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.layout import bubble

@@ -33,7 +33,7 @@ LAYERS["commands"] = set(LAYERS)
 """What each package may import from the others. `report` reads run folders and nothing else, so that a training that
 another launcher has started can write its report."""
 PACKAGE = ROOT / "src" / "deepspeed_recipes"
-PLANNING = ("hardware", "model_profile", "cost", "search", "show")
+PLANNING = ("hardware", "model_profile", "cost", "search")
 """The packages of `deepspeed_recipes.planning`, each of which imports only from those before it."""
 
 

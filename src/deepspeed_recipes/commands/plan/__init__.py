@@ -4,7 +4,7 @@
     ds-recipes plan llama3-70b --method lora --gpu H100 --gpus 8
     ds-recipes plan path/to/config.json --gpu A100-80GB --gpus 8 --nodes 4 --sequence-length 8192
     ds-recipes plan llama3-8b --method qlora --gpu-memory 24 --explain
-    ds-recipes plan qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3 --figure plans/qwen3.png
+    ds-recipes plan qwen3-32b --gpu p5.48xlarge --nodes 2 --write plans/qwen3
     ds-recipes plan llama3-8b --method lora --gpu g6e.xlarge --tokens 100M       # hours and dollars
     ds-recipes plan llama3-8b --method dpo_lora --which-gpu --tokens 500M
     ds-recipes plan llama3-70b --gpu p5.48xlarge --tokens 2B --deadline 3d
@@ -41,9 +41,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from ...planning import table
 from ...planning.search import extremes, model_recipe, strategies, suggestions
 from ...planning.search.plans import PlanRequest, SearchResult, Workload
-from ...planning.show import table
 from ...recipe import overrides
 from ...recipe.errors import UserError
 from ...recipe.project import program
@@ -88,9 +88,6 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.write:
         with files.system_errors_of("--write", arguments.write):
             files.write(request, result.best, arguments.write)
-    if arguments.figure:
-        with files.system_errors_of("--figure", arguments.figure):
-            files.draw(result, arguments.figure)
     return 0
 
 

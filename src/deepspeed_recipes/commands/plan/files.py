@@ -1,4 +1,4 @@
-"""Writes the files of `ds-recipes plan`: the best plan's DeepSpeed JSON, its launch script, and the figure."""
+"""Writes the files of `ds-recipes plan`: the best plan's DeepSpeed JSON and its launch script."""
 
 import contextlib
 import copy
@@ -11,18 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...config.resolve import Numbers, dumps, resolve
-from ...planning.search.plans import Plan, PlanRequest, SearchResult
+from ...planning import table
+from ...planning.search.plans import Plan, PlanRequest
 from ...planning.search.reasons import why
 from ...planning.search.strategies import template
-from ...planning.show import table
 from ...recipe import files
 from ...recipe.deepspeed_file import fill_prefetch, parse, with_zero
 from ...recipe.errors import UserError, cannot_write
 from ...recipe.files import Json
 from ...recipe.project import CONFIGS, TYPED
 from ...recipe.run_folder import write_json
-
-PLANS_DRAWN = 8
 
 
 @contextlib.contextmanager
@@ -106,16 +104,3 @@ def launch_script(request: PlanRequest, plan: Plan, folder: Path) -> str:
     checkout = os.environ.get(TYPED)  # the folder in which `python scripts/launch.py` works
     where = [f"cd {shlex.quote(checkout)} || exit"] if checkout else []
     return "\n".join([*lines, *where, f'{start} "$@"', ""])
-
-
-def draw(result: SearchResult, file: Path) -> None:
-    """Write the figure as a PNG."""
-    if file.suffix.lower() != ".png":
-        raise UserError(f"--figure {file}: the format is PNG; name it {file.with_suffix('.png')}.")
-    try:
-        from ...planning.show import figure  # matplotlib, half a second
-    except ImportError:
-        raise UserError(f"--figure {file}: needs matplotlib: pip install 'deepspeed-recipes[train]'") from None
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(file, figure.png(figure.labels([*result.plans, *result.tight][:PLANS_DRAWN])))

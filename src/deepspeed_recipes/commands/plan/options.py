@@ -12,7 +12,7 @@ from ...planning.cost.training_setup import KNOWN
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, of_cpus, this_machine, with_measurements
 from ...planning.hardware.machine_file import CPU, Machine
-from ...planning.search import forecast, model_recipe, plans, strategies, suggestions
+from ...planning.search import forecast, model_recipe, plans, strategies
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
 from ...recipe.errors import UserError
@@ -73,9 +73,6 @@ def parser(about: str | None) -> argparse.ArgumentParser:
         metavar="DOLLARS",
         help="price of a node per hour; also INSTANCE=DOLLARS",
     )
-    result.add_argument(
-        "--spot", metavar="12h", help="average time until a spot node is interrupted; hours then include restarts"
-    )
     result.add_argument("--deadline", metavar="8h", help="find the number of GPUs that train the tokens in this time")
     result.add_argument("--which-gpu", action="store_true", help="find the smallest and the cheapest hardware")
     result.add_argument("--longest", action="store_true", help="find the longest sequence that fits")
@@ -85,7 +82,6 @@ def parser(about: str | None) -> argparse.ArgumentParser:
         "--explain", action="store_true", help="give reasons for every plan, and show plans that do not fit"
     )
     result.add_argument("--write", type=Path, metavar="DIR", help="write the best plan's DeepSpeed JSON and launch.sh")
-    result.add_argument("--figure", type=Path, metavar="FILE", help="draw each plan's memory as a PNG")
     return result
 
 
@@ -139,11 +135,7 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
     recipe, keys = recipe_of(arguments)
     hardware = hardware_of(arguments)
     if not arguments.deadline:  # --deadline searches for as many GPUs as a layout needs
-        try:
-            check_layout(recipe, hardware, keys)
-        except UserError as error:
-            lacking = suggestions.beyond_deepspeed(strategies.plan_request(recipe, hardware), recipe.layout)
-            raise UserError(f"{error}\n{lacking}" if lacking else str(error)) from None
+        check_layout(recipe, hardware, keys)
     request = strategies.plan_request(recipe, hardware, keys)
     if tower := model_recipe.tower_parameters(arguments.model):
         request = replace(request, profile=replace(request.profile, tower_parameters=tower))

@@ -11,7 +11,7 @@ from ...planning.cost.states import stage_ranges
 from ...planning.hardware.cluster import Cluster
 from ...planning.model_profile.profile import LayerProfile, ModelProfile
 from ...planning.search import strategies
-from ...planning.show.table import columns, hardware_in_words
+from ...planning.table import columns, hardware_in_words
 from ...recipe.errors import UserError
 from ...recipe.gpus import GIB
 from ...recipe.project import command
@@ -23,7 +23,7 @@ SHARE = 0.92
 FORMATS = {"bf16": 2.0, "int8 or fp8": 1.0, "int4": 0.5 + 2 / 128}
 """Bytes per weight in the decoder's linear layers and experts; int4 has a bf16 scale per 128 weights. The rest stays in
 bf16."""
-OPTIONS = ("tokens", "examples", "example_tokens", "spot", "deadline", "write", "figure", "longest", "which_gpu")
+OPTIONS = ("tokens", "examples", "example_tokens", "deadline", "write", "longest", "which_gpu")
 """Options that are about training."""
 
 

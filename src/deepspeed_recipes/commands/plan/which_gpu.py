@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from ...planning import table
 from ...planning.hardware.cluster import Cluster
 from ...planning.hardware.gpus import GPUS
 from ...planning.hardware.instances import prices
 from ...planning.search import extremes, model_recipe, strategies
 from ...planning.search.plans import Plan, Workload, in_words
-from ...planning.show import table
-from ...planning.show.table import hardware_in_words
+from ...planning.table import hardware_in_words
 from ...recipe import pages
 from ...recipe.errors import UserError
 from ...recipe.files import Json
@@ -24,7 +24,7 @@ from .options import hardware_of, recipe_of
 
 USUAL = 1e9
 """Number of tokens with which hardware is compared, if the user gives none."""
-OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "figure")
+OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write")
 """Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
 
 
@@ -132,7 +132,7 @@ FAMILIES = ("qwen3", "llama3")
 
 def what_fits(arguments: argparse.Namespace, console: Console) -> int:
     """Print the largest model that fits by method, and return the exit status: 1 if none fits."""
-    about_a_model = ("overrides", "tokens", "examples", "deadline", "spot", "write", "figure", "longest", "which_gpu")
+    about_a_model = ("overrides", "tokens", "examples", "deadline", "write", "longest", "which_gpu")
     if any(getattr(arguments, name) for name in about_a_model):
         raise UserError("name a model first, for example llama3-8b; without one, --gpu NAME lists what fits.")
     hardware = hardware_of(arguments)

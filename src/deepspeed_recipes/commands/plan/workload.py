@@ -5,7 +5,6 @@ import importlib.util
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -34,15 +33,6 @@ HOURS = {"d": 24.0, "h": 1.0, "m": 1 / 60}
 
 def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     """Return the amount of training, or None if neither the command line nor a key that the user has set gives it."""
-    found = _workload(arguments, recipe, keys)
-    if arguments.spot is None:
-        return found
-    if found is None:
-        raise UserError("--spot needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
-    return replace(found, node_hours=deadline(arguments.spot, "--spot"))
-
-
-def _workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str]) -> Workload | None:
     known = prices(arguments.price)
     if arguments.examples or arguments.example_tokens:
         if not (arguments.examples and arguments.example_tokens):
@@ -82,7 +72,7 @@ def tokens(text: str, flag: str = "--tokens") -> float:
     return number
 
 
-def deadline(text: str, flag: str = "--deadline") -> float:
+def deadline(text: str) -> float:
     """Return the hours of `8h`, `90m`, `2d` or `1d12h`."""
     parts = re.findall(r"([0-9.]+)\s*([dhm])", text.strip().lower())
     try:
@@ -90,7 +80,7 @@ def deadline(text: str, flag: str = "--deadline") -> float:
     except ValueError:
         hours = 0.0
     if re.sub(r"[0-9.]+\s*[dhm]\s*", "", text.strip().lower()) or not 0 < hours < math.inf:
-        raise UserError(f"{flag} {text}: must be a time above 0 with its unit, such as 8h, 90m or 2d.")
+        raise UserError(f"--deadline {text}: must be a time above 0 with its unit, such as 8h, 90m or 2d.")
     return hours
 
 

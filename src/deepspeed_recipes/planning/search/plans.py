@@ -263,34 +263,14 @@ class Workload:
     """How the number of tokens was determined, if the user did not give it."""
     document_length: float | None = None
     """As in `TrainingSetup`; None if the data was not read."""
-    node_hours: float | None = None
-    """Average hours until a node is interrupted, for spot instances. None if nodes are never interrupted."""
 
     def steps(self, plan: Plan) -> int:
         """Return the number of optimizer steps."""
         return math.ceil(self.tokens / plan.setup.tokens_per_step)
 
     def hours(self, plan: Plan) -> float:
-        """Return the hours of training, interruptions included; loading, evaluation and checkpoints are not."""
-        return self._training_hours(plan) + self.interrupted_hours(plan)
-
-    def _training_hours(self, plan: Plan) -> float:
+        """Return the hours of training; loading, evaluation and checkpoints are not included."""
         return self.tokens / (plan.speed * plan.setup.world_size) / 3600
-
-    def interrupted_hours(self, plan: Plan) -> float:
-        """Return the hours lost to restarts and to repeating the steps since the newest checkpoint.
-
-        Interruptions are independent of each other, and an interruption of any node stops the whole run: J. T. Daly
-        2006, equation 13 (doi:10.1016/j.future.2004.11.016), without the time to write a checkpoint.
-        """
-        if self.node_hours is None:
-            return 0.0
-        training, mean = self._training_hours(plan), self.node_hours / plan.cluster.nodes
-        saves = plan.recipe.save_steps
-        steps = math.inf if isinstance(saves, str) or not saves else saves
-        interval = min(training, steps * plan.time.seconds / 3600)
-        each = (mean + COUNTS.restart) * math.expm1(min(interval / mean, COUNTS.hopeless))
-        return training / interval * each - training
 
     def dollars(self, plan: Plan) -> float | None:
         """Return the price of the run in dollars, or None if the nodes' price is unknown."""

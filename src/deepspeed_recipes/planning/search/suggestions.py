@@ -13,7 +13,7 @@ from .extremes import growing
 from .model_recipe import METHODS, method_of, pinned
 from .plans import Plan, PlanRequest, SearchResult
 from .reasons import behind, tightness
-from .strategies import evaluate, plan_request, search
+from .strategies import plan_request, search
 
 TILES, OFFLOADED = "tiled_loss=true tiled_mlp=true", "activation_offloading=true"
 FEW_GPUS = 64
@@ -208,10 +208,6 @@ def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
         return None
 
 
-FILES = {"pipeline": "pipeline.json", "tensor": "tensor_parallel.json", "sequence": "sequence_parallel.json"}
-"""DeepSpeed file used to cost a layout that cannot run, by the dimension that is split in addition to experts."""
-
-
 def is_layout_key(key: str) -> bool:
     """Return whether an override key decides how ranks share the model."""
     return key == "deepspeed" or key.startswith("layout.")
@@ -236,27 +232,3 @@ def asked_compared(request: PlanRequest, result: SearchResult) -> str | None:
         f"Left to the planner, {faster} plan{'s' * (faster > 1)} would be faster, the first with {better}: {reaches}. "
         f"The requested layout compared with the first: {behind(own, first)}."
     )
-
-
-def beyond_deepspeed(request: PlanRequest, layout: Layout) -> str | None:
-    """Return what DeepSpeed lacks to combine expert parallelism with another kind, and what such a layout would reach.
-
-    None for other layouts, which `recipe.limits` explains. The request's model is a mixture of experts.
-    """
-    others = [name for name in FILES if getattr(layout, name) > 1]
-    gpus, copies = request.cluster.gpus, layout.tensor * layout.pipeline * layout.sequence
-    if layout.expert == 1 or not others or gpus % copies or gpus // layout.pipeline % layout.expert:
-        return None
-    batch = math.ceil(request.recipe.global_batch_size / (gpus // copies)) * (gpus // copies)
-    file = FILES[others[0]]
-    recipe = replace(request.recipe, layout=layout, deepspeed=file, micro_batch_size=1, global_batch_size=batch)
-    plan, runs = evaluate(request, recipe), search(replace(request, fixed=frozenset())).best
-    runnable = f", compared with {_cost(runs)} for {runs.recipe.deepspeed}, the best plan that runs" if runs else ""
-    return (
-        f"This needs expert parallelism folded over the ranks of a stage, as Megatron Core has it (arXiv:2504.14960); "
-        f"the predicted cost would be {_cost(plan)}{runnable}."
-    )
-
-
-def _cost(plan: Plan) -> str:
-    return f"{plan.speed:,.0f} tokens/s/GPU with {plan.gpu_gib:,.0f} GiB"

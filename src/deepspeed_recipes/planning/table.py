@@ -9,19 +9,19 @@ from itertools import repeat
 from rich.console import Console
 from rich.table import Table
 
-from ...recipe import overrides, pages, project
-from ...recipe.errors import counted
-from ...recipe.files import Json
-from ...recipe.methods.grpo import Grpo
-from ...recipe.recipe import Layout, Recipe
-from ..cost.constants import COUNTS, constants
-from ..hardware.cluster import Cluster
-from ..hardware.gpus import DESKTOP_HOST
-from ..hardware.instances import INSTANCES
-from ..model_profile.profile import ModelProfile
-from ..search.model_recipe import method_of
-from ..search.plans import GIB, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
-from ..search.reasons import behind, why
+from ..recipe import overrides, pages, project
+from ..recipe.errors import counted
+from ..recipe.files import Json
+from ..recipe.methods.grpo import Grpo
+from ..recipe.recipe import Layout, Recipe
+from .cost.constants import COUNTS, constants
+from .hardware.cluster import Cluster
+from .hardware.gpus import DESKTOP_HOST
+from .hardware.instances import INSTANCES
+from .model_profile.profile import ModelProfile
+from .search.model_recipe import method_of
+from .search.plans import GIB, Plan, PlanRequest, SearchResult, Workload, in_words, kind_of
+from .search.reasons import behind, why
 
 SHOWN = 8
 """Number of plans in the table."""
@@ -242,12 +242,6 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     documents = workload.document_length
     if recipe.packs and documents and documents < recipe.sequence_length:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
-    if workload.node_hours is not None:
-        yield (
-            f"Interruptions of each node, every {workload.node_hours:g} h on average, add "
-            f"{workload.interrupted_hours(plan):,.1f} h: {60 * COUNTS.restart:.0f} minutes each, and the steps since "
-            f"the newest checkpoint (save_steps={recipe.save_steps}). Run with --max-restarts."
-        )
     hourly = workload.per_hour(cluster)
     if hourly is None:
         equipped = {

@@ -1,1 +1,0 @@
-"""Plans as a table, as JSON and as a figure."""
