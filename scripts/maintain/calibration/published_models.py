@@ -18,7 +18,7 @@ from deepspeed_recipes.recipe.recipe import Lora
 
 from . import MEASUREMENTS
 from .published_rows import PublishedRow, published_rows, questions
-from .shipped_profiles import compute_profile
+from .shipped_profiles import compute_profile, merged
 
 MODELS = MEASUREMENTS / "published_models.json"
 PROFILES = MEASUREMENTS / "published_profiles.json"
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] = ()) -> None:
         config = config_of(model)
         digest = lookup.digest(config)
         new = compute_profile(config, adapters)
-        profiles[digest] = lookup.merged(new, profiles[digest]) if digest in profiles else new
+        profiles[digest] = merged(new, profiles[digest]) if digest in profiles else new
         print(model, *map(training_mode, adapters), flush=True)
     files.write_text(PROFILES, lookup.text(dict(sorted(profiles.items()))))
 

@@ -3,9 +3,10 @@
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from deepspeed_recipes.planning.model_profile.lookup import PROFILES, key, merged, read, text
+from deepspeed_recipes.planning.model_profile.lookup import PROFILES, key, read, text
 from deepspeed_recipes.planning.model_profile.profile import ModelProfile, training_mode
 from deepspeed_recipes.recipe import files, pages
 from deepspeed_recipes.recipe.errors import UserError
@@ -36,6 +37,18 @@ def compute_profile(config: Mapping[str, Any], loras: Sequence[Lora]) -> ModelPr
         except UserError:
             continue  # adapters on fused experts have neither dropout nor magnitudes
     return profile
+
+
+def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
+    """Return a model's profile with the training modes of both profiles."""
+
+    def both(mine: Any, theirs: Any, *fields: str) -> Any:
+        return replace(mine, **{field: {**getattr(mine, field), **getattr(theirs, field)} for field in fields})
+
+    kinds = zip(one.layer_kinds, other.layer_kinds, strict=True)
+    layers = tuple(both(*pair, "adapter_parameters", "saved", "backward_peak") for pair in kinds)
+    outside: ModelProfile = both(one, other, "saved_outside_layers", "loss_peak")
+    return replace(outside, layer_kinds=layers)
 
 
 def main(arguments: Sequence[str] = ()) -> None:

@@ -153,7 +153,7 @@ def shown(plans: Sequence[Plan]) -> list[Plan]:
 
 def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """Yield notes on a plan: its range, assumptions and side effects."""
-    recipe, cluster, gpus = plan.recipe, plan.cluster, plan.setup.world_size
+    recipe, cluster = plan.recipe, plan.cluster
     batch, before, gpu = recipe.global_batch_size, request.recipe.global_batch_size, plan.cluster.gpu.name
     low, high = plan.gpu_gib_range
     yield f"Memory, by published runs of its kind: {low:,.0f} to {high:,.0f} GiB."
@@ -189,18 +189,14 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
             "per pass (micro_batch_size, packing) cost little."
         )
     if machine := cluster.machine:
-        others = "the network and whatever was not measured are from datasheets"
+        others = "whatever was not measured is from datasheets"
         if cluster.on_cpus:
             others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
-        elif machine.network_gbs:
-            others = "whatever was not measured is from datasheets"
         yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
     elif not plan.time.measured:
         yield f"No measurements on {gpu} were used: the order of the plans is more reliable than their speeds."
     if recipe.precision == "fp16" and not cluster.gpu.bf16:
         yield f"{gpu} has no bf16, so training is in fp16; its first steps search for a loss scale."
-    if batch < gpus:
-        yield f"A step has fewer sequences ({batch}) than there are GPUs ({gpus}), which is why the model is split."
 
 
 def _rollouts(plan: Plan, method: Grpo, profile: ModelProfile) -> str:
@@ -244,22 +240,15 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
     hourly = workload.per_hour(cluster)
     if hourly is None:
-        equipped = {
-            workload.prices.of_node(name) or math.inf: name
-            for name in reversed(workload.prices.known())  # at equal prices the first one listed
-            if (INSTANCES[name].gpu, cluster.instance) == (cluster.gpu.name, "")
-            and INSTANCES[name].gpus >= cluster.gpus_per_node
-        }
-        if not equipped:
-            what = cluster.instance or cluster.gpu.name
-            yield f"The price of {what} is unknown: give --price, in dollars per hour of a node."
-            return
-        price, name = min(equipped.items())
-        yield (
-            f"The price of {cluster.gpu.name} alone is unknown. The cheapest known node with enough of them, {name}, "
-            f"would cost ${max(price * cluster.nodes * hours, 0.01):,.2f} at ${price:,.2f} per hour, "
-            f"{workload.prices.source(name)}. Plan it with --gpu {name}."
-        )
+        equipped = [
+            name
+            for name in workload.prices.known()
+            if INSTANCES[name].gpu == cluster.gpu.name and INSTANCES[name].gpus >= cluster.gpus_per_node
+        ]
+        cheapest = min(equipped, key=lambda name: workload.prices.of_node(name) or math.inf, default="")
+        other = f"; the cheapest known node with enough of them is --gpu {cheapest}" if cheapest else ""
+        what = cluster.instance or f"{cluster.gpu.name} alone"
+        yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{other}."
         return
     where = "the node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"
     each = "" if cluster.gpus == 1 else f", {hourly / cluster.gpus:,.2f} per GPU"

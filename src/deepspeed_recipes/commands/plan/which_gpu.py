@@ -50,13 +50,10 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
     if least and all(plan.cluster != least.cluster for plan in shown):
         shown.append(least)
     if not shown:
-        near = extremes.fastest(request, work) if hours else None
-        if near is None:
-            where = "whatever the deadline" if hours else f"up to {extremes.NODES[-1]} nodes"
-            raise UserError(f"{arguments.model} does not fit on any hardware of the catalogue, {where}.")
+        wanted = f"finishes within {in_words(hours)}" if hours else "fits"
         raise UserError(
-            f"--deadline {arguments.deadline}: no hardware meets it with up to {extremes.NODES[-1]} nodes; the fastest "
-            f"with a known price is {near.cluster.nodes} x {near.cluster.instance}, {in_words(work.hours(near))}."
+            f"{arguments.model}: nothing in the catalogue {wanted}, with up to {extremes.NODES[-1]} nodes; "
+            "--gpu NAME --gpus N --nodes M shows how far it is."
         )
     first = shown[0]
     on_first = strategies.plan_request(recipe, first.cluster, keys, work.document_length)

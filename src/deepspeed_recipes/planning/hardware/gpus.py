@@ -116,25 +116,17 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _nearest(name: str) -> str:
-    """Return suggestions for an unknown GPU: similar names, and GPUs with about the memory in the name."""
+    """Return suggestions for an unknown GPU: those with its number or a similar name, otherwise all."""
     known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
     bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
     numbers = {word for word in _words(name) if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
     same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
-    similar = [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)]
-    close = (same_number or similar)[:_NEAR]
-    stated = re.search(r"(\d+)\s*gi?b?\b", name.lower())
-    if not close and not stated:
+    close = (same_number or [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)])[:_NEAR]
+    if not close:
         return f"{all_names()}."
-    if _words(name) & {"laptop", "mobile"} and close:
-        by_name = f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."
-    else:
-        by_name = f"did you mean {', '.join(close)}?" if close else "none has a similar name."
-    if not stated:  # a similar name says nothing of the memory
-        return by_name
-    gib = float(stated[1])
-    alike = sorted((gpu for gpu in GPUS if gpu.name not in close), key=lambda gpu: abs(gpu.memory_gib - gib))
-    return f"{by_name} GPUs with about {gib:.0f} GiB: {', '.join(gpu.name for gpu in alike[:_NEAR])}."
+    if _words(name) & {"laptop", "mobile"}:
+        return f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."
+    return f"did you mean {', '.join(close)}?"
 
 
 def all_names() -> str:

@@ -90,11 +90,7 @@ def prices(words: Iterable[str]) -> Prices:
         number = re.fullmatch(r"\$?\s*([0-9]*\.?[0-9]+|[0-9]+\.)\s*(?:\$|usd|dollars?)?", text.strip(), re.IGNORECASE)
         price = float(number[1]) if number else 0.0
         if not price:
-            if re.fullmatch(r"\$?\s*\d+,\d{1,2}", text.strip()):
-                raise UserError(f"--price {word}: use a decimal point: {text.strip().replace(',', '.')}.")
-            other = re.search(r"[€£¥₹]|\b(?!usd\b)[a-z]{3}\b|(?<=\d)(?!usd\b)[a-z]{3}\b", text.lower())
-            what = f"{other[0].upper()} is not supported, convert it;" if other else "not a price;"
-            raise UserError(f"--price {word}: {what} give US dollars per hour of one node, such as --price 2.50.")
+            raise UserError(f"--price {word}: not a price; give US dollars per hour of one node, such as --price 2.50.")
         instance = instance_name(name) if equals else ""
         if instance is None:
             near = get_close_matches(name, INSTANCES, n=1)

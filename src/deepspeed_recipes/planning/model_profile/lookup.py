@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -41,38 +41,20 @@ def profile_of(config: JsonView, lora: Lora | None = None) -> ModelProfile:
     mode, stored = training_mode(lora), shipped(config)
     if not any(mode in profile.saved_outside_layers for profile in stored):
         code = b"".join(Path(__file__).with_name(name).read_bytes() for name in PROFILER)
-        cached = cache() / f"{key(config)} {hashlib.sha256(code).hexdigest()[:8]}.json"
-        stored += read(cached).values()
+        cached = cache() / f"{key(config)} {hashlib.sha256(code + mode.encode()).hexdigest()[:8]}.json"
+        stored = list(read(cached).values())
     for profile in stored:
         if mode in profile.saved_outside_layers:
             return profile
     require("transformers")
     from .meta_device import profile_model
 
-    # Every stored profile has the mode `full`.
-    profile = profile_model(config, [lora] if stored else [None, lora] if lora else [None])
-    for other in stored:
-        profile = merged(profile, other)
-    _store(cached, text({key(config): profile}))
+    profile = profile_model(config, [None, lora] if lora else [None])
+    try:
+        files.write_text(cached, text({key(config): profile}))
+    except OSError as error:  # everything is computed again each time
+        _say_once(f"not kept for the next time: {of_system(error)}")
     return profile
-
-
-def tower_parameters(config: JsonView) -> int:
-    """Return the number of parameters of a vision-language model outside its decoder and head, or 0 without a tower.
-
-    Counting takes seconds the first time; `config` is the whole `config.json`.
-    """
-    if not config.get("vision_config"):
-        return 0
-    cached = cache() / f"{key(config)} tower.json"
-    if cached.exists():
-        return int(json.loads(cached.read_text(encoding="utf-8")))
-    require("transformers")
-    from .meta_device import tower_parameters as counted
-
-    found = counted(config)
-    _store(cached, json.dumps(found))
-    return found
 
 
 def shipped(config: JsonView) -> list[ModelProfile]:
@@ -101,18 +83,6 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deepspeed-recipes" / "profiles"
 
 
-def merged(one: ModelProfile, other: ModelProfile) -> ModelProfile:
-    """Return a model's profile with the training modes of both profiles."""
-
-    def both(mine: Any, theirs: Any, *fields: str) -> Any:
-        return replace(mine, **{field: {**getattr(mine, field), **getattr(theirs, field)} for field in fields})
-
-    kinds = zip(one.layer_kinds, other.layer_kinds, strict=True)
-    layers = tuple(both(*pair, "adapter_parameters", "saved", "backward_peak") for pair in kinds)
-    outside: ModelProfile = both(one, other, "saved_outside_layers", "loss_peak")
-    return replace(outside, layer_kinds=layers)
-
-
 def read(file: Path) -> dict[str, ModelProfile]:
     """Return the profiles in a file by key; none if the file does not exist or has an older format."""
     try:
@@ -132,14 +102,6 @@ def text(profiles: Mapping[str, ModelProfile]) -> str:
     """Return the content of a file of profiles by key."""
     lines = (f"{json.dumps(name)}: {json.dumps(to_dict(one))}" for name, one in profiles.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _store(file: Path, text: str) -> None:
-    """Write to the cache; if it cannot be written, everything is computed again each time."""
-    try:
-        files.write_text(file, text)
-    except OSError as error:
-        _say_once(f"not kept for the next time: {of_system(error)}")
 
 
 @lru_cache

@@ -25,8 +25,6 @@ MOST_TOKENS = 2**20
 """The longest sequence to try, in tokens, for a model whose positions are not limited."""
 NODES = (1, 2, 4, 8, 16)
 """Numbers of nodes of the catalogue to try, until the model fits and the run meets the deadline."""
-TRIED = 3
-"""Number of instances to try with many nodes, to find the run that comes closest to a deadline."""
 GAIN = 2
 """Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
 LARGE_NODE = 8
@@ -154,13 +152,6 @@ def by_price(request: PlanRequest, workload: Workload, hours: float | None = Non
     """Return the best plan on every instance with a price, with as many nodes as it needs, the cheapest run first."""
     found = (_first(request, workload, [of_instance(name)], hours) for name in workload.prices.known())
     return sorted((plan for plan in found if plan), key=lambda plan: workload.dollars(plan) or 0)
-
-
-def fastest(request: PlanRequest, workload: Workload) -> Plan | None:
-    """Return the fastest run, with up to the most nodes of the fastest instances, or None if nothing fits."""
-    alone = sorted(by_price(request, workload), key=workload.hours)[:TRIED]
-    many = (search(replace(request, cluster=replace(one.cluster, nodes=NODES[-1]))).best for one in alone)
-    return min((*alone, *(one for one in many if one)), key=workload.hours, default=None)
 
 
 def _first(request: PlanRequest, workload: Workload, nodes: Sequence[Cluster], hours: float | None) -> Plan | None:

@@ -13,7 +13,7 @@ from ...recipe.files import Json, JsonView, text_of, without_attention
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import read_json
 from .. import TABLES
-from ..model_profile import decoders, lookup
+from ..model_profile import decoders
 from ..model_profile.lookup import profile_of
 
 MIXERS = ("mamba", "linear_", "conv_L")
@@ -118,13 +118,16 @@ def config_of(name: str) -> Json | None:
 def remark(name: str) -> str | None:
     """Return what a plan omits or assumes about a model, or None if nothing or if a page describes the model."""
     config = config_of(name)
-    return decoders.remark(config, bool(lookup.tower_parameters(config))) if config else None
+    return decoders.remark(config, bool(tower_parameters(name))) if config else None
 
 
 def tower_parameters(name: str) -> int:
     """Return the parameters of the vision tower of a model without a page, which its decoder's profile lacks, or 0."""
-    config = config_of(name)
-    return lookup.tower_parameters(config) if config else 0
+    config = config_of(name) or {}
+    try:
+        return profile_of(config).tower_parameters if config.get("vision_config") else 0
+    except UserError:  # transformers may have the decoder alone
+        return 0
 
 
 def method_of(recipe: Recipe) -> str:

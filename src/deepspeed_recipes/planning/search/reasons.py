@@ -142,17 +142,13 @@ def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 def _split_sequences(request: PlanRequest, plan: Plan) -> str:
     """Return what would happen if sequences were split over fewer GPUs."""
-    setup, layout, have = plan.setup, plan.setup.layout, request.cluster.gpu.memory_gib
+    setup, layout, batch = plan.setup, plan.setup.layout, plan.recipe.global_batch_size
     fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
     where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
     lean = replace(_leanest(setup), layout=replace(layout, sequence=fewer))
-    whole = replace(lean, gradient_checkpointing=setup.gradient_checkpointing)
     # The high end of the range decides whether a plan fits.
-    least, most = (memory_range(one)[1] * _gpu_gib(request, one) for one in (lean, whole))
-    if least > have:
+    if (least := memory_range(lean)[1] * _gpu_gib(request, lean)) > request.cluster.gpu.memory_gib:
         return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {least:,.0f} GiB"
-    if (batch := plan.recipe.global_batch_size) < setup.data_parallel_size * layout.sequence // fewer:
+    if batch < setup.data_parallel_size * layout.sequence // fewer:
         return f"{batch} sequences per step are too few for all GPUs without it"
-    if most > have:
-        return f"{where} all activations of a sequence would need up to {most:,.0f} GiB, so that some were recomputed"
     return f"{where} a sequence leaves less room for other sequences"

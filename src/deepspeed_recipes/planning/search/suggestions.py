@@ -131,7 +131,7 @@ def _more_gpus(request: PlanRequest) -> Changes:
 
 
 def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
-    """Yield how the best plan compares with one node, a larger batch and other methods, and the layout's added sizes.
+    """Yield how the best plan compares with one node, a larger batch and other methods.
 
     Other methods are not searched for other variants than `METHODS`, and not where that would take seconds.
     """
@@ -151,12 +151,6 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
                 f"With {change}, a sequence for every GPU, {other.recipe.deepspeed} would reach {other.speed:,.0f} "
                 f"tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
             )
-    sizes = {name: size for name, size in vars(best.recipe.layout).items() if size > 1}
-    more = {name: size for name, size in sizes.items() if f"layout.{name}" not in request.fixed}
-    if more and any(key.startswith("layout.") for key in request.fixed):
-        what = " and ".join(f"{name} {size}" for name, size in more.items())
-        whole = " ".join(f"layout.{name}=1" for name in more)
-        yield f"In addition to the requested layout, the planner chose {what}; {whole} turns that off."
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return
     parts = []
