@@ -55,12 +55,8 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     The profile includes the setup's training mode; of the cluster only the GPUs per node and their memory matter.
     """
     stages, ranks_per_node = stage_shards(profile, setup), min(cluster.gpus_per_node, setup.world_size)
-    distinct: dict[object, StageShard] = {}  # later ones of equal stages have fewer micro-batches in flight
-    for shard in stages:
-        counts = tuple((id(kind), count) for kind, count in shard.layer_counts)
-        distinct.setdefault((counts, shard.parameters, shard.largest_module, shard.is_last), shard)
     room = cluster.gpu.memory_gib * GIB
-    moments = (_gpu_moments(profile, shard, setup, room) for shard in distinct.values())
+    moments = (_gpu_moments(profile, shard, setup, room) for shard in {id(shard): shard for shard in stages}.values())
     width, processes = WIDTH[setup.precision], ranks_per_node * COUNTS.process
     offloaded = [_offloaded_bytes(shard, setup) for shard in stages]
     host = ranks_per_node * max(on_host for on_host, _ in offloaded)

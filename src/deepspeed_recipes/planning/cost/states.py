@@ -108,7 +108,10 @@ class StageShard:
 
 
 def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | None = None) -> tuple[StageShard, ...]:
-    """Return the shard of each pipeline stage, balanced by parameters; `layout` replaces the setup's."""
+    """Return the shard of each pipeline stage, balanced by parameters; `layout` replaces the setup's.
+
+    Stages with equal layers share one, the first's, which has the most micro-batches in flight.
+    """
     layout = layout or setup.layout
     waiting = min(layout.pipeline, setup.gradient_accumulation_steps)
     return _stage_shards(profile, layout.pipeline, layout.tensor, waiting, setup.lora, setup.saved_parameters)
@@ -118,30 +121,33 @@ def stage_shards(profile: ModelProfile, setup: TrainingSetup, layout: Layout | N
 def _stage_shards(
     profile: ModelProfile, stages: int, tensor: int, waiting: int, lora: Lora | None, saved: int
 ) -> tuple[StageShard, ...]:
-    output_matrix, found = profile.vocab_size * profile.hidden_size, []
+    output_matrix = profile.vocab_size * profile.hidden_size
+    found: dict[object, StageShard] = {}
+    keys = []
     head = _head_of_a_stage(profile) if stages > 1 else profile.head_parameters  # 0 if it is tied
     for index, span in enumerate(stage_ranges(profile, stages)):
-        is_last, order = index == stages - 1, profile.layer_order[span.start : span.stop]
-        counts = tuple((profile.layer_kinds[kind], count) for kind, count in Counter(order).items())
+        is_last, order = index == stages - 1, Counter(profile.layer_order[span.start : span.stop])
+        keys.append((*order.items(), index == 0, is_last))
+        if keys[-1] in found:
+            continue
+        counts = tuple((profile.layer_kinds[kind], count) for kind, count in order.items())
         own = sum(count * (kind.parameters - kind.tensor_split * (1 - 1 / tensor)) for kind, count in counts)
         adapters = sum(count * activations.of_mode(kind.adapter_parameters, lora) for kind, count in counts if lora)
         ends = (0 if index else profile.embedding_parameters) + (head if is_last else 0)
-        found.append(
-            StageShard(
-                hidden_size=profile.hidden_size,
-                layer_counts=counts,
-                parameters=own + ends,
-                expert_parameters=sum(count * kind.expert_parameters for kind, count in counts),
-                linear_parameters=sum(count * sum(map(prod, kind.linears)) for kind, count in counts),
-                adapter_parameters=adapters + saved,
-                largest_module=max(
-                    *(kind.largest_module for kind, _ in counts), output_matrix if is_last or not index else 0
-                ),
-                micro_batches_in_flight=min(stages - index, waiting),
-                is_last=is_last,
-            )
+        found[keys[-1]] = StageShard(
+            hidden_size=profile.hidden_size,
+            layer_counts=counts,
+            parameters=own + ends,
+            expert_parameters=sum(count * kind.expert_parameters for kind, count in counts),
+            linear_parameters=sum(count * sum(map(prod, kind.linears)) for kind, count in counts),
+            adapter_parameters=adapters + saved,
+            largest_module=max(
+                *(kind.largest_module for kind, _ in counts), output_matrix if is_last or not index else 0
+            ),
+            micro_batches_in_flight=min(stages - index, waiting),
+            is_last=is_last,
         )
-    return tuple(found)
+    return tuple(found[key] for key in keys)
 
 
 @lru_cache(maxsize=4096)

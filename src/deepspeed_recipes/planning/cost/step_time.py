@@ -15,7 +15,7 @@ from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
 from .constants import COUNTS, Constants, constants, measured_constants
-from .states import stage_ranges
+from .states import stage_shards
 from .training_setup import TrainingSetup
 
 
@@ -141,43 +141,34 @@ def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Const
 
 
 def _stages(job: Job) -> list[dict[str, float]]:
-    """Return the costs of one micro-batch and the parameters of a rank, for each kind of pipeline stage.
+    """Return the costs of one micro-batch and a rank's parameters before ZeRO, for each kind of pipeline stage.
 
-    These are the sums of `_layer` over the stage's layers, those of its ends included, and the number of `layers`,
-    `sent`, and the `micro_batch` as a whole.
+    These are the sums of `_layer` over the stage's layers, the number of `layers`, `sent`, and the `micro_batch` as a
+    whole. `updated` parameters are shared by all of ZeRO's ranks.
     """
     profile, setup, layout, links, sent = job.profile, job.setup, job.setup.layout, (job.cluster, job.known), 0.0
-    ranges, of_kinds = stage_ranges(profile, layout.pipeline), [_layer(job, kind) for kind in profile.layer_kinds]
     if layout.pipeline > 1:  # a micro-batch to the next stage, and the gradient to the previous one
         # Tensor-parallel ranks hold the same activations: each sends its part, and the receivers gather the parts.
         stride = layout.tensor * layout.sequence * setup.data_parallel_size
         part = communication.send(job.activation_bytes / layout.tensor, Group(layout.pipeline, stride), *links)
         sent = 2 * (part + communication.gather(job.activation_bytes, Group(layout.tensor, 1), *links))
-    found: dict[tuple[object, ...], dict[str, float]] = {}
-    for number, layers in enumerate(ranges):
-        order = profile.layer_order[layers.start : layers.stop]
-        counts = [order.count(index) for index in range(len(of_kinds))]
-        is_last = number == len(ranges) - 1
-        if (key := (*counts, number == 0, is_last)) in found:
-            continue  # most stages equal the previous stage
-        stage = {
-            name: sum(count * one[name] for count, one in zip(counts, of_kinds, strict=True)) for name in of_kinds[0]
-        }
-        ends = (profile.embedding_parameters if number == 0 else 0) + (profile.head_parameters if is_last else 0)
-        stage["parameters"] += ends / layout.tensor
-        if setup.lora is None:  # experts elsewhere are updated together with this rank's
-            stage["updated"] = setup.trained_share * (stage["parameters"] + stage["elsewhere"])
+    found = []
+    for shard in {id(shard): shard for shard in stage_shards(profile, setup)}.values():
+        of_kinds = [(_layer(job, kind), count) for kind, count in shard.layer_counts]
+        stage = {name: sum(count * one[name] for one, count in of_kinds) for name in of_kinds[0][0]}
+        stage["parameters"] = shard.parameters - shard.expert_parameters * (1 - 1 / layout.expert)
+        stage["updated"] = shard.trained(setup)  # experts elsewhere are updated together with this rank's
         stage["trained"] = stage["updated"] if setup.lora else setup.trained_share * stage["parameters"]
-        stage |= {"logits": compute_time.head_seconds(job) if is_last else 0.0, "sent": sent, "layers": len(layers)}
+        stage["logits"] = compute_time.head_seconds(job) if shard.is_last else 0.0
+        stage |= {"sent": sent, "layers": sum(count for _, count in shard.layer_counts)}
         stage["micro_batch"] = sum(stage[name] for name in (*COMPUTE, *SPLIT, "sent"))
-        found[key] = stage
-    return list(found.values())
+        found.append(stage)
+    return found
 
 
 def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
-    """Return a layer's seconds for a micro-batch and a rank's part of its weights."""
-    setup, layout = job.setup, job.setup.layout
-    elsewhere = kind.expert_parameters * (1 - 1 / layout.expert)
+    """Return a layer's seconds for a micro-batch, and numbers for other components of the step."""
+    setup = job.setup
     moved = activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0
     # ZeRO-3 gathers as many matrices at once as it prefetches, FSDP a layer. Experts that are modules are gathered one
     # by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
@@ -189,9 +180,6 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     return {
         **compute_time.layer_seconds(job, kind),
         **_split_seconds(job, kind),
-        "parameters": kind.parameters - kind.tensor_split * (1 - 1 / layout.tensor) - elsewhere,  # before ZeRO
-        "elsewhere": elsewhere,
-        "updated": compute_time.adapter_parameters(kind, setup) / layout.tensor,  # by all of ZeRO's ranks
         "trained_weights": compute_time.trained_weights(kind, setup),  # their number
         "moved": moved,  # bytes of activations that are offloaded between the passes
         "gathers": gathers,  # number of collectives
