@@ -155,12 +155,6 @@ COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "lau
 """The components of the seconds of a layer and of the head."""
 
 
-def adapter_parameters(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of adapter parameters on a decoder layer's linear layers, or 0 without adapters."""
-    widths = sum(sum(shape) for shape in kind.linears)
-    return setup.lora.rank * widths * adapted_share(kind, setup) if setup.lora else 0.0
-
-
 def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return the seconds of a decoder layer's passes for one micro-batch, by the names in `COMPUTE`."""
     setup, known, tokens, tensor = job.setup, job.known, job.setup.tokens_per_pass, job.setup.layout.tensor
@@ -176,7 +170,8 @@ def layer_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
             products[index] += product_seconds(job, *shape)
     share = min(1.0, kind.active_weights / dense) if dense else 0.0
     forward, to_input, to_weights = (share * each + of_experts for each in products)
-    adapters = job.divided(2 * tokens * adapter_parameters(kind, setup))
+    added = setup.lora.rank * sum(map(sum, kind.linears)) * adapted_share(kind, setup) if setup.lora else 0.0
+    adapters = job.divided(2 * tokens * added)
     attention, attention_backward = attention_seconds(job, kind)
     moved, dora_norms, twice = _moved_bytes(job, kind) / job.bandwidth, 0.0, 0.0
     packed = dense + (0 if setup.software.grouped_experts else kind.expert_parameters / setup.layout.expert)

@@ -168,32 +168,20 @@ def _stages(job: Job) -> list[dict[str, float]]:
 
 def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     """Return a layer's seconds for a micro-batch, and numbers for other components of the step."""
-    setup = job.setup
+    profile, setup, layout, size = job.profile, job.setup, job.setup.layout, job.activation_bytes
+    links = job.cluster, job.known
     moved = activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0
     # ZeRO-3 gathers as many matrices at once as it prefetches, FSDP a layer. Experts that are modules are gathered one
     # by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
     matrices, gathers = len(kind.linears), 1.0
     if matrices and not setup.software.fsdp:
-        ahead = math.ceil(setup.prefetched(job.profile.hidden_size, kind.parameters) / (kind.parameters / matrices))
+        ahead = math.ceil(setup.prefetched(profile.hidden_size, kind.parameters) / (kind.parameters / matrices))
         experts = COUNTS.expert_matrices * compute_time.experts_alone(kind, setup)
         gathers = matrices + experts if experts else max(1.0, matrices / ahead)
-    return {
-        **compute_time.layer_seconds(job, kind),
-        **_split_seconds(job, kind),
-        "trained_weights": compute_time.trained_weights(kind, setup),  # their number
-        "moved": moved,  # bytes of activations that are offloaded between the passes
-        "gathers": gathers,  # number of collectives
-    }
-
-
-def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
-    """Return the seconds of a layer's collectives for tensor, sequence and expert parallelism."""
-    profile, setup, layout, size = job.profile, job.setup, job.setup.layout, job.activation_bytes
-    links = job.cluster, job.known
     forward = 1 + (setup.recomputes_layers or setup.selective)
     # Forward, the outputs of attention and of the feed-forward layer are summed; backward, AutoTP sums the gradient of
     # each matrix's input separately.
-    sums = 2 * forward + max(2, len(kind.linears) - 2)
+    sums = 2 * forward + max(2, matrices - 2)
     # Queries, keys and values go to the ranks that have their heads, and the results come back. Before and after each
     # exchange, its parts are joined: read and written (`training.parallel.sequence._exchange`).
     heads = 2 * profile.attention_heads + 2 * profile.key_value_heads
@@ -202,9 +190,13 @@ def _split_seconds(job: Job, kind: LayerProfile) -> dict[str, float]:
     exchange = communication.all_to_all(exchanged, Group(layout.sequence, layout.tensor), *links, 4)
     routed = 2 * kind.experts_per_token * size
     return {
+        **compute_time.layer_seconds(job, kind),
         "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), *links),
         "sequence": (forward + 1) * (exchange + 4 * exchanged / job.bandwidth),
         "expert": (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), *links),
+        "trained_weights": compute_time.trained_weights(kind, setup),  # their number
+        "moved": moved,  # bytes of activations that are offloaded between the passes
+        "gathers": gathers,  # number of collectives
     }
 
 

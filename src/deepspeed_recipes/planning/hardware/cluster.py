@@ -121,7 +121,7 @@ def of_cpus(machine: Machine, ranks: int | None = None) -> Cluster:
     ranks = ranks or machine.ranks
     machine = replace(machine, ranks=1, seconds=machine.alone) if ranks == 1 else machine
     memory, best = machine.host_memory_gib / ranks, max(rate for _, rate in machine.product_rates("bf16"))
-    gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, f"measured on {machine.date}", tflops=best / 1e12)
+    gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, tflops=best / 1e12)
     return Cluster(machine.measured(gpu), ranks, host_memory_gib=machine.host_memory_gib, machine=machine)
 
 

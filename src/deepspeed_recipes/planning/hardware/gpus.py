@@ -30,7 +30,6 @@ class Gpu:
     """Streaming multiprocessors (compute units of an MI300X), over which a matrix product is spread."""
     network_gbs: float
     """Network bandwidth per GPU in GB/s per direction, as in usual machines. The user may give another value."""
-    source: str
     host_gbs: float = 256.0
     """Memory bandwidth of a usual host in GB/s; a desktop computer's is `DESKTOP_GBS`."""
     kind: str = "server"
@@ -53,9 +52,9 @@ class Gpu:
 
 
 def _gpu(row: list[str]) -> Gpu:
-    name, kind, *figures, bf16, source = row
+    name, kind, *figures, bf16, _ = row
     gib, gbs, link, pcie, units, network, host = map(float, figures)
-    return Gpu(name, gib, gbs, link, pcie, int(units), network, source, host, kind, bf16 == "yes")
+    return Gpu(name, gib, gbs, link, pcie, int(units), network, host, kind, bf16 == "yes")
 
 
 _, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
@@ -143,7 +142,4 @@ def with_memory(gib: float, name: str | None = None) -> Gpu:
     """Return a GPU of which only the memory is known, with the speed of the slowest GPU with the nearest memory."""
     modern = [gpu for gpu in GPUS if gpu.bf16]
     like = min(modern, key=lambda gpu: (round(abs(gpu.memory_gib - gib) / gib, 1), gpu.bf16_tflops))
-    name = name or f"GPU with {gib:g} GiB"
-    return replace(
-        like, name=name, like=like.name, memory_gib=gib, source=f"{name}, assumed to be as fast as {like.name}"
-    )
+    return replace(like, name=name or f"GPU with {gib:g} GiB", like=like.name, memory_gib=gib)

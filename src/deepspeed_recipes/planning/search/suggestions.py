@@ -145,33 +145,24 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
             else "Efficiency: nothing fits on one node to compare with."
         )
     for change, larger in _larger_batch(request):
-        other = search(larger).best
-        if other and other.speed >= best.speed:
+        found = search(larger).best
+        if found and found.speed >= best.speed:
             yield (
-                f"With {change}, a sequence for every GPU, {other.recipe.deepspeed} would reach {other.speed:,.0f} "
-                f"tokens/s/GPU, {other.speed / best.speed:.1f} times as many; adapt the learning rate."
+                f"With {change}, a sequence for every GPU, {found.recipe.deepspeed} would reach {found.speed:,.0f} "
+                f"tokens/s/GPU, {found.speed / best.speed:.1f} times as many; adapt the learning rate."
             )
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return
-    parts = []
+    parts, layout = [], {f"layout.{name}" for name in vars(Layout())}
     for name in METHODS:
-        other_request = with_method(request, name) if name != recipe.variant else None
-        if plan := other_request and _best_whole(other_request):
+        other = with_method(request, name) if name != recipe.variant else None
+        # Searching with a whole model on each GPU takes a tenth of the time.
+        if plan := other and search(replace(other, fixed=other.fixed | layout)).best:
             host = f" with {plan.memory.host_gib:,.0f} GiB of host memory"
             offloads = plan.setup.offload_optimizer != "none"
             parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host if offloads else ''}")
     if parts:
         yield f"Other methods, in tokens/s/GPU and memory: {'; '.join(parts)}."
-
-
-def _best_whole(request: PlanRequest) -> Plan | None:
-    """Return the best plan that keeps the model whole on each GPU, as searching takes a tenth of the time, or any."""
-    if not any(key.startswith("layout.") for key in request.fixed):
-        whole = request.fixed | {f"layout.{name}" for name in vars(Layout())}
-        best = search(replace(request, fixed=whole)).best
-        if best and not best.tier:
-            return best
-    return search(request).best
 
 
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
@@ -216,13 +207,6 @@ def asked_compared(request: PlanRequest, result: SearchResult) -> str | None:
     first, own = free.best, next(iter((*result.plans, *result.tight)), None)
     if first is None or (own and own.speed >= first.speed):
         return None
-    layout = limits.as_overrides(first.recipe.layout)
-    better = f"deepspeed={first.recipe.deepspeed}{' ' if layout else ''}{layout}"
-    reaches = f"{first.speed:,.0f} tokens/s/GPU with {first.gpu_gib:.0f} GiB"
-    if own is None:
-        return f"Left to the planner: {better}, {reaches}."
-    faster = sum(plan.speed > own.speed for plan in free.plans)
-    return (
-        f"Left to the planner, {faster} plan{'s' * (faster > 1)} would be faster, the first with {better}: {reaches}. "
-        f"The requested layout compared with the first: {behind(own, first)}."
-    )
+    better = " ".join([f"deepspeed={first.recipe.deepspeed}", *limits.as_overrides(first.recipe.layout).split()])
+    told = f"Left to the planner: {better}, {first.speed:,.0f} tokens/s/GPU with {first.gpu_gib:.0f} GiB."
+    return f"{told} The requested layout compared with the first: {behind(own, first)}." if own else told
