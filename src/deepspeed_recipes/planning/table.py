@@ -247,7 +247,7 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
         ]
         cheapest = min(equipped, key=lambda name: workload.prices.of_node(name) or math.inf, default="")
         other = f"; the cheapest known node with enough of them is --gpu {cheapest}" if cheapest else ""
-        what = cluster.instance or f"{cluster.gpu.name} alone"
+        what = cluster.instance or cluster.gpu.name
         yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{other}."
         return
     where = "the node" if cluster.nodes == 1 else f"{cluster.nodes} nodes"

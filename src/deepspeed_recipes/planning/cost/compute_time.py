@@ -215,8 +215,7 @@ def head_seconds(job: Job) -> float:
     tokens, width = setup.labelled_share * setup.tokens_per_pass, job.profile.vocab_size / setup.layout.tensor
     tiles, per_logit = 0, COUNTS.loss
     if setup.tiles(job.profile.vocab_size):
-        added = 1 / COUNTS.tile_columns + (0 if setup.lora else 1 / COUNTS.tile_tokens)
-        tiles, per_logit = 1, COUNTS.tiled_loss + COUNTS.added_up * hidden * added
+        tiles, per_logit = 1, COUNTS.tiled_loss
     passes = (2 if setup.lora else 3) + tiles + setup.reference
     one = passes * product_seconds(job, tokens, width, hidden) + per_logit * tokens * width / job.bandwidth
     return (1 + setup.further_token) * one
@@ -244,12 +243,6 @@ def _moved_bytes(job: Job, kind: LayerProfile) -> float:
     passes = min(known.passes, COUNTS.fused_passes) if setup.fuses else known.passes
     passes *= COUNTS.fp32_passes if setup.software.fp32_activations else 1.0
     vectors = passes * (kind.active_weights / hidden / tensor + COUNTS.residual * hidden)
-    # If each head of queries and keys is normalised, as in Qwen3, two vectors of a head's width remain.
-    head = kind.attention_width / profile.attention_heads
-    norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * hidden
-    if head and norms == 2 * head:
-        normed = head * (profile.attention_heads + profile.key_value_heads)
-        vectors += (COUNTS.norm_fused if setup.fuses else COUNTS.norm) * normed / tensor
     moved = 2 * tokens * vectors
     if setup.attention == "eager" and kind.attention_width:
         moved += tokens * setup.sequence_length * profile.attention_heads / tensor * known.scores

@@ -25,7 +25,7 @@ class Memory:
 
     moments: Mapping[str, Components]
     """Of the fullest GPU, in the order of a run: `loading`, `rollout` (for methods that learn from the model's own
-    answers), `loss`, `backward` (the start of the backward pass), `gradients` (its end), `step`, `saving`."""
+    answers), `loss`, `backward` (the start of the backward pass), `gradients` (its end), `step`."""
     host_gib: float
     """Host memory of one node at its fullest moment."""
     nvme_gib: float
@@ -138,16 +138,13 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
         if setup.zero_stage == 3 and setup.rollout_gathers:  # beyond a rank's shards
             whole = max(whole, width * shard.parameters * (1 - 1 / setup.zero_ranks))
         found["rollout"] = at(forward, key_value_cache=cache, live_parameters=whole)
-    live, buckets, everything = {"live_parameters": between_passes}, permanent_buckets, reduce_buckets
-    if setup.zero_ranks > 1 and _is_unbucketed(setup):  # a copy is reduced after the backward pass
-        everything += min(shard.trained(setup), COUNTS.all_reduce_buffer) * (4 if setup.fp32_accumulation else width)
+    live, buckets = {"live_parameters": between_passes}, permanent_buckets
     return {
         **found,
         "loss": at(forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
         "backward": at(forward, activations=waiting + backward, buckets=reduce_buckets, **live),
-        "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=everything),
+        "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=reduce_buckets),
         "step": at(step, buckets=buckets),
-        "saving": at(forward, live_parameters=gathered, buckets=buckets),
     }
 
 
@@ -163,12 +160,8 @@ def _buckets(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
     if setup.zero_stage == 3:
         kept = one + (COUNTS.muon_buffers if setup.optimizer == "muon" else 0)
         return kept, kept + one  # the buffer, and a copy in the order of the ranks
-    if _is_unbucketed(setup):
+    if setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation):
         return 0.0, 0.0
     # With several ranks a flat copy is reduced (deepspeed, stage_1_and_2.py, `allreduce_bucket`).
     flat = min(1.0, shard.trained(setup) / size) if setup.zero_ranks > 1 else 0.0
     return 0.0, one * ((2 if setup.overlap_comm else 1) + flat)
-
-
-def _is_unbucketed(setup: TrainingSetup) -> bool:
-    return setup.zero_stage == 0 or (setup.zero_stage == 1 and setup.fp32_accumulation)

@@ -101,11 +101,7 @@ class TrainingSetup:
     reduce_bucket_size: int | None = None
     """In elements, or None for the Trainer's value for `auto`, the hidden size squared."""
     prefetch_bucket_size: int | None = None
-    """In elements, stage 3, or None for 0.9 of the hidden size squared, or as `gathers_layers` describes."""
-    gathers_layers: bool = False
-    """The launcher replaces "auto" by `deepspeed_file.prefetch_size`."""
-    persistence_threshold: int | None = None
-    """Elements of a weight below which it is never sharded (stage 3), or None for ten times the hidden size."""
+    """In elements, stage 3, or None for `deepspeed_file.prefetch_size`, by which the launcher replaces "auto"."""
     kept_weights: int = KEPT_WEIGHTS
     """Most gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP, which frees
     each layer."""
@@ -173,9 +169,7 @@ class TrainingSetup:
 
     def prefetched(self, hidden: int, layer: float) -> float:
         """Return the number of elements that ZeRO-3 prefetches, by the hidden size and a layer's weights."""
-        if self.prefetch_bucket_size is not None:
-            return self.prefetch_bucket_size
-        return prefetch_size(hidden, int(layer)) if self.gathers_layers else 0.9 * hidden**2
+        return prefetch_size(hidden, int(layer)) if self.prefetch_bucket_size is None else self.prefetch_bucket_size
 
     def reduced(self, hidden: int) -> int:
         """Return the number of gradients reduced at once, for a model of this hidden size."""
@@ -240,8 +234,6 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         overlap_comm=bool(zero.get("overlap_comm", file.stage == 3)),
         reduce_bucket_size=_elements(zero, "reduce_bucket_size", 5 * 10**8),
         prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
-        gathers_layers=True,
-        persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
         **{name: getattr(recipe, name) for name in OF_RECIPE},
         **{name: getattr(file, name) for name in OF_FILE},

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ...recipe import limits, overrides, pages
 from ...recipe.errors import UserError
-from ...recipe.recipe import Layout
 from ..cost.constants import COUNTS
 from .extremes import growing
 from .model_recipe import METHODS, method_of, pinned
@@ -153,11 +152,11 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
             )
     if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
         return
-    parts, layout = [], {f"layout.{name}" for name in vars(Layout())}
+    parts, whole = [], {"layout.tensor", "layout.pipeline", "layout.expert"}
     for name in METHODS:
         other = with_method(request, name) if name != recipe.variant else None
-        # Searching with a whole model on each GPU takes a tenth of the time.
-        if plan := other and search(replace(other, fixed=other.fixed | layout)).best:
+        # Searching with whole matrices and layers on each GPU takes a tenth of the time.
+        if plan := other and search(replace(other, fixed=other.fixed | whole)).best:
             host = f" with {plan.memory.host_gib:,.0f} GiB of host memory"
             offloads = plan.setup.offload_optimizer != "none"
             parts.append(f"--method {name}: {plan.speed:,.0f}, {plan.gpu_gib:.1f} GiB{host if offloads else ''}")
