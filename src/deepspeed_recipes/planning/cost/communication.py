@@ -51,8 +51,7 @@ def gather(size: float, group: Group, cluster: Cluster, constants: Constants, co
 
 def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
     """Return the seconds of an all-reduce, as of a reduce-scatter and an all-gather, in `count` parts."""
-    ratio = constants.cpu.all_reduce if constants.cpu else 1.0
-    return 2 * ratio * gather(size, group, cluster, constants, count)
+    return 2 * gather(size, group, cluster, constants, count)
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:

@@ -9,8 +9,7 @@ short sequences leave multiprocessors idle. The shares in `constants.json` are f
 
 from collections.abc import Container
 from dataclasses import dataclass
-from itertools import pairwise
-from math import log, prod
+from math import prod
 
 from ..hardware.cluster import Cluster
 from ..model_profile.profile import LayerProfile, ModelProfile, training_mode
@@ -142,13 +141,13 @@ def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def host_seconds(kind: LayerProfile, setup: TrainingSetup, known: Constants) -> tuple[float, float]:
     """Return the host's seconds for a layer's forward pass and for its backward pass."""
-    others, taken, rates = min(COUNTS.hook_ranks, setup.zero_ranks) - 1, 0.0, known.cpu or COUNTS
+    others, taken = min(COUNTS.hook_ranks, setup.zero_ranks) - 1, 0.0
     hook = known.hook * (1 + known.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks, launches = hooked_modules(kind, setup) * hook, kernels(kind, setup) * known.launch
     if setup.zero_stage and not setup.software.fsdp:
-        taken = rates.gradient_hook * trained_weights(kind, setup)
+        taken = COUNTS.gradient_hook * trained_weights(kind, setup)
         taken /= setup.gradient_accumulation_steps if setup.zero_stage == 1 else 1
-    return launches + hooks, rates.backward_launches * launches + rates.backward_hooks * hooks + taken
+    return launches + hooks, COUNTS.backward_launches * launches + COUNTS.backward_hooks * hooks + taken
 
 
 COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "launch")
@@ -223,16 +222,9 @@ def head_seconds(job: Job) -> float:
 
 def product_seconds(job: Job, rows: float, columns: float, depth: float) -> float:
     """Return the seconds of a matrix product of [rows, depth] and [depth, columns]."""
-    operations, cpu = 2 * rows * columns * depth, job.known.cpu
-    if cpu:  # as fast as a square product of the same size
-        side = (rows * columns * depth) ** (1 / 3)
-        for (small, slow), (large, fast) in pairwise(cpu.products):
-            if side <= large:
-                return operations / (slow + (fast - slow) * max(0.0, log(side / small) / log(large / small)))
-        return operations / cpu.products[-1][1]
     rate = job.peak * job.known.matmul * (job.known.unaligned if columns % 64 or depth % 64 else 1.0)
     waves = rows * columns / (COUNTS.product_tile * job.cluster.gpu.units)
-    return operations / rate * (1 + job.known.waves / waves)
+    return 2 * rows * columns * depth / rate * (1 + job.known.waves / waves)
 
 
 def _moved_bytes(job: Job, kind: LayerProfile) -> float:

@@ -81,26 +81,14 @@ class Cpu:
     They are for one precision, and all measured. Times are in seconds.
     """
 
-    products: tuple[tuple[float, float], ...]
-    """The side of square matrix products, and their operations per second, the smallest first."""
     score: tuple[tuple[float, float], ...]
     """Attention per score, and per score and unit of the heads' width; for the forward and the backward pass."""
-    backward_launches: float
-    """Ratio of what Python takes for a layer's backward pass to its forward pass."""
-    backward_hooks: float
-    """The same ratio for what ZeRO-3 adds."""
-    gradient_hook: float
-    """ZeRO's processing of a trained weight's gradient."""
-    updated: tuple[float, ...]
-    """Optimizer step per updated parameter: without ZeRO, at ZeRO-1 and -2, at ZeRO-3."""
+    updated: float
+    """Optimizer step per updated parameter."""
     gradients: tuple[float, ...]
     """Backward pass per trained parameter, independent of the tokens: writing the gradient, and ZeRO's copies."""
     rest: tuple[tuple[float, float], ...]
     """Python outside the layers, per micro-batch and per step: without ZeRO-3, and with it."""
-    all_reduce: float = 1.0
-    """Ratio of an all-reduce to two all-gathers of the same size."""
-    reduce_scatter: float = 1.0
-    """Ratio of a reduce-scatter to an all-gather of the same size."""
 
 
 def resolve(data: JsonView, gpu: str) -> Constants:
@@ -126,7 +114,7 @@ def constants(gpu: str) -> Constants:
 ALL = "all"
 DATASHEET = "datasheet"
 """The kind of speeds on machines that were not measured: all published runs that can be planned."""
-CPU_SPEEDS = (0.747, 1.192)
+CPU_SPEEDS = (0.744, 1.128)
 """The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
 
@@ -197,47 +185,36 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
 
 def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Constants:
     """Return the constants of CPU ranks, which are all measured."""
-    seconds, peak, suffix = machine.seconds, gpu.bf16_tflops * 1e12, " fp32" if dtype == "fp32" else ""
+    seconds, suffix, rate = machine.seconds, " fp32" if dtype == "fp32" else "", machine.product_rates(dtype)[-1][1]
     plain, zero1, zero3 = (seconds[f"layer {name}"] for name in ("plain", "zero1", "zero3"))
-    alone = seconds["layer plain fp32"] if dtype == "fp32" else plain
-    ahead, behind = (max(0.0, zero3[name] - zero1[name]) for name in ("forward", "backward"))
+    launches = (seconds["layer plain fp32"] if dtype == "fp32" else plain)["forward"]
     parameter = seconds.get("parameter") or machine.alone["parameter"]  # files before 2026-11-28 have the second only
-    updated, gradients = (
-        tuple(parameter[f"{dtype} {name} {which}"] for name in ("plain", "zero1", "zero3"))
-        for which in ("step", "backward")
-    )
     cpu = Cpu(
-        products=tuple((float(side), rate) for side, rate in machine.product_rates(dtype)),
         score=_per_score(machine, dtype),
-        backward_launches=alone["backward"] / alone["forward"],
-        backward_hooks=behind / ahead if ahead else 0.0,
-        gradient_hook=max(0.0, zero1["backward"] - plain["backward"]) / COUNTS.layer_modules,
-        updated=updated,
-        gradients=gradients,
+        updated=parameter[f"{dtype} zero1 step"],
+        gradients=tuple(parameter[f"{dtype} {name} backward"] for name in ("plain", "zero1", "zero3")),
         rest=tuple((layer["rest forward"] + layer["rest backward"], layer["rest step"]) for layer in (zero1, zero3)),
     )
-    latency, link = 0.0, 1.0
+    latency, link, hooks = 0.0, 1.0, max(0.0, zero3["forward"] - zero1["forward"])
     if machine.ranks > 1:
         gather = seconds[f"all_gather large{suffix}"]
         latency = min(gather, seconds[f"all_gather small{suffix}"])
-        ahead = max(0.0, ahead - latency)  # it contains the collective that gathers the layer
+        hooks = max(0.0, hooks - latency)  # it contains the collective that gathers the layer
         received = (machine.ranks - 1) / machine.ranks * machine.sizes["message"]
         link = received / max(1e-9, gather - latency) / (gpu.pcie_gbs * 1e9)
-        reduced, scattered = (seconds[f"{name} large{suffix}"] for name in ("all_reduce", "reduce_scatter"))
-        cpu = replace(cpu, all_reduce=reduced / (2 * gather), reduce_scatter=scattered / gather)
     return replace(
         assumed,
-        matmul=cpu.products[-1][1] / peak,
+        matmul=rate / (gpu.bf16_tflops * 1e12),
         waves=0.0,
-        memory=_elementwise(machine, dtype, alone["forward"], assumed.passes, cpu) / (gpu.memory_gbs * 1e9),
+        memory=_elementwise(machine, dtype, rate, launches, assumed.passes, cpu) / (gpu.memory_gbs * 1e9),
         link=link,
         peer=0.0,
         latency=latency,
         gap=0.0,
         overlap=0.0,
         unaligned=1.0,
-        launch=alone["forward"] / COUNTS.kernels,
-        hook=ahead / COUNTS.layer_modules,
+        launch=launches / COUNTS.kernels,
+        hook=hooks / COUNTS.layer_modules,
         waiting=0.0,
         step=zero1["step"],
         step_sharded=zero3["step"],
@@ -260,7 +237,7 @@ def _per_score(machine: Machine, dtype: str) -> tuple[tuple[float, float], ...]:
     return tuple(found)
 
 
-def _elementwise(machine: Machine, dtype: str, launches: float, passes: float, cpu: Cpu) -> float:
+def _elementwise(machine: Machine, dtype: str, rate: float, launches: float, passes: float, cpu: Cpu) -> float:
     """Return the bytes per second of a layer's element-wise operations, by the engine's count of bytes in bf16.
 
     They are what the passes of a layer take beyond its products, its attention and Python.
@@ -268,7 +245,7 @@ def _elementwise(machine: Machine, dtype: str, launches: float, passes: float, c
     hidden, inner, heads, kept, sequences, length = machine.sizes["wide"].values()
     tokens, weights = sequences * length, hidden * (hidden * (2 + 2 * kept / heads) + 3 * inner)
     rest = sum(machine.seconds["wide"][f"{dtype} {name}"] for name in ("forward", "backward"))
-    rest -= 6 * tokens * weights / cpu.products[-1][1] + (1 + cpu.backward_launches) * launches
+    rest -= 6 * tokens * weights / rate + (1 + COUNTS.backward_launches) * launches
     rest -= tokens * length * heads * sum(each + wide * hidden / heads for each, wide in cpu.score)
     moved = 3 * 2 * tokens * (passes * weights / hidden + COUNTS.residual * hidden)
     return float(moved / max(rest, moved * machine.seconds["copy"] / (2 * machine.sizes["copy"])))

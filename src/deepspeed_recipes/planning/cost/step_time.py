@@ -44,7 +44,7 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
         # The gradients of every micro-batch go to the host, the weights come back.
         offload = communication.to_host(setup.value_bytes * own * (micro_batches + 1), cluster, known)
     elif known.cpu:
-        adam = own * known.cpu.updated[BY_STAGE[zero]]
+        adam = own * known.cpu.updated
     else:
         adam = own * updated_bytes(setup) / job.bandwidth
     if setup.offload_optimizer == "nvme":
@@ -217,7 +217,7 @@ def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
         ahead, back = (communication.gather(weights, one, *links, stage["gathers"]) for one in (group, near))
         sent = zero_traffic(3, int(held), 0, 1, 1, setup.kept_weights)["all-gather"]
         again = sent / held - 1 if held else 0.0  # the share that ZeRO-3 has not kept
-        return ahead + again * back + gathered * (job.known.cpu.reduce_scatter if job.known.cpu else 1.0), 0.0
+        return ahead + again * back + gathered, 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
     reduced = communication.all_reduce(gradients, group, *links, reductions)
