@@ -5,6 +5,10 @@ from dataclasses import replace
 from deepspeed_recipes.planning.model_profile.profile import LayerProfile, ModelProfile
 
 
+ADAPTERS = ("lora", "lora dropout", "dora", "dora dropout")
+"""Training modes with adapters on every linear layer."""
+
+
 def llama(hidden=4096, wide=14336, layers=32, heads=32, shared=8, vocabulary=128256, window=None) -> ModelProfile:
     """Return a Llama's profile; by default that of Llama-3.1-8B."""
     narrow = hidden // heads * shared
@@ -18,7 +22,11 @@ def llama(hidden=4096, wide=14336, layers=32, heads=32, shared=8, vocabulary=128
         (wide, hidden),
     )
     weights = sum(inputs * outputs for inputs, outputs in linears)
-    kind = LayerProfile(weights + 2 * hidden, weights, 0, linears, weights, hidden, window, modules=9)
+    per_rank = {f"{mode} rank": float(sum(map(sum, linears))) for mode in ADAPTERS}
+    adapters = dict.fromkeys(ADAPTERS, 0.0) | per_rank
+    kind = LayerProfile(
+        weights + 2 * hidden, weights, 0, linears, weights, hidden, window, modules=9, adapter_parameters=adapters
+    )
     head = vocabulary * hidden + hidden
     return ModelProfile(
         "llama", hidden, vocabulary, heads, shared, (kind,), (0,) * layers, vocabulary * hidden, head, False
@@ -42,5 +50,6 @@ def mixture(experts=8, chosen=2) -> ModelProfile:
         None,
         chosen,
         modules=8,
+        adapter_parameters=kind.adapter_parameters,
     )
     return replace(dense, layer_kinds=(changed,))

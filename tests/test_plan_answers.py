@@ -38,7 +38,6 @@ def test_a_larger_batch_is_suggested_where_gpus_outnumber_sequences(capsys):
     assert re.search(r"deepspeed|global_batch_size|layout.expert=64", capsys.readouterr().err)
     few = said(capsys, "llama3-8b", "--gpu", "H100", "--gpus", "8", "--nodes", "16")
     assert "With global_batch_size=128, a sequence for every GPU," in few
-    assert "which is why the model is split" in few
 
 
 def test_several_nodes_are_compared_with_one(capsys):

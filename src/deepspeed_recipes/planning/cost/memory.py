@@ -106,7 +106,7 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
         kept_whole = min(width * setup.kept_weights, states.loaded_bytes(shard, setup))
         between_passes = max(gathered + states.held_by_autograd(shard.expert_parameters, setup), kept_whole)
     held = states.held_by_autograd(kinds[0].expert_parameters, setup)
-    permanent_buckets, reduce_buckets = _buckets(shard, setup)
+    buckets, reduce_buckets = _buckets(shard, setup)
     layout = setup.layout  # each kind of parallelism has process groups in addition to that of all ranks
     groups = 1 + sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.sequence, layout.expert))
     frozen = width / (setup.zero_ranks if setup.zero_stage == 3 else 1)  # bytes per parameter
@@ -138,7 +138,7 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
         if setup.zero_stage == 3 and setup.rollout_gathers:  # beyond a rank's shards
             whole = max(whole, width * shard.parameters * (1 - 1 / setup.zero_ranks))
         found["rollout"] = at(forward, key_value_cache=cache, live_parameters=whole)
-    live, buckets = {"live_parameters": between_passes}, permanent_buckets
+    live = {"live_parameters": between_passes}
     return {
         **found,
         "loss": at(forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),

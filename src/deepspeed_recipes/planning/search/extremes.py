@@ -12,6 +12,7 @@ from ...recipe.errors import UserError, counted
 from ...recipe.layout import data_parallel_size
 from ...recipe.limits import NODE
 from ...recipe.recipe import Recipe
+from ..cost.constants import COUNTS
 from ..hardware.cluster import Cluster, of_instance
 from ..hardware.gpus import DESKTOP, DESKTOP_HOST, find
 from ..hardware.instances import INSTANCES
@@ -25,10 +26,6 @@ MOST_TOKENS = 2**20
 """The longest sequence to try, in tokens, for a model whose positions are not limited."""
 NODES = (1, 2, 4, 8, 16)
 """Numbers of nodes of the catalogue to try, until the model fits and the run meets the deadline."""
-GAIN = 2
-"""Largest gain in a GPU's speed from more nodes: its states shrink, so it recomputes less."""
-LARGE_NODE = 8
-"""Minimum GPUs per node for runs on several nodes: smaller nodes have slow networks."""
 GPU = "H100"
 """The GPU of the configurations with several GPUs."""
 SINGLE = ("RTX 4090", "L40S", GPU, "H200")
@@ -163,9 +160,9 @@ def _first(request: PlanRequest, workload: Workload, nodes: Sequence[Cluster], h
             taken = workload.hours(plan) if plan else math.inf
             if plan and (hours is None or taken <= hours):
                 return plan
-            # Even the largest number of nodes would be too slow, with each node `GAIN` times as fast.
-            hopeless = plan and hours and taken > hours * GAIN * NODES[-1] / count
-            if one.gpus >= LARGE_NODE and not hopeless:
+            # Even the largest number of nodes would be too slow, with each node `COUNTS.gain` times as fast.
+            hopeless = plan and hours and taken > hours * COUNTS.gain * NODES[-1] / count
+            if one.gpus >= COUNTS.large_node and not hopeless:
                 larger.append(one)
         nodes = larger
     return None

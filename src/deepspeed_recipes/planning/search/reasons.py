@@ -6,7 +6,8 @@ from typing import Any
 
 from ...recipe.layout import bubble
 from ...recipe.recipe import Layout
-from ..cost.constants import memory_range
+from .. import TABLES
+from ..cost.constants import COUNTS, memory_range
 from ..cost.memory import peak_memory
 from ..cost.step_time import COMPONENTS
 from ..cost.training_setup import TrainingSetup
@@ -19,26 +20,16 @@ LARGEST = 3
 def behind(plan: Plan, first: Plan) -> str:
     """Return which components make a plan slower per token than the first, or why it ranks lower despite its speed."""
     longer = first.speed / plan.speed - 1
-    if longer < SAME:
+    if longer < COUNTS.alike:
         faster = plan.speed / first.speed - 1
-        speed = f"{faster:.0%} faster than the first" if faster >= SAME else "as fast as the first within 1 %"
+        speed = f"{faster:.0%} faster than the first" if faster >= COUNTS.alike else "as fast as the first within 1 %"
         larger = " and needs more memory" if plan.gpu_gib > first.gpu_gib else ""
         return f"{speed}, but it {'offloads' if plan.tier > first.tier else 'is less simple'}{larger}"
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
-    parts = ", ".join(f"+{share:.0%} for {COMPONENTS[name]}" for share, name in more if share >= SAME)
+    parts = ", ".join(f"+{share:.0%} for {COMPONENTS[name]}" for share, name in more if share >= COUNTS.alike)
     return f"{longer:.0%} more time per token, mainly {parts}"
-
-
-SAME = 0.01
-"""Plans within 1 % of each other's time per token count as equally fast."""
-PARTLY = {
-    False: "activations fit, so nothing is recomputed",
-    "selective": "checkpointing keeps products and attention, as asked",
-    "feed_forward": "feed-forward layers alone are checkpointed, as asked",
-}
-"""Kinds of checkpointing; the search never chooses the last two on its own."""
 
 
 def why(request: PlanRequest, plan: Plan) -> str:
@@ -51,7 +42,7 @@ def why(request: PlanRequest, plan: Plan) -> str:
         return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
     parts = [*_states(request, plan), *_layout(request, plan)]
     if (kept := plan.setup.gradient_checkpointing) is not True:
-        parts.append(PARTLY[kept])
+        parts.append(TABLES["checkpointing"][kept or "none"])
     elif (without := _gpu_gib(request, plan.setup, gradient_checkpointing=False)) > request.cluster.gpu.memory_gib:
         parts.append(f"checkpointing, because with all activations a GPU would need {without:,.0f} GiB")
     else:
@@ -81,23 +72,24 @@ def _leanest(setup: TrainingSetup) -> TrainingSetup:
 def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
     setup, have, lean = plan.setup, request.cluster.gpu.memory_gib, _leanest(plan.setup)
 
-    def need(**changes: Any) -> str:
-        """Return the memory with changes to the plan, as part of a sentence."""
-        return f"a GPU would need {_gpu_gib(request, lean, **changes):,.0f} GiB"
+    def need(**changes: Any) -> float:
+        return _gpu_gib(request, lean, **changes)
 
-    def lacks(**changes: Any) -> bool:
-        return _gpu_gib(request, lean, **changes) > have
-
+    would = "a GPU would need {:,.0f} GiB".format
     if setup.quantized:
-        yield f"4-bit weights, because in bf16 {need(quantized=False)}"
+        yield f"4-bit weights, because in bf16 {would(need(quantized=False))}"
     if setup.offload_optimizer != "none":
         place = "NVMe" if setup.offload_optimizer == "nvme" else "the CPU"
         what = "weights and optimizer states" if setup.offload_parameters != "none" else "the optimizer states"
         here = {"offload_optimizer": "none", "offload_parameters": "none"}
-        gain = f"because with them {need(**here)}" if lacks(**here) else "which leaves room for more sequences"
+        gain = (
+            f"because with them {would(most)}"
+            if (most := need(**here)) > have
+            else "which leaves room for more sequences"
+        )
         yield f"{what} go to {place}, {gain}"
     elif setup.bf16_states:
-        yield f"optimizer states rounded to bf16, because in fp32 {need(bf16_states=False)}: watch the loss"
+        yield f"optimizer states rounded to bf16, because in fp32 {would(need(bf16_states=False))}: watch the loss"
     elif setup.layout.pipeline > 1:
         return
     elif setup.zero_stage == 0:
@@ -112,8 +104,8 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
             2: ("shards gradients and optimizer states", "without it", "it leaves room at no cost"),
             3: ("shards the weights too", "unsharded", "this leaves room for more sequences"),
         }[setup.zero_stage]
-        less = {"zero_stage": setup.zero_stage - 1}
-        yield f"ZeRO-{setup.zero_stage} {what}: {f'{without} {need(**less)}' if lacks(**less) else room}"
+        less = need(zero_stage=setup.zero_stage - 1)
+        yield f"ZeRO-{setup.zero_stage} {what}: {f'{without} {would(less)}' if less > have else room}"
     if setup.partition_size > 1:
         yield f"the {setup.partition_size} GPUs of a node share a copy of the weights, so that gathers stay inside it"
 

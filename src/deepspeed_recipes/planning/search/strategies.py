@@ -30,7 +30,6 @@ from .plans import Plan, PlanRequest, SearchResult
 
 MOST_SEQUENCES = 64
 """Largest micro-batch to try; a larger one does not make a GPU faster."""
-MOST_STAGES = 64
 
 
 def plan_request(
@@ -175,7 +174,7 @@ def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
     experts = asked.expert if "layout.expert" in request.fixed else 1
     for tensor in sizes("tensor", request.cluster.gpus_per_node) if experts == 1 else []:
         for pipeline in sizes("pipeline", world_size // tensor):
-            if pipeline <= MOST_STAGES:
+            if pipeline <= COUNTS.most_stages:
                 sequences = sizes("sequence", world_size // tensor // pipeline)
                 layouts = [Layout(tensor, pipeline, sequence) for sequence in sequences]
                 yield [one for one in layouts if world_size % (tensor * pipeline * one.sequence) == 0]

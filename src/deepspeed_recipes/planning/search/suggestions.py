@@ -15,8 +15,6 @@ from .reasons import behind, tightness
 from .strategies import plan_request, search
 
 TILES, OFFLOADED = "tiled_loss=true tiled_mlp=true", "activation_offloading=true"
-FEW_GPUS = 64
-"""Largest cluster on which other methods are searched as well, which takes tenths of a second per method."""
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
 """Settings that restrict the search most if the user fixes them."""
 SHORTEST = 512
@@ -150,7 +148,7 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
                 f"With {change}, a sequence for every GPU, {found.recipe.deepspeed} would reach {found.speed:,.0f} "
                 f"tokens/s/GPU, {found.speed / best.speed:.1f} times as many; adapt the learning rate."
             )
-    if recipe.variant not in METHODS or request.cluster.gpus > FEW_GPUS or not pages.is_own_model(recipe):
+    if recipe.variant not in METHODS or request.cluster.gpus > COUNTS.few_gpus or not pages.is_own_model(recipe):
         return
     parts, whole = [], {"layout.tensor", "layout.pipeline", "layout.expert"}
     for name in METHODS:
