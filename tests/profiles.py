@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from deepspeed_recipes.planning.model_profile.profile import LayerProfile, ModelProfile
 
-
 ADAPTERS = ("lora", "lora dropout", "dora", "dora dropout")
 """Training modes with adapters on every linear layer."""
 
