@@ -121,9 +121,6 @@ def test_short_documents_in_long_sequences_attend_to_less(answer, tmp_path, caps
     slow = answer(*words, "--tokens", "1M")["plans"][0]["tokens_per_second_per_gpu"]
     fast = answer(*words, f"data.path={file}", "epochs=1")["plans"][0]["tokens_per_second_per_gpu"]
     assert 1.1 < fast / slow < 3
-    plan.main([*words, f"data.path={file}", "epochs=1"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "a token attends to its own document only, 3,762 tokens on average" in shown
 
 
 def test_a_pair_of_answers_reads_its_prompt_twice():

@@ -1,6 +1,5 @@
 """The search: what it may choose, how it chooses, and that it agrees with published guides."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -353,11 +352,6 @@ def test_sequences_are_split_for_the_reason_that_is_given():
     """Too few of them is said only where they are fewer than the ranks that would each take one."""
     old = asked("llama3-8b", "lora", gpu="V100 32GB", gpus=8)
     assert search(old).best.recipe.layout == Layout(), "adapters are not split for a gain below the error"
-    split = [plan for plan in search(old).plans if plan.recipe.layout == Layout(sequence=2)]
-    first = next(plan for plan in split if not plan.setup.gradient_checkpointing)
-    stored = re.search(r"all activations of a sequence would need up to (\d+) GiB, so that some", why(old, first))
-    whole = replace(first.recipe, layout=Layout(), micro_batch_size=1)
-    assert float(stored[1]) == round(evaluate(old, whole).gpu_gib_range[1]) > 31.74
     few = asked("llama3-8b", gpus=8, global_batch_size=4, sequence_length=8192)
     split = {plan.recipe.layout: why(few, plan) for plan in search(few).plans}
     assert "sequence 2 because 4 sequences per step are too few for all GPUs without it" in split[Layout(sequence=2)]

@@ -234,7 +234,6 @@ class PublishedRow:
             bf16_states=self.states == "bf16",
             software=Software(
                 frozen_fp32=self.frozen_fp32,
-                fsdp=self.sharding == "fsdp",
                 logit_bytes=self.logit_bytes,
                 foreach_adam=self.foreach_adam,
                 fp32_adapters=self.fp32_adapters,

@@ -235,17 +235,11 @@ def cost_notes(plan: Plan, workload: Workload) -> Iterator[str]:
     if hours < COUNTS.short_run:
         loading = COUNTS.start + plan.memory.checkpoint_gib / COUNTS.drive / 60
         yield f"Starting and loading add about {loading:,.0f} min to the {in_words(hours)} of training."
-    documents = workload.document_length
-    if recipe.packs and documents and documents < recipe.sequence_length:
-        yield f"Sequences are packed: a token attends to its own document only, {documents:,.0f} tokens on average."
     hourly = workload.per_hour(cluster)
     if hourly is None:
-        equipped = [
-            name
-            for name in workload.prices.known()
-            if INSTANCES[name].gpu == cluster.gpu.name and INSTANCES[name].gpus >= cluster.gpus_per_node
-        ]
-        cheapest = min(equipped, key=lambda name: workload.prices.of_node(name) or math.inf, default="")
+        same = [name for name in workload.prices.known() if INSTANCES[name].gpu == cluster.gpu.name]
+        enough = [name for name in same if INSTANCES[name].gpus >= cluster.gpus_per_node]
+        cheapest = min(enough, key=lambda name: workload.prices.of_node(name) or math.inf, default="")
         other = f"; the cheapest known node with enough of them is --gpu {cheapest}" if cheapest else ""
         what = cluster.instance or cluster.gpu.name
         yield f"The price of {what} is unknown: give --price, in dollars per hour of a node{other}."
@@ -344,14 +338,11 @@ def layout_in_words(layout: Layout, data_parallel_size: int) -> str:
 
 def bar(plan: Plan) -> Iterator[str]:
     """Yield a plan's memory on a GPU as a bar, with a line for each component and for the free memory."""
-    components = {name.replace("_", " "): size for name, size in plan.components.items()}
-    components = dict(sorted(components.items(), key=lambda item: -item[1]))
-    memory_gib = plan.cluster.gpu.memory_gib
-    components["free"] = memory_gib - sum(components.values())
+    have, before = plan.cluster.gpu.memory_gib, 0.0
+    components = sorted(plan.components.items(), key=lambda item: -item[1])
     yield ""
-    before = 0.0
-    for name, size in components.items():
-        start, stop = round(BAR * before / memory_gib), round(BAR * (before + size) / memory_gib)
+    for name, size in (*components, ("free", have - plan.gpu_gib)):
+        start, stop = round(BAR * before / have), round(BAR * (before + size) / have)
         line = " " * start + ("." if name == "free" else "#") * (stop - start)
-        yield f"{name:<18}{size:>8.1f} GiB  |{line:<{BAR}}|"
+        yield f"{name.replace('_', ' '):<18}{size:>8.1f} GiB  |{line:<{BAR}}|"
         before += size

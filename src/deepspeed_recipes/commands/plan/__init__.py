@@ -27,7 +27,7 @@ FAMILY` lists them.
 
 key=value changes the recipe as in ds-recipes launch. The planner keeps every setting that you give
 (deepspeed=zero3.json, layout.tensor=8, micro_batch_size=2, gradient_checkpointing=false, global_batch_size=128).
-software=peft, trl, llama-factory, fsdp or transformers-4 plans for that software instead of this project's.
+software=peft, trl, llama-factory or transformers-4 plans for that software instead of this project's.
 
 Exit status: 0; 1 if no plan certainly fits (the table shows the nearest plans); 2 for a mistake on the command line, or
 a deadline that no plan meets.

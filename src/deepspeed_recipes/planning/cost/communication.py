@@ -36,9 +36,9 @@ def _links(cluster: Cluster, constants: Constants) -> tuple[float, float]:
 def gather(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
     """Return the seconds of an all-gather that leaves `size` bytes on each rank, or of a reduce-scatter of that size.
 
-    It runs in `count` parts, one after the other. Each rank receives the data that it does not hold. A node receives
-    the data that none of its ranks holds, once for every group with ranks on it. The slower of the two links determines
-    the time.
+    An all-reduce is both. It runs in `count` parts, one after the other. Each rank receives the data that it does not
+    hold. A node receives the data that none of its ranks holds, once for every group with ranks on it. The slower of
+    the two links determines the time.
     """
     if group.size == 1 or not size:
         return 0.0
@@ -47,11 +47,6 @@ def gather(size: float, group: Group, cluster: Cluster, constants: Constants, co
     if nodes > 1:
         seconds = max(seconds, size * (nodes - 1) / nodes * cluster.gpus_per_node / here / between)
     return seconds + constants.latency * nodes * count
-
-
-def all_reduce(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:
-    """Return the seconds of an all-reduce, as of a reduce-scatter and an all-gather, in `count` parts."""
-    return 2 * gather(size, group, cluster, constants, count)
 
 
 def all_to_all(size: float, group: Group, cluster: Cluster, constants: Constants, count: float = 1) -> float:

@@ -141,13 +141,10 @@ def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def host_seconds(kind: LayerProfile, setup: TrainingSetup, known: Constants) -> tuple[float, float]:
     """Return the host's seconds for a layer's forward pass and for its backward pass."""
-    others, taken = min(COUNTS.hook_ranks, setup.zero_ranks) - 1, 0.0
+    others = min(COUNTS.hook_ranks, setup.zero_ranks) - 1
     hook = known.hook * (1 + known.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks, launches = hooked_modules(kind, setup) * hook, kernels(kind, setup) * known.launch
-    if setup.zero_stage and not setup.software.fsdp:
-        taken = COUNTS.gradient_hook * trained_weights(kind, setup)
-        taken /= setup.gradient_accumulation_steps if setup.zero_stage == 1 else 1
-    return launches + hooks, COUNTS.backward_launches * launches + COUNTS.backward_hooks * hooks + taken
+    return launches + hooks, COUNTS.backward_launches * launches + COUNTS.backward_hooks * hooks
 
 
 COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "launch")

@@ -183,7 +183,7 @@ def loaded_bytes(shard: StageShard, setup: TrainingSetup) -> float:
 def loading_bytes(shard: StageShard, setup: TrainingSetup) -> dict[str, float]:
     """Return the bytes on a GPU while weights are loaded. ZeRO-3 shards them one by one, except 4-bit weights."""
     weights, width = loaded_bytes(shard, setup), WIDTH[setup.precision]
-    if setup.quantized and not setup.software.fsdp:
+    if setup.quantized:
         # Each matrix is copied unquantised, and packed on the GPU.
         return {"parameters": weights, "live_parameters": width * _largest_matrix(shard)}
     if setup.zero_stage < 3:

@@ -54,14 +54,12 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
     nvme *= ranks / (cluster.nvme_gbs * 1e9)
     reductions = (0, 1, micro_batches, micro_batches)[zero]  # each copies and divides a rank's gradients
     if known.cpu:
-        written, copied = known.cpu.gradients[0], known.cpu.gradients[BY_STAGE[zero]]
+        written, copied = known.cpu.gradients[0], known.cpu.gradients[(0, 1, 1, 2)[zero]]
         copies = stage["trained"] * (micro_batches * written + reductions * max(0.0, copied - written))
         return copies + adam + launches, offload, nvme
     return reductions * COUNTS.reduction * stage["trained"] / job.bandwidth + max(adam, launches), offload, nvme
 
 
-BY_STAGE = (0, 1, 1, 2)
-"""Index of a ZeRO stage in what is measured on CPUs without ZeRO, at stages 1 and 2, and at stage 3."""
 COMPONENTS: dict[str, str] = TABLES["components"]
 """The components of a step's time, as parts of a sentence. Time that overlaps with other work counts once."""
 SPLIT = ("tensor", "sequence", "expert")
@@ -171,10 +169,10 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     profile, setup, layout, size = job.profile, job.setup, job.setup.layout, job.activation_bytes
     links = job.cluster, job.known
     moved = activations.kept_bytes(kind, setup) if setup.activation_offloading else 0.0
-    # ZeRO-3 gathers as many matrices at once as it prefetches, FSDP a layer. Experts that are modules are gathered one
+    # ZeRO-3 gathers as many matrices at once as it prefetches. Experts that are modules are gathered one
     # by one: which are next is not known, and each change ends prefetching (deepspeed issue 4808).
     matrices, gathers = len(kind.linears), 1.0
-    if matrices and not setup.software.fsdp:
+    if matrices:
         ahead = math.ceil(setup.prefetched(profile.hidden_size, kind.parameters) / (kind.parameters / matrices))
         experts = COUNTS.expert_matrices * compute_time.experts_alone(kind, setup)
         gathers = matrices + experts if experts else max(1.0, matrices / ahead)
@@ -191,7 +189,7 @@ def _layer(job: Job, kind: LayerProfile) -> dict[str, float]:
     routed = 2 * kind.experts_per_token * size
     return {
         **compute_time.layer_seconds(job, kind),
-        "tensor": sums * communication.all_reduce(size, Group(layout.tensor, 1), *links),
+        "tensor": sums * 2 * communication.gather(size, Group(layout.tensor, 1), *links),
         "sequence": (forward + 1) * (exchange + 4 * exchanged / job.bandwidth),
         "expert": (forward + 1) * communication.all_to_all(routed, Group(layout.expert, 1), *links),
         "trained_weights": compute_time.trained_weights(kind, setup),  # their number
@@ -204,9 +202,9 @@ def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
     """Return the seconds of ZeRO's collectives per micro-batch, which computation can hide, and once per step."""
     setup, links = job.setup, (job.cluster, job.known)
     group = Group(setup.zero_ranks, setup.layout.tensor)
-    # Gradients are reduced by buckets in ZeRO, by layers in FSDP and DDP.
+    # Gradients are reduced by buckets in ZeRO, by layers in DDP.
     reductions = stage["layers"]
-    if setup.zero_stage and not setup.software.fsdp:
+    if setup.zero_stage:
         buckets = 1 + stage["trained"] / setup.reduced(job.profile.hidden_size)
         reductions = min(stage["trained_weights"], buckets)
     gradients = setup.value_bytes * stage["trained"]
@@ -219,7 +217,6 @@ def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
         return ahead + again * back + gathered, 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.
-    reduced = communication.all_reduce(gradients, group, *links, reductions)
     if setup.zero_stage == 2:
-        return reduced, gathered
-    return 0.0, reduced + (gathered if setup.zero_stage else 0.0)
+        return 2 * gathered, gathered
+    return 0.0, (3 if setup.zero_stage else 2) * gathered

@@ -19,8 +19,6 @@ from ..model_profile import counts
 class Software:
     """Differences from this project, whose software has the defaults."""
 
-    fsdp: bool = False
-    """FSDP shards the model instead of ZeRO-3: layer by layer, and 4-bit weights while loading rather than after."""
     logit_bytes: float | None = None
     """Bytes per token and vocabulary entry of whole, uncapped logits. None uses the profile."""
     frozen_fp32: bool = False
@@ -103,8 +101,7 @@ class TrainingSetup:
     prefetch_bucket_size: int | None = None
     """In elements, stage 3, or None for `deepspeed_file.prefetch_size`, by which the launcher replaces "auto"."""
     kept_weights: int = KEPT_WEIGHTS
-    """Most gathered elements that stay whole from the forward to the backward pass (stage 3); 0 for FSDP, which frees
-    each layer."""
+    """Most gathered elements that stay whole from the forward to the backward pass (stage 3)."""
     software: Software = OWN
     sub_group_size: int = 10**9
 

@@ -28,9 +28,6 @@ from ..model_profile.lookup import profile_of
 from . import plans
 from .plans import Plan, PlanRequest, SearchResult
 
-MOST_SEQUENCES = 64
-"""Largest micro-batch to try; a larger one does not make a GPU faster."""
-
 
 def plan_request(
     recipe: Recipe, cluster: Cluster, fixed: Iterable[str] = (), document_length: float | None = None
@@ -213,7 +210,7 @@ def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     setup = _setup(request, recipe)
     sequences = recipe.global_batch_size // setup.data_parallel_size
     least, asked = request.recipe.method.least_micro_batch, request.recipe.micro_batch_size
-    tried = [asked] if "micro_batch_size" in request.fixed else range(1, min(sequences, MOST_SEQUENCES) + 1)
+    tried = [asked] if "micro_batch_size" in request.fixed else range(1, min(sequences, int(COUNTS.most_sequences)) + 1)
     sizes = [size for size in tried if size >= least and sequences % size == 0]
     fixed = recipe.gradient_checkpointing if "gradient_checkpointing" in request.fixed else None
     for checkpointing in (True, False) if fixed is None else (fixed,):

@@ -17,8 +17,6 @@ from .strategies import plan_request, search
 TILES, OFFLOADED = "tiled_loss=true tiled_mlp=true", "activation_offloading=true"
 NARROW = ("layout.tensor", "layout.pipeline", "layout.sequence", "layout.expert", "micro_batch_size")
 """Settings that restrict the search most if the user fixes them."""
-SHORTEST = 512
-"""Shortest sequence to suggest, in tokens; a shorter one would cut most conversations."""
 
 Changes = Iterator[tuple[str, PlanRequest]]
 """Changes as options of ds-recipes plan, each with the changed request, the smallest change first."""
@@ -61,7 +59,7 @@ def suggestions(request: PlanRequest) -> Iterator[str]:
         _methods(request),
         _settings(request, [f"micro_batch_size={size}" for size in _halves(micro_batch, 1)]),
         _settings(request, (TILES, OFFLOADED, f"{TILES} {OFFLOADED}") if tiles else ()),
-        _settings(request, [f"sequence_length={size}" for size in _halves(recipe.sequence_length, SHORTEST)]),
+        _settings(request, [f"sequence_length={size}" for size in _halves(recipe.sequence_length, COUNTS.shortest)]),
         _more_gpus(request),
     ):
         yield from _first_fit(kind)
@@ -114,7 +112,7 @@ def _settings(request: PlanRequest, changes: Iterable[str]) -> Changes:
             yield words, replace(request, recipe=overrides.apply(request.recipe, words.split()))
 
 
-def _halves(size: int, least: int) -> Iterator[int]:
+def _halves(size: int, least: float) -> Iterator[int]:
     while (size := size // 2) >= least:
         yield size
 
@@ -133,13 +131,10 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
     Other methods are not searched for other variants than `METHODS`, and not where that would take seconds.
     """
     recipe, nodes = request.recipe, request.cluster.nodes
-    if nodes > 1:
-        alone = search(replace(request, cluster=replace(request.cluster, nodes=1))).best
+    if nodes > 1 and (alone := search(replace(request, cluster=replace(request.cluster, nodes=1))).best):
         yield (
             f"Efficiency: {best.speed / alone.speed:.0%} of one node's {alone.speed:,.0f} tokens/s/GPU; {nodes} nodes "
             f"are {nodes * best.speed / alone.speed:.1f} times as fast as one."
-            if alone
-            else "Efficiency: nothing fits on one node to compare with."
         )
     for change, larger in _larger_batch(request):
         found = search(larger).best
