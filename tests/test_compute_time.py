@@ -15,6 +15,7 @@ from deepspeed_recipes.planning.cost.compute_time import (
     kernels,
     layer_seconds,
     product_seconds,
+    trained_weights,
 )
 from deepspeed_recipes.planning.cost.constants import COUNTS, constants
 from deepspeed_recipes.planning.cost.step_time import step_time
@@ -57,12 +58,27 @@ def test_short_steps_take_as_long_as_their_host_needs():
 def test_hooks_wait_for_the_other_ranks_of_a_node():
     """On two CPU ranks a layer's hooks took 1.4 times as long as on one (deepspeed 0.14.2 and 0.19.8)."""
     kind, known = llama().layer_kinds[0], replace(constants("H100"), launch=0.0)
+    taken = COUNTS.gradient_hook * trained_weights(kind, BASE)
     alone, pair, node, nodes = (
-        sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) for ranks in (1, 2, 8, 64)
+        sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) - taken for ranks in (1, 2, 8, 64)
     )
     assert alone == pytest.approx((1 + COUNTS.backward_hooks) * known.hook * hooked_modules(kind, BASE))
     assert 1.1 < pair / alone < 1.5
     assert node / alone == pytest.approx(1 + 7 * known.waiting) and nodes == node
+
+
+def test_zero_takes_each_trained_weights_gradient_by_itself():
+    """Its hooks are Python's, those of DDP are not."""
+    kind, known = llama().layer_kinds[0], constants("H100")
+    (ahead, plain), first, second = (host_seconds(kind, replace(BASE, zero_stage=stage), known) for stage in range(3))
+    hooked = pytest.approx(plain + COUNTS.gradient_hook * kind.modules)
+    assert first == second == (ahead, hooked)
+    four = replace(BASE, zero_stage=1, gradient_accumulation_steps=4)
+    last = pytest.approx(plain + COUNTS.gradient_hook * kind.modules / 4)
+    assert host_seconds(kind, four, known)[1] == last, "one pass of four"
+    adapted = replace(BASE, lora=Lora(rank=8), zero_stage=1)
+    more = host_seconds(kind, adapted, known)[1] - host_seconds(kind, replace(adapted, zero_stage=0), known)[1]
+    assert more == pytest.approx(COUNTS.gradient_hook * 2 * len(kind.linears)), "of adapters, two for each matrix"
 
 
 def test_each_pass_waits_for_its_own_launches():
@@ -219,7 +235,14 @@ def test_a_tiled_feed_forward_part_is_computed_once_more():
     assert again / forward == pytest.approx(3 * 14336 / (3 * 14336 + 2 * 4096 + 2 * 1024), rel=0.01)
 
 
-@pytest.mark.parametrize(("changes", "per_logit"), [({}, 30), ({"tiled_loss": True}, 14)])
+@pytest.mark.parametrize(
+    ("changes", "per_logit"),
+    [
+        ({}, 30),
+        ({"tiled_loss": True}, 14 + 8 * 4096 * (1 / 4096 + 1 / 8192)),
+        ({"tiled_loss": True, "lora": Lora()}, 14 + 8 * 4096 / 8192),
+    ],
+)
 def test_a_loss_in_tiles_moves_no_fp32_copies_of_logits(changes, per_logit):
     setup, known = replace(BASE, **changes), constants("H100")
     logits = setup.sequence_length * llama().vocab_size

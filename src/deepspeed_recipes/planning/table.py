@@ -290,7 +290,8 @@ def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload |
     rows = []
     for number, plan in enumerate(plans, start=1):
         alike, speed = [one for one in possible if one.is_like(plan)], f"{plan.speed:,.0f}"
-        fits, how = not plan.shortfalls, plan.setup.gradient_checkpointing
+        fits, how, (low, high) = not plan.shortfalls, plan.setup.gradient_checkpointing, plan.speed_range
+        speeds = f"{low:,.0f} to {high:,.0f}" if low < 1000 else f"{low / 1000:,.1f} to {high / 1000:,.1f}k"
         row = {
             "": str(number),
             "config": ", ".join(dict.fromkeys(one.base.deepspeed.removesuffix(".json") for one in (plan, *alike))),
@@ -302,7 +303,7 @@ def _table(plans: Sequence[Plan], possible: Sequence[Plan], workload: Workload |
             "host GiB": _size(plan.memory.host_gib),
             **({"NVMe GiB": _size(plan.memory.nvme_gib)} if drives else {}),
             "tokens/s/GPU": f"{'tight: ' if plan.tight else ''}{speed}" if fits else "does not fit",
-            "range": _range(*plan.speed_range) if fits else "",
+            "range": speeds if fits else "",
             "s/step": f"{plan.seconds:{',.0f' if plan.seconds >= 100 else '.3g'}}" if fits else "",
         }
         if workload:
@@ -319,11 +320,6 @@ def cost(plan: Plan, workload: Workload) -> tuple[str, str]:
         f"{hours:,.1f}" if hours >= 1 else f"{hours:.2f}" if hours >= 0.1 else in_words(hours),
         "-" if dollars is None else f"{max(dollars, 0.01):,.2f}" if dollars < 100 else f"{dollars:,.0f}",
     )
-
-
-def _range(low: float, high: float) -> str:
-    """Return a range of speeds: `303 to 1,229`, `2.0 to 8.2k`."""
-    return f"{low:,.0f} to {high:,.0f}" if low < 1000 else f"{low / 1000:,.1f} to {high / 1000:,.1f}k"
 
 
 def _size(size: float) -> str:

@@ -40,8 +40,8 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
     work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices(arguments.price))
-    if work.prices.any_node is not None:
-        raise UserError(f"--price {work.prices.any_node:g}: name the instance, for example --price p5.48xlarge=55.")
+    if (price := work.prices.given.get("")) is not None:
+        raise UserError(f"--price {price:g}: name the instance, for example --price p5.48xlarge=55.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None
     request = strategies.plan_request(recipe, Cluster(GPUS[-1]), keys, work.document_length)
     priced = extremes.by_price(request, work, hours)

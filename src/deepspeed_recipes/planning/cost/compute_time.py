@@ -141,10 +141,13 @@ def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def host_seconds(kind: LayerProfile, setup: TrainingSetup, known: Constants) -> tuple[float, float]:
     """Return the host's seconds for a layer's forward pass and for its backward pass."""
-    others = min(COUNTS.hook_ranks, setup.zero_ranks) - 1
+    others, taken = min(COUNTS.hook_ranks, setup.zero_ranks) - 1, 0.0
     hook = known.hook * (1 + known.waiting * others) if setup.zero_stage == 3 else 0.0
     hooks, launches = hooked_modules(kind, setup) * hook, kernels(kind, setup) * known.launch
-    return launches + hooks, COUNTS.backward_launches * launches + COUNTS.backward_hooks * hooks
+    if setup.zero_stage:
+        taken = COUNTS.gradient_hook * trained_weights(kind, setup)
+        taken /= setup.gradient_accumulation_steps if setup.zero_stage == 1 else 1
+    return launches + hooks, COUNTS.backward_launches * launches + COUNTS.backward_hooks * hooks + taken
 
 
 COMPUTE = ("matmul", "attention", "elementwise", "recomputation", "logits", "launch")
@@ -211,7 +214,8 @@ def head_seconds(job: Job) -> float:
     tokens, width = setup.labelled_share * setup.tokens_per_pass, job.profile.vocab_size / setup.layout.tensor
     tiles, per_logit = 0, COUNTS.loss
     if setup.tiles(job.profile.vocab_size):
-        tiles, per_logit = 1, COUNTS.tiled_loss
+        added = 1 / COUNTS.tile_columns + (0 if setup.lora else 1 / COUNTS.tile_tokens)
+        tiles, per_logit = 1, COUNTS.tiled_loss + COUNTS.added_up * hidden * added
     passes = (2 if setup.lora else 3) + tiles + setup.reference
     one = passes * product_seconds(job, tokens, width, hidden) + per_logit * tokens * width / job.bandwidth
     return (1 + setup.further_token) * one

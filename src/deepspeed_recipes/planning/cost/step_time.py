@@ -12,7 +12,7 @@ from ..hardware.gpus import Gpu, host_gbs
 from ..hardware.machine_file import Machine
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
-from .communication import Group
+from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
 from .constants import COUNTS, Constants, constants, measured_constants
 from .states import stage_shards
@@ -213,7 +213,8 @@ def _zero_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, float]:
         near = group if setup.partition_size == 1 else Group(setup.partition_size, setup.layout.tensor)
         held, weights = stage["parameters"], setup.weight_bytes * stage["parameters"]
         ahead, back = (communication.gather(weights, one, *links, stage["gathers"]) for one in (group, near))
-        again = max(0.0, 1 - setup.kept_weights / held) if held else 0.0  # the share that ZeRO-3 has not kept
+        sent = zero_traffic(3, int(held), 0, 1, 1, setup.kept_weights)["all-gather"]
+        again = sent / held - 1 if held else 0.0  # the share that ZeRO-3 has not kept
         return ahead + again * back + gathered, 0.0
     # An all-reduce of gradients takes twice that: at stage 2 in every backward pass, otherwise after the last pass.
     # Then, with ZeRO, the updated weights are gathered.

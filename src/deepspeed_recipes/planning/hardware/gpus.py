@@ -104,7 +104,16 @@ def find(name: str) -> Gpu:
         return around[0]
     if around:
         raise UserError(f"--gpu {name}: which one? {', '.join(gpu.name.replace(' ', '-') for gpu in around)}.")
-    raise UserError(f"--gpu {name}: unknown; {_nearest(name)}\nFor any other GPU, give --gpu-memory GIB.")
+    # GPUs with the number in the name, or names that are similar.
+    known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
+    bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
+    numbers = {word for word in words if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
+    same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
+    close = (same_number or [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)])[:_NEAR]
+    hint = f"did you mean {', '.join(close)}?" if close else f"{all_names()}."
+    if close and words & {"laptop", "mobile"}:
+        hint = f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."
+    raise UserError(f"--gpu {name}: unknown; {hint}\nFor any other GPU, give --gpu-memory GIB.")
 
 
 def _words(name: str) -> frozenset[str]:
@@ -112,20 +121,6 @@ def _words(name: str) -> frozenset[str]:
     text = re.sub(r"\brtx(?=\d)", "rtx ", re.sub(r"[^a-z0-9]+", " ", name.lower()))
     text = re.sub(r"(?<=\d)(?=(ti|super)\b)", " ", text)
     return frozenset(re.sub(r"\b(\d+)g\b", r"\1gb", text).split())
-
-
-def _nearest(name: str) -> str:
-    """Return suggestions for an unknown GPU: those with its number or a similar name, otherwise all."""
-    known = {known.lower(): known for known in [*(gpu.name for gpu in GPUS), *INSTANCES]}
-    bare = re.sub(r"\b(nvidia|geforce|tesla|amd|instinct|gpu)\b", "", name.lower()).strip()
-    numbers = {word for word in _words(name) if re.search(r"\d{2}", word) and not re.fullmatch(r"\d+gb", word)}
-    same_number = [gpu.name for gpu in GPUS if numbers & _words(gpu.name)]
-    close = (same_number or [known[match] for match in get_close_matches(bare, known, n=_NEAR, cutoff=0.6)])[:_NEAR]
-    if not close:
-        return f"{all_names()}."
-    if _words(name) & {"laptop", "mobile"}:
-        return f"a laptop's GPU is slower than the desktop's, here {', '.join(close)}, and may have less memory."
-    return f"did you mean {', '.join(close)}?"
 
 
 def all_names() -> str:

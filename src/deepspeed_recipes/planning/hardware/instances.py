@@ -61,15 +61,13 @@ def instance_name(name: str) -> str | None:
 class Prices:
     """Prices of nodes, from the user or from `INSTANCES`."""
 
-    any_node: float | None = None
-    """The user's price of the planned node, in US dollars per hour."""
     given: Mapping[str, float] = field(default_factory=dict)
-    """The user's prices by instance; all others have their list price."""
+    """The user's, by instance or, as "", of the planned node, in US dollars per hour; others have their list price."""
 
     def of_node(self, instance: str) -> float | None:
         """Return the price of a node in US dollars per hour, or None if it is unknown; `instance` may be empty."""
-        if self.any_node is not None or instance not in INSTANCES:
-            return self.any_node
+        if "" in self.given or instance not in INSTANCES:
+            return self.given.get("")
         return self.given.get(instance, INSTANCES[instance].dollars)
 
     def known(self) -> list[str]:
@@ -78,7 +76,7 @@ class Prices:
 
     def source(self, instance: str) -> str:
         """Return the source of a node's price, as the end of a sentence."""
-        own = self.any_node is not None or instance in self.given
+        own = {"", instance} & self.given.keys()
         return "as given" if own else f"on demand, {INSTANCES[instance].date}; --price overrides it"
 
 
@@ -100,4 +98,4 @@ def prices(words: Iterable[str]) -> Prices:
             what = instance or "a node"
             raise UserError(f"--price: two prices for {what}, {found[instance]:g} and {price:g}; give only one.")
         found[instance] = price
-    return Prices(found.pop("", None), found)
+    return Prices(found)

@@ -89,7 +89,7 @@ def deadline_met(plan: Plan, workload: Workload, hours: float, nodes: int) -> st
     taken, cluster = workload.hours(plan), plan.cluster
     slowest = taken * plan.speed / plan.speed_range[0]
     late = f", but up to {in_words(slowest)} within the range: take more GPUs to be safe" if slowest > hours else ""
-    gpus = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)} ({cluster.nodes} x {cluster.gpus_per_node})"
+    gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
     least = f" on {nodes} nodes or more" if nodes > 1 else ""
     return f"The fewest GPUs that finish within {in_words(hours)}{least}: {gpus}, in {in_words(taken)}{late}."
 

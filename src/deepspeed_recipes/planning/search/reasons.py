@@ -13,9 +13,6 @@ from ..cost.step_time import COMPONENTS
 from ..cost.training_setup import TrainingSetup
 from .plans import GIB, Plan, PlanRequest
 
-LARGEST = 3
-"""How many components a sentence names at most."""
-
 
 def behind(plan: Plan, first: Plan) -> str:
     """Return which components make a plan slower per token than the first, or why it ranks lower despite its speed."""
@@ -27,7 +24,7 @@ def behind(plan: Plan, first: Plan) -> str:
         return f"{speed}, but it {'offloads' if plan.tier > first.tier else 'is less simple'}{larger}"
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
-    more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:LARGEST]
+    more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:3]
     parts = ", ".join(f"+{share:.0%} for {COMPONENTS[name]}" for share, name in more if share >= COUNTS.alike)
     return f"{longer:.0%} more time per token, mainly {parts}"
 
@@ -37,7 +34,7 @@ def why(request: PlanRequest, plan: Plan) -> str:
     if plan.shortfalls:
         if plan.gpu_gib <= plan.cluster.gpu.memory_gib:
             return f"Does not fit: {' and '.join(plan.shortfalls)}."
-        largest = sorted(plan.components.items(), key=lambda item: -item[1])[:LARGEST]
+        largest = sorted(plan.components.items(), key=lambda item: -item[1])[:3]
         most = ", ".join(f"{name.replace('_', ' ')} {size:,.1f}" for name, size in largest)
         return f"Does not fit: {' and '.join(plan.shortfalls)}. Most of it: {most}."
     parts = [*_states(request, plan), *_layout(request, plan)]
@@ -126,21 +123,16 @@ def _layout(request: PlanRequest, plan: Plan) -> Iterator[str]:
             f"of the time with {setup.gradient_accumulation_steps} micro-batches"
         )
     if layout.sequence > 1:
-        yield f"sequence {layout.sequence} because {_split_sequences(request, plan)}"
+        fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
+        where, batch = "on one GPU" if fewer == 1 else f"over {fewer} GPUs", plan.recipe.global_batch_size
+        lean = replace(_leanest(setup), layout=replace(layout, sequence=fewer))
+        least = memory_range(lean)[1] * _gpu_gib(request, lean)  # the high end decides whether a plan fits
+        reason = f"{where} a sequence leaves less room for other sequences"
+        if least > cluster.gpu.memory_gib:
+            reason = f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {least:,.0f} GiB"
+        elif batch < setup.data_parallel_size * layout.sequence // fewer:
+            reason = f"{batch} sequences per step are too few for all GPUs without it"
+        yield f"sequence {layout.sequence} because {reason}"
     if layout.expert > 1:
         whole = _gpu_gib(request, _leanest(setup), layout=Layout())
         yield f"experts over {layout.expert} GPUs, because with all of them a GPU would need {whole:,.0f} GiB"
-
-
-def _split_sequences(request: PlanRequest, plan: Plan) -> str:
-    """Return what would happen if sequences were split over fewer GPUs."""
-    setup, layout, batch = plan.setup, plan.setup.layout, plan.recipe.global_batch_size
-    fewer = max(size for size in range(1, layout.sequence) if layout.sequence % size == 0)
-    where = "on one GPU" if fewer == 1 else f"over {fewer} GPUs"
-    lean = replace(_leanest(setup), layout=replace(layout, sequence=fewer))
-    # The high end of the range decides whether a plan fits.
-    if (least := memory_range(lean)[1] * _gpu_gib(request, lean)) > request.cluster.gpu.memory_gib:
-        return f"{where} a sequence of {setup.sequence_length:,} tokens would need up to {least:,.0f} GiB"
-    if batch < setup.data_parallel_size * layout.sequence // fewer:
-        return f"{batch} sequences per step are too few for all GPUs without it"
-    return f"{where} a sequence leaves less room for other sequences"

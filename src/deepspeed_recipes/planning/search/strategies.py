@@ -83,10 +83,9 @@ def search(request: PlanRequest) -> SearchResult:
     for plan in others:
         if plan.shortfalls and plan.base.deepspeed not in used:
             by_file.setdefault(plan.base.deepspeed, []).append(plan)
-    ordered = sorted(
-        plans.ranked(fitting), key=lambda plan: plan.tier > 0
-    )  # offloading last, however fast it is predicted
     nearest = (min(each, key=lambda plan: plan.gpu_gib) for each in by_file.values())
+    # Offloading comes last, however fast it is predicted.
+    ordered = sorted(plans.ranked(fitting), key=lambda plan: plan.tier > 0)
     return SearchResult(asked, tuple(ordered), tuple(_with_room_first(tight)), tuple(nearest))
 
 
