@@ -236,6 +236,12 @@ def _moved_bytes(job: Job, kind: LayerProfile) -> float:
     passes = min(known.passes, COUNTS.fused_passes) if setup.fuses else known.passes
     passes *= COUNTS.fp32_passes if setup.software.fp32_activations else 1.0
     vectors = passes * (kind.active_weights / hidden / tensor + COUNTS.residual * hidden)
+    # If each head of queries and keys is normalised, as in Qwen3, two vectors of a head's width remain.
+    head = kind.attention_width / profile.attention_heads
+    norms = kind.parameters - kind.expert_parameters - sum(map(prod, kind.linears)) - 2 * hidden
+    if head and norms == 2 * head:
+        normed = head * (profile.attention_heads + profile.key_value_heads)
+        vectors += (COUNTS.norm_fused if setup.fuses else COUNTS.norm) * normed / tensor
     moved = 2 * tokens * vectors
     if setup.attention == "eager" and kind.attention_width:
         moved += tokens * setup.sequence_length * profile.attention_heads / tensor * known.scores

@@ -163,7 +163,8 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         ahead, both = (attention[f"{name} {dtype} {which}"] for which in ("forward", "both"))
         if both > ahead:
             kernels[name] = (operations / ahead, 2.5 * operations / (both - ahead))
-    found = replace(
+    ranks = "all_gather small" in seconds  # those of a node, on which the hooks were measured together
+    return replace(
         assumed,
         matmul=COUNTS.trained_products * rate * (1 + lost / side**2) / peak,
         memory=1.0,
@@ -175,12 +176,10 @@ def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision
         step_sharded=sharded["step"],
         kernels=kernels,
         network=1.0 if machine.network_gbs else assumed.network,
+        latency=seconds["all_gather small"] if ranks else assumed.latency,
+        waiting=0.0 if ranks else assumed.waiting,
         measured=True,
     )
-    if "all_gather small" not in seconds:
-        return found
-    # The hooks were measured on all ranks of the node.
-    return replace(found, latency=seconds["all_gather small"], waiting=0.0)
 
 
 def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Constants:

@@ -176,10 +176,10 @@ class Plan:
     def is_like(self, other: "Plan") -> bool:
         """Return whether two plans differ in nothing that matters: only in the file, as fast, with as much memory."""
         speed, memory = abs(self.speed / other.speed - 1), abs(self.gpu_gib / other.gpu_gib - 1)
-        layout, batch, tier = self.base.layout, self.setup.micro_batch_size, self.tier
-        same = (layout, batch, tier) == (other.base.layout, other.setup.micro_batch_size, other.tier)
+        same = self.base.layout == other.base.layout and not self.shortfalls
+        same &= self.setup.micro_batch_size == other.setup.micro_batch_size
         same &= self.setup.gradient_checkpointing == other.setup.gradient_checkpointing
-        same &= (self.fits, self.tight) == (other.fits, other.tight) and not self.shortfalls
+        same &= (self.tier, self.fits, self.tight) == (other.tier, other.fits, other.tight)
         return same and speed < COUNTS.alike and memory < 3 * COUNTS.alike
 
 
