@@ -114,7 +114,7 @@ def constants(gpu: str) -> Constants:
 ALL = "all"
 DATASHEET = "datasheet"
 """The kind of speeds on machines that were not measured: all published runs that can be planned."""
-CPU_SPEEDS = (0.744, 1.128)
+CPU_SPEEDS = (0.762, 1.182)
 """The 95 % prediction interval of measured / predicted speed of CPU ranks, by the cases with which terms were found
 (scripts/maintain/calibration/cpu_speed.py); the cases that judge do not count."""
 
