@@ -111,7 +111,8 @@ def test_sigkill_on_a_rank_ends_everything_and_sigterm_after_resume_writes_a_che
     # The killed run's later steps are in the file until the launcher removes them, before it starts ranks.
     wait_until(process, lambda: ranks_of(run))
     wait_for_step(process, run, newest + 2)
-    process.send_signal(signal.SIGTERM)
+    for _ in range(2):  # `timeout` signals the process and its group
+        process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 143, output
     assert not processes_of(run)

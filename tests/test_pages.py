@@ -424,6 +424,7 @@ def test_an_inherited_variant_that_a_pages_sizes_rule_out_is_listed_with_the_rea
     ruled_out = [one for one in json.loads(entries) if "impossible" in one]
     assert [(one["size"], one["variant"]) for one in ruled_out] == [(size, "grpo") for size in sizes]
     assert len(json.loads(entries)) == 2 + len(INHERITED)
+    assert page.problems(pages.known_page(str(path))) == []
 
 
 def test_one_family_is_listed_with_its_tables():

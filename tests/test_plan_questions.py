@@ -299,7 +299,7 @@ def test_the_cheapest_and_the_smallest_are_what_they_are_called():
     first = choices[0]
     hourly = INSTANCES[first.cluster.instance].dollars * first.cluster.nodes
     assert costs[0] == pytest.approx(work.hours(first) * hourly)
-    dear = Workload(1e8, prices([f"{first.cluster.instance}=9999"]))
+    dear = Workload(1e8, prices=prices([f"{first.cluster.instance}=9999"]))
     assert extremes.by_price(request, dear)[0].cluster.instance != first.cluster.instance
     least = extremes.smallest_hardware(request, work)
     smaller = [Cluster(gpu, host_memory_gib=64) for gpu in DESKTOP if gpu.memory_gib < least.cluster.gpu.memory_gib]

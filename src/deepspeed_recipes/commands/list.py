@@ -63,14 +63,14 @@ def listing(as_json: bool, only: str | None = None) -> str:
 
 def _entries(module: ModuleType) -> list[Json]:
     """Return the entries of a page in the JSON list: of its recipes, and of those that its sizes make impossible."""
-    recipes, impossible = _built(module)
+    recipes, impossible = built(module)
     return [entry(recipe) for name in recipes for recipe in recipes[name]] + [
         {"recipe": f"{pages.name(module)}-{size}", "size": size, "variant": name, "impossible": why}
         for (name, size), why in impossible.items()
     ]
 
 
-def _built(module: ModuleType) -> tuple[dict[str, list[Recipe]], dict[tuple[str, str], str]]:
+def built(module: ModuleType) -> tuple[dict[str, list[Recipe]], dict[tuple[str, str], str]]:
     """Return a page's recipes by variant; and, by variant and size, why an inherited one is impossible."""
     recipes: dict[str, list[Recipe]] = {}
     impossible = {}
@@ -103,7 +103,7 @@ def entry(recipe: Recipe) -> Json:
 
 def tables(module: ModuleType) -> str:
     """Return the description of a family: its first line, and the tables of sizes, variants and hardware."""
-    recipes, impossible = _built(module)
+    recipes, impossible = built(module)
     recipes = {name: of_sizes for name, of_sizes in recipes.items() if of_sizes}
     about = [(name, pages.about(pages.variant(module, name))) for name in recipes]
     blocks = [

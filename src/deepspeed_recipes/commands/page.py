@@ -24,6 +24,7 @@ from ..recipe.errors import UserError, first_line
 from ..recipe.files import JsonView
 from ..recipe.project import PAGES, command, require
 from ..recipe.recipe import Model
+from .list import built
 from .main import Parser
 
 if TYPE_CHECKING:
@@ -137,12 +138,12 @@ def _parameters(module: ModuleType) -> Iterator[str]:
 
 
 def _lengths(module: ModuleType) -> Iterator[str]:
+    recipes, _ = built(module)  # an inherited variant may be impossible for the sizes of the page
     for size, model in module.SIZES.items():
         most = positions(model.config)
-        for variant in pages.variants(module):
-            if (length := pages.build(module, size, variant).sequence_length) > most:
-                yield f"{size} {variant}: sequence_length={length}, but the model has {most:,} positions"
-                break
+        of_size = (recipe for each in recipes.values() for recipe in each if recipe.size == size)
+        if long := next((recipe for recipe in of_size if recipe.sequence_length > most), None):
+            yield f"{size} {long.variant}: sequence_length={long.sequence_length}, but the model has {most:,} positions"
 
 
 def _commands(module: ModuleType) -> Iterator[str]:

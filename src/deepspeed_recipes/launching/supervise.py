@@ -76,6 +76,8 @@ def stacks(run: RunFolder) -> list[int]:
 
 
 RANK_MODULE = "deepspeed_recipes.training.run"
+TOGETHER = 1
+"""Seconds within which a second signal belongs to the first: `timeout` signals the process and its group."""
 LAST_GRACE = 12
 """Seconds within which ranks must end after a second Ctrl-C, after another rank has failed, or after the DeepSpeed
 launcher has ended. The last two can follow each other, and together take less than the 30 s that DeepSpeed's launcher
@@ -146,16 +148,17 @@ def supervise(
         file.unlink(missing_ok=True)  # every node of a cluster removes them
     with children.running(command, env=environment) as launcher:
         watcher = (watcher_of or partial(LocalWatcher, ranks))(launcher.pid)
-        signals: list[int] = []
+        signals: list[tuple[int, float]] = []
 
         def forward(number: int, frame: object) -> None:
-            signals.append(number)
+            signals.append((number, time.monotonic()))
             if len(signals) == 1:
                 print(
                     "\nstopping: the ranks write a checkpoint if they have trained (repeat to end at once)", flush=True
                 )
                 watcher.signal(number)
-            else:
+            elif signals[-1][1] - signals[0][1] > TOGETHER:
+                print("ended at once", flush=True)
                 os.killpg(launcher.pid, signal.SIGKILL)
 
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -172,7 +175,7 @@ def supervise(
             for number, handler in previous.items():
                 signal.signal(number, handler)
     cause = None if signals else explain(run, failed, status, ranks)
-    return Outcome(status, cause, signals[0] if signals else 0)
+    return Outcome(status, cause, signals[0][0] if signals else 0)
 
 
 def wait(launcher: subprocess.Popen[bytes], watcher: RankWatcher) -> tuple[list[FailedRank], int]:

@@ -190,7 +190,11 @@ def said(recipe: Recipe, given: Collection[str]) -> str:
         f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
         f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
         *([f"taken over: {' '.join(taken)}"] if taken else []),
-        *([f"its own: {' '.join(own)}"] if own else []),
+        *(
+            [f"its own: {' '.join(mine)}"]
+            if (mine := [one for one in own if one.partition("=")[0] not in given])
+            else []
+        ),
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]
     return "\n      ".join(lines)

@@ -103,6 +103,12 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
         if estimate:
             print(forecast.line(estimate), flush=True)
     folder = request.folder or run_folder.new(located, options.output_dir)
+    places = {"--output-dir": str(folder.path), "data.path": located.data.path, "model.path": located.model.path}
+    if options.slurm and (own := [key for key, place in places.items() if place.startswith(("/tmp/", "/dev/shm/"))]):
+        print(
+            f"warning: {', '.join(own)} in /tmp: in most clusters each node has its own; use a shared folder",
+            flush=True,
+        )
     asked = preflight.with_dimensions(located)
     found, line = window.checked(asked, machines.ranks, machines.ranks_each, folder.path)
     if line:  # the disk space that the traces of `--profile` need

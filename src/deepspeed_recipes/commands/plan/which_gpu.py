@@ -39,7 +39,7 @@ def answer(arguments: argparse.Namespace, console: Console) -> int:
         option = given.replace("_", "-") or ("longest" if arguments.longest else "nodes")
         raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
-    work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices(arguments.price))
+    work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices=prices(arguments.price))
     if (price := work.prices.given.get("")) is not None:
         raise UserError(f"--price {price:g}: name the instance, for example --price p5.48xlarge=55.")
     hours = workload.deadline(arguments.deadline) if arguments.deadline else None

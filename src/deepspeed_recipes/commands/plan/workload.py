@@ -43,20 +43,20 @@ def workload(arguments: argparse.Namespace, recipe: Recipe, keys: Collection[str
         length = tokens(arguments.example_tokens, "--example-tokens")
         epochs = f"{recipe.epochs:g} epoch{'s' * (recipe.epochs != 1)}"
         about = f"{examples:,.0f} examples of {length:,.0f} tokens, {epochs}"
-        return Workload(examples * length * recipe.epochs, known, about, document_length=length)
+        return Workload(examples * length * recipe.epochs, recipe.epochs, known, about, length)
     if arguments.tokens is not None:
         both = [key for key in ("epochs", "max_steps") if key in keys]
         if both:
             raise UserError(f"--tokens {arguments.tokens} and {both[0]}=...: give one of them.")
-        return Workload(tokens(arguments.tokens), known)
+        return Workload(tokens(arguments.tokens), prices=known)
     if recipe.max_steps and "max_steps" in keys:
         each = recipe.global_batch_size * recipe.sequence_length * recipe.method.sequences
-        return Workload(recipe.max_steps * each, known, f"{recipe.max_steps:,} steps")
+        return Workload(recipe.max_steps * each, 1.0, known, f"{recipe.max_steps:,} steps")
     if "data.path" in keys or "epochs" in keys:
         per_token = _characters_per_token(recipe)
         counted, attended = tokens_of(recipe, per_token)
         about = f"{per_token:.2g} characters per token"
-        return Workload(recipe.epochs * counted, known, about, document_length=attended)
+        return Workload(recipe.epochs * counted, recipe.epochs, known, about, attended)
     return None
 
 

@@ -258,6 +258,7 @@ class Workload:
 
     tokens: float
     """Total over all epochs."""
+    epochs: float = 1.0
     prices: Prices = field(default_factory=Prices)
     about: str = ""
     """How the number of tokens was determined, if the user did not give it."""
@@ -265,8 +266,8 @@ class Workload:
     """As in `TrainingSetup`; None if the data was not read."""
 
     def steps(self, plan: Plan) -> int:
-        """Return the number of optimizer steps."""
-        return math.ceil(self.tokens / plan.setup.tokens_per_step)
+        """Return the number of optimizer steps; the last of an epoch may be smaller."""
+        return math.ceil(self.epochs * math.ceil(self.tokens / self.epochs / plan.setup.tokens_per_step))
 
     def hours(self, plan: Plan) -> float:
         """Return the hours of training; loading, evaluation and checkpoints are not included."""

@@ -17,7 +17,7 @@ from ...recipe import deepspeed_file
 from ...recipe.bounds import shown
 from ...recipe.compatibility import EXPERT_COUNTS, refusal
 from ...recipe.deepspeed_file import DeepSpeedFile
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.files import Json, text_of
 from ...recipe.limits import as_overrides
 from ...recipe.project import python_path
@@ -185,7 +185,10 @@ def convert_needed(recipe: Recipe, run: RunFolder, world_size: int, checkpoint: 
     for one in dict.fromkeys(filter(None, (checkpoint, best))):
         if is_needed(recipe.layout, run, world_size, one):
             written_by = read_json(one / COMPLETE)["world_size"]
-            print(f"{one} was written by {written_by} ranks; converting it for {world_size} ranks", flush=True)
+            print(
+                f"{one} was written by {counted(written_by, 'rank')}; converting it for {counted(world_size, 'rank')}",
+                flush=True,
+            )
             convert(one)
 
 
