@@ -238,6 +238,22 @@ def test_zero3_holds_whole_experts_until_the_backward_pass():
     assert live("backward", zero_stage=2) == 0
 
 
+def test_zero3_saves_inputs_that_no_gradient_needs():
+    """What tests/workers/saved_inputs.py sees of a real engine."""
+    width, inner = 4096, 14336
+
+    def more(**about):
+        lora = Lora(rank=8, **about)
+        kind = profile_of("llama3", "8b", lora).layer_kinds[0]
+        setup = TrainingSetup(8, zero_stage=3, gradient_checkpointing=False, lora=lora)
+        tokens = setup.sequences_per_pass * setup.sequence_length
+        return (layer_bytes(kind, setup) - layer_bytes(kind, replace(setup, zero_stage=2))) / tokens
+
+    assert more() == more(dropout=0.1, fused=True) == 0
+    assert more(dropout=0.1) == 2 * (2 * width + inner)
+    assert more(target_modules="q_proj,v_proj") == 2 * (width + inner)
+
+
 def test_a_bucket_is_copied_flat_where_ranks_share_it():
     """DeepSpeed joins what belongs to several ranks before it reduces it, but no more than is trained."""
 

@@ -58,11 +58,13 @@ from tests.workers import (
     held_experts,
     moved_bytes,
     other_schedules,
+    saved_inputs,
     split_layers,
     staged_experts,
     universal_groups,
     zero_init,
 )
+from tests.workers.saved_inputs import HIDDEN, INNER
 
 pytestmark = needs("deepspeed==0.19.8")  # what is wrong there
 
@@ -163,6 +165,18 @@ def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, f
     setup = TrainingSetup(world_size, zero_stage=stage, software=software, bf16_states=bf16_states)
     assert step * world_size == pytest.approx(updated_bytes(setup), rel=0.05)
     assert COUNTS.reduction - 4 <= backward - 8 / world_size <= COUNTS.reduction + 1, "one rank copies nothing flat"
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("dropout", "target_modules", "inputs"),
+    [(0.0, "all-linear", 0), (0.1, "all-linear", 2 * HIDDEN + INNER), (0.0, "q_proj,v_proj", HIDDEN + INNER)],
+)
+def test_zero3_saves_the_inputs_of_frozen_matrices(dropout, target_modules, inputs, ranks, tmp_path):
+    """`_frozen_inputs` in cost/activations.py can go when `LinearFunctionForZeroStage3` saves what it needs."""
+    ranks.check(saved_inputs.main, dropout, target_modules, world_size=1, log=tmp_path / "log")
+    said = re.search(r"more (\S+) bytes", read_logs(tmp_path / "log")[0])
+    assert float(said[1]) == pytest.approx(2 * inputs, abs=8)
 
 
 @pytest.mark.every

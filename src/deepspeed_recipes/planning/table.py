@@ -104,41 +104,32 @@ def show(
 ) -> None:
     """Print the table, then the best plan's memory as a bar, its reasons, notes and command."""
     possible = [*result.plans, *result.tight]
-    folded = possible if explain else shown(possible)
-    plans = [*folded, *(result.rejected if explain or not possible else ())]
+    plans = [*(possible if explain else shown(possible)), *(result.rejected if explain or not possible else ())]
     planned = replace(request, recipe=plans[0].recipe) if plans else request
     console.print(f"{asked(planned)}, on {hardware_in_words(request.cluster)}")
     console.print(_table(plans, [] if explain else possible, workload))
-    if result.best is None:
+    if (best := result.best) is None:
         for number, plan in enumerate(plans if explain else (), start=1):
             console.print(f"\n{number}. {why(request, plan)}")
         return
-    for line in bar(result.best):
+    for line in bar(best):
         console.print(line)
     for number, plan in enumerate(plans if explain else plans[:1], start=1):
         rank = f" Compared with the first: {behind(plan, plans[0])}." if number > 1 and not plan.shortfalls else ""
         console.print(f"\n{f'{number}. ' if explain else ''}{why(request, plan)}{rank}")
-    costs = cost_notes(result.best, workload) if workload else ()
-    for note in (*faster(plans), *notes(request, result.best), *costs, *remarks):
+    for note in (*faster(plans), *notes(request, best), *(cost_notes(best, workload) if workload else ()), *remarks):
         console.print(f"\n{note}")
-    console.print(f"\n{command(result.best.recipe, request.cluster)}", soft_wrap=True)
+    console.print(f"\n{command(best.recipe, request.cluster)}", soft_wrap=True)
 
 
 def faster(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a note if a plan that ranks lower, because it offloads or is less simple, is predicted to be faster."""
-    fits = [(plan.speed / plans[0].speed, at, plan) for at, plan in enumerate(plans, start=1) if plan.fits]
-    times, at, plan = max((one for one in fits if one[2].tier > plans[0].tier), default=(0.0, 0, plans[0]))
-    if times > COUNTS.much_faster and not plans[0].tier:
-        yield (
-            f"Plan {at} is predicted to be {times:.1f} times as fast. Plans that offload come last, since hosts' "
-            f"memory and links differ most from machine to machine: try deepspeed={plan.recipe.deepspeed} too."
-        )
-    times, at, plan = max(one for one in fits if one[2].tier <= plans[0].tier)
+    times, at, plan = max((one.speed / plans[0].speed, at, one) for at, one in enumerate(plans, start=1) if one.fits)
+    why = "The simpler one comes first where speeds are not certain enough to decide"
+    if plan.tier > plans[0].tier:
+        why = "Plans that offload come last, since hosts' memory and links differ most from machine to machine"
     if times * COUNTS.fast_enough > 1:
-        yield (
-            f"Plan {at} is predicted to be {times - 1:.0%} faster. The simpler one comes first where the difference is "
-            "less than speeds are uncertain by: try both."
-        )
+        yield f"Plan {at} is predicted to be {times:.2g} times as fast. {why}: try deepspeed={plan.base.deepspeed} too."
 
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:

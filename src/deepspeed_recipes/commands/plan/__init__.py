@@ -43,9 +43,9 @@ from rich.console import Console
 
 from ...planning import table
 from ...planning.search import extremes, model_recipe, strategies, suggestions
-from ...planning.search.plans import PlanRequest, SearchResult, Workload
+from ...planning.search.plans import Plan, PlanRequest, SearchResult, Workload, in_words
 from ...recipe import overrides
-from ...recipe.errors import UserError
+from ...recipe.errors import UserError, counted
 from ...recipe.project import program
 from ...training.data import updates
 from . import files, serving, which_gpu, workload
@@ -102,7 +102,7 @@ def _remarks(
     if arguments.longest:
         yield extremes.longest_in_words(request, result.best)
     if arguments.deadline and work:
-        yield extremes.deadline_met(result.best, work, workload.deadline(arguments.deadline), arguments.nodes)
+        yield _deadline_met(result.best, work, workload.deadline(arguments.deadline), arguments.nodes)
     if work and (steps := work.steps(result.best)) < updates.ENOUGH:
         made = f"{steps} step{'s' * (steps > 1)} of {result.best.recipe.global_batch_size} sequences"
         yield (
@@ -110,6 +110,19 @@ def _remarks(
             "epochs, or a shorter sequence_length."
         )
     yield from suggestions.remarks(request, result.best)
+
+
+def _deadline_met(plan: Plan, workload: Workload, hours: float, nodes: int) -> str:
+    """Return the number of GPUs and the time, with a warning if the slow end of the range misses the deadline.
+
+    Clusters of fewer than `nodes` were not tried.
+    """
+    taken, cluster = workload.hours(plan), plan.cluster
+    slowest = taken * plan.speed / plan.speed_range[0]
+    late = f", but up to {in_words(slowest)} within the range: take more GPUs to be safe" if slowest > hours else ""
+    gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
+    least = f" on {nodes} nodes or more" if nodes > 1 else ""
+    return f"The fewest GPUs that finish within {in_words(hours)}{least}: {gpus}, in {in_words(taken)}{late}."
 
 
 def answer(arguments: argparse.Namespace, request: PlanRequest, work: Workload | None) -> SearchResult:

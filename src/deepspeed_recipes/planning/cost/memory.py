@@ -138,12 +138,14 @@ def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup,
         if setup.zero_stage == 3 and setup.rollout_gathers:  # beyond a rank's shards
             whole = max(whole, width * shard.parameters * (1 - 1 / setup.zero_ranks))
         found["rollout"] = at(forward, key_value_cache=cache, live_parameters=whole)
-    live = {"live_parameters": between_passes}
+    live, everything = {"live_parameters": between_passes}, reduce_buckets
+    if setup.zero_ranks > 1 and not reduce_buckets:  # without buckets a copy is reduced after the backward pass
+        everything += min(shard.trained(setup), COUNTS.all_reduce_buffer) * (4 if setup.fp32_accumulation else width)
     return {
         **found,
         "loss": at(forward, unusable, activations=waiting, logits=loss, buckets=buckets, **live),
         "backward": at(forward, activations=waiting + backward, buckets=reduce_buckets, **live),
-        "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=reduce_buckets),
+        "gradients": at(backwards, activations=first, live_parameters=gathered + held, buckets=everything),
         "step": at(step, buckets=buckets),
     }
 

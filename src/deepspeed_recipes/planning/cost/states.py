@@ -201,8 +201,8 @@ def _largest_matrix(shard: StageShard) -> int:
 def gathered_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     """Return the bytes of weights that exist whole at one moment in the middle of the model.
 
-    Under ZeRO-3 these are a layer and prefetched weights. A 4-bit matrix is dequantised as a whole, once for the
-    forward and once for the backward pass.
+    Under ZeRO-3 these are a layer, prefetched weights, and adapters too small to be sharded. A 4-bit matrix is
+    dequantised as a whole, once for the forward and once for the backward pass.
     """
     width, hidden = WIDTH[setup.precision], shard.hidden_size
     dequantized = 2 * width * _largest_matrix(shard) if setup.quantized else 0.0
@@ -213,8 +213,10 @@ def gathered_bytes(shard: StageShard, setup: TrainingSetup) -> float:
     if not setup.gathers:
         return dequantized
     block = max(kind.parameters for kind, _ in shard.layer_counts)
+    threshold = 10 * hidden if setup.persistence_threshold is None else setup.persistence_threshold
+    persistent = shard.adapter_parameters if setup.lora and setup.lora.rank * hidden <= threshold else 0
     whole = max(shard.largest_module, block) + setup.prefetched(hidden, block)
-    return dequantized + width * min(whole, shard.parameters)
+    return dequantized + width * (min(whole, shard.parameters) + persistent)
 
 
 def held_by_autograd(experts: float, setup: TrainingSetup) -> float:

@@ -100,6 +100,8 @@ class TrainingSetup:
     """In elements, or None for the Trainer's value for `auto`, the hidden size squared."""
     prefetch_bucket_size: int | None = None
     """In elements, stage 3, or None for `deepspeed_file.prefetch_size`, by which the launcher replaces "auto"."""
+    persistence_threshold: int | None = None
+    """Elements of a weight below which it is never sharded (stage 3), or None for ten times the hidden size."""
     kept_weights: int = KEPT_WEIGHTS
     """Most gathered elements that stay whole from the forward to the backward pass (stage 3)."""
     software: Software = OWN
@@ -231,6 +233,7 @@ def training_setup(recipe: Recipe, file: DeepSpeedFile, world_size: int) -> Trai
         overlap_comm=bool(zero.get("overlap_comm", file.stage == 3)),
         reduce_bucket_size=_elements(zero, "reduce_bucket_size", 5 * 10**8),
         prefetch_bucket_size=_elements(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
+        persistence_threshold=_elements(zero, "stage3_param_persistence_threshold", 10**5),
         sub_group_size=_elements(zero, "sub_group_size", 10**9) or 10**9,
         **{name: getattr(recipe, name) for name in OF_RECIPE},
         **{name: getattr(file, name) for name in OF_FILE},

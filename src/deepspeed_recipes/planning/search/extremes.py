@@ -81,19 +81,6 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
     )
 
 
-def deadline_met(plan: Plan, workload: Workload, hours: float, nodes: int) -> str:
-    """Return the number of GPUs and the time, with a warning if the slow end of the range misses the deadline.
-
-    Clusters of fewer than `nodes` were not tried.
-    """
-    taken, cluster = workload.hours(plan), plan.cluster
-    slowest = taken * plan.speed / plan.speed_range[0]
-    late = f", but up to {in_words(slowest)} within the range: take more GPUs to be safe" if slowest > hours else ""
-    gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
-    least = f" on {nodes} nodes or more" if nodes > 1 else ""
-    return f"The fewest GPUs that finish within {in_words(hours)}{least}: {gpus}, in {in_words(taken)}{late}."
-
-
 def longest(request: PlanRequest) -> SearchResult:
     """Return the plans for the longest sequence that fits, to within about 6 %.
 
