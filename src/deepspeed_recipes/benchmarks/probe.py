@@ -1,6 +1,6 @@
 """Measures products, attention, memory, links, kernel launches and ZeRO-3's hooks, for `doctor --measure`.
 
-    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [collectives] [quick]
+    deepspeed --no_local_rank --num_gpus 2 --module deepspeed_recipes.benchmarks.probe FILE [WORD ...]
 
 All ranks measure at the same time, as they also train at the same time and share cores, memory and links. Rank 0 writes
 the medians over the ranks, in seconds, to `FILE`; `planning.cost.constants` turns them into constants.
@@ -68,9 +68,9 @@ SMALL = 2**10
 
 
 def main(file: str, *words: str) -> None:
-    """Measure, and write what was found to `file`: `collectives` or `updates` alone, or all probes.
+    """Measure, and write what was found to `file`: `collectives` alone, or all probes.
 
-    `quick` measures with fewer rounds.
+    With `threads`, `updates` are measured again with so many, under `shared`. `quick` measures with fewer rounds.
     """
     SIZES.update(QUICK if "quick" in words else {})
     leave_out_noise()
@@ -80,11 +80,15 @@ def main(file: str, *words: str) -> None:
     took: dict[str, float] = {}
     # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
     probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-    for probe in [one for one in (collectives, updates) if one.__name__ in words] or probes:
+    for probe in [collectives] if "collectives" in words else probes:
         begun = time.monotonic()
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
         took[probe.__name__] = time.monotonic() - begun
+    for word in words:
+        if word.startswith("threads="):
+            torch.set_num_threads(int(word.partition("=")[2]))
+            found["shared"] = updates()
     if distributed.is_first():
         write_json(
             Path(file), {"environment": describe_environment(), "sizes": sizes(), "seconds": found, "took": took}

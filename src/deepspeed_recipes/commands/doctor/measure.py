@@ -5,10 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
-from types import MappingProxyType
 
 from ...launching.command import launcher_command, rank_count, rank_environment, threads, visible_gpus
 from ...launching.restarts import HostAttempts
@@ -53,10 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
     if ranks > 1 and not gpus:
-        measured["alone"] = probe(1, 0, words)["seconds"]  # a rank that has all cores
+        measured["alone"] = probe(1, 0, (*words, f"threads={threads(ranks)}"))["seconds"]  # a rank that has all cores
         # A step of a rank that has its share of them, with fewer others in the caches than between ranks that compute.
-        share = {"OMP_NUM_THREADS": threads(ranks)}
-        measured["seconds"] |= probe(1, 0, (*words, "updates"), share)["seconds"]
+        measured["seconds"] |= measured["alone"].pop("shared")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, measured)
@@ -91,14 +89,11 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, gpus: int, words: tuple[str, ...], extra: Mapping[str, str] = MappingProxyType({})) -> Json:
-    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`.
-
-    `extra` is added to the ranks' environment.
-    """
+def probe(ranks: int, gpus: int, words: tuple[str, ...]) -> Json:
+    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`."""
     with children.scratch() as folder:
         result = folder / "measured.json"
-        module, environment = (PROBE, str(result), *words), {**rank_environment(ranks, gpus), **extra}
+        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus)
         if ranks == 1 and not gpus:  # without the launcher, which takes seconds to start
             return started([sys.executable, "-m", *module], environment | SINGLE | {"MASTER_PORT": "0"}, result)
         return started(launcher_command(module, ranks), environment, result)
