@@ -19,7 +19,7 @@ from ..config.lint import first_error, judge
 from ..config.read import located, read
 from ..config.resolve import Numbers, Unresolvable, dumps, resolve
 from ..config.rule import Facts, hidden_size, model_config
-from ..recipe import deepspeed_file, overrides
+from ..recipe import deepspeed_file, files, overrides
 from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import CONFIGS
@@ -42,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("template", help="a path, or the name of a file in configs/")
     parser.add_argument("--model", help="RECIPE-SIZE, a config.json, or its folder")
     parser.add_argument("--world-size", type=int, default=1, metavar="N", help="number of ranks (default 1)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there instead of printing it")
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help=", ".join(KEYS))
     arguments = parser.parse_intermixed_args(words)
     arguments.settings = [one if one.partition("=")[0] in KEYS else overrides.word(one) for one in arguments.settings]
@@ -51,7 +52,13 @@ def main(words: Sequence[str] | None = None) -> int:
             raise Unresolvable(error)
         numbers = numbers_of(arguments)
         resolved = resolve(document.value, numbers)
-        print(dumps(resolved), end="", flush=True)
+        if arguments.output is None:
+            print(dumps(resolved), end="", flush=True)
+        elif arguments.output.exists():
+            raise UserError(f"--output {arguments.output}: exists; choose another name.")
+        else:
+            files.check_writable("--output", arguments.output)
+            files.write_text(arguments.output, dumps(resolved))
         if idle := unused(document.value, numbers, arguments.settings):
             print(f"{', '.join(idle)}: not in the result: {arguments.template} has no key for it", file=sys.stderr)
         if "optimizer" not in resolved:

@@ -62,7 +62,6 @@ GPUS = tuple(map(_gpu, _ROWS))
 """The catalogue."""
 DESKTOP = tuple(gpu for gpu in GPUS if gpu.kind != "server")
 """GPUs that are sold for desktop computers and workstations."""
-_PCIE5 = 63.0
 DESKTOP_HOST = 64.0
 """GiB of host memory that a desktop computer is assumed to have."""
 DESKTOP_GPUS, DESKTOP_GBS = 2, 90.0
@@ -92,7 +91,7 @@ def find(name: str) -> Gpu:
     def is_another(gpu: Gpu, more: frozenset[str]) -> bool:
         """Return whether the remaining words denote another GPU of the same number, or other memory."""
         memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
-        named = memories if gpu.pcie_gbs <= _PCIE5 else []  # the name of a superchip states its host's memory
+        named = memories if gpu.pcie_gbs <= 63 else []  # beyond PCIe 5: a superchip's name states its host's memory
         return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
 
     within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not is_another(gpu, words - _words(gpu.name))]

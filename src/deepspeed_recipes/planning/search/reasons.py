@@ -20,8 +20,8 @@ def behind(plan: Plan, first: Plan) -> str:
     if longer < COUNTS.alike:
         faster = plan.speed / first.speed - 1
         speed = f"{faster:.0%} faster than the first" if faster >= COUNTS.alike else "as fast as the first within 1 %"
-        larger = " and needs more memory" if plan.gpu_gib > first.gpu_gib else ""
-        return f"{speed}, but it {'offloads' if plan.tier > first.tier else 'is less simple'}{larger}"
+        lacks = "offloads" if plan.tier > first.tier else "is tight" if plan.tight else "is less simple"
+        return f"{speed}, but it {lacks}"
     theirs = {name: seconds / first.time.tokens * first.time.gpus for name, seconds in first.time.components.items()}
     own = {name: seconds / plan.time.tokens * plan.time.gpus for name, seconds in plan.time.components.items()}
     more = sorted(((own[name] - theirs[name]) * first.speed, name) for name in own)[::-1][:3]
@@ -93,8 +93,9 @@ def _states(request: PlanRequest, plan: Plan) -> Iterator[str]:
         alone = "everything fits on the GPU, so there is nothing to shard"
         yield alone if setup.world_size == 1 else "everything fits on each GPU, so only gradients are communicated"
     elif setup.zero_ranks == 1:
-        where = "on one GPU" if setup.world_size == 1 else "with one data-parallel rank"
-        yield f"ZeRO-{setup.zero_stage} {where} shards nothing, but its optimizer step peaks lower"
+        lower = _gpu_gib(request, setup) < _gpu_gib(request, setup, zero_stage=0)
+        peak = ", but its optimizer step peaks lower" * lower
+        yield f"ZeRO-{setup.zero_stage} with one data-parallel rank shards nothing{peak}"
     else:
         what, without, room = {
             1: ("shards the optimizer states", "without it", "it leaves room at no cost"),
