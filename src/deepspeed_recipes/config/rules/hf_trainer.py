@@ -106,8 +106,8 @@ def _expected(facts: Facts) -> dict[Key, object]:
         expected[("train_batch_size",)] = math.prod(sizes)
     switches = {kind: [known.get(f"{kind}{use}") for use in ("", "_full_eval")] for kind in ("fp16", "bf16")}
     for kind, other in (("fp16", "bf16"), ("bf16", "fp16")):
-        # The Trainer refuses both at once, so if one is on the other is off.
-        if any(switches[kind]) or any(switches[other]) or None not in switches[kind]:
+        # The Trainer refuses both at once, so if one is on the other is off; hardly anyone sets `bf16_full_eval`.
+        if any(switches[kind]) or any(switches[other]) or switches[kind][0] is not None:
             expected[(kind, "enabled")] = any(switches[kind])
     if "adam_beta1" in known and "adam_beta2" in known:
         expected[("optimizer", "params", "betas")] = [known["adam_beta1"], known["adam_beta2"]]
