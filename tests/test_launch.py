@@ -13,7 +13,7 @@ import time
 
 import psutil
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from deepspeed_recipes.commands import launch as launch_command
 from deepspeed_recipes.recipe import pages
@@ -271,6 +271,27 @@ def test_a_sample_in_place_of_your_data_is_named(capsys):
     ):
         assert launch_command.main([*words.split(), "--dry-run"]) == 0
         assert ("data.path is not set: extract/train.jsonl, a sample" in capsys.readouterr().err) == said
+
+
+@pytest.mark.parametrize(
+    ("splits", "more", "held_out"),
+    [
+        (("train", "test"), "", "test"),
+        (("train", "test", "validation"), "", "validation"),
+        (("train", "test"), "data.validation=none", None),
+        (("train", "test"), "data.validation_share=0.2", None),
+        (("train", "other"), "", None),
+    ],
+)
+def test_a_saved_data_sets_own_split_is_held_out(splits, more, held_out, tmp_path, capsys):
+    rows = Dataset.from_list([{"prompt": "a", "completion": "b"}] * 4)
+    DatasetDict(dict.fromkeys(splits, rows)).save_to_disk(tmp_path / "saved")
+    words = ["tiny", "full", f"data.path={tmp_path}/saved", *more.split(), "--dry-run", "full"]
+    assert launch_command.main(words) == 0
+    printed = capsys.readouterr().out
+    assert (f"data.validation={tmp_path}/saved/" in printed) == bool(held_out)
+    if held_out:
+        assert f"data.validation={tmp_path}/saved/{held_out}: that split is held out" in printed
 
 
 @pytest.mark.parametrize(("more", "said"), [("", True), (" lora.target_parameters=none", False)])

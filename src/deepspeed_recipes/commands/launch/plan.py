@@ -21,11 +21,11 @@ from ...recipe import compatibility, deepspeed_file, layout, overrides, own_code
 from ...recipe.errors import UserError
 from ...recipe.files import text_of
 from ...recipe.recipe import Recipe, changed
-from ...recipe.run_folder import RunFolder
+from ...recipe.run_folder import RunFolder, read_json
 from ...recipe.sections import Lora
 from ...report.profiler import window
 from ...training.checkpoint import universal
-from ...training.data import updates
+from ...training.data import text_files, updates
 from ...training.model_folder import base_model
 from ..plan import workload
 from . import borrowed
@@ -162,6 +162,12 @@ def requested(options: LaunchOptions) -> Request:
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     keys = overrides.keys_of(options.overrides)
+    if not folder and (split := _own_split(recipe, keys)):
+        recipe = overrides.apply(recipe, [f"data.validation={split}"])
+        print(
+            f"data.validation={split}: that split is held out; data.validation=none holds out examples of the other",
+            flush=True,
+        )
     before, lora = page.lora or Lora(), recipe.lora
     if lora and lora.rank != before.rank and "lora.alpha" not in keys and not (lora.rslora or folder):
         print(
@@ -199,6 +205,16 @@ def requested(options: LaunchOptions) -> Request:
     if recipe.data.changed and not folder:
         print("data.changed=true is not read: the run starts anew; add --resume", file=sys.stderr, flush=True)
     return Request(page, recipe, folder)
+
+
+def _own_split(recipe: Recipe, keys: Collection[str]) -> str | None:
+    """Return the split that a data set of `save_to_disk` has for measuring, unless the user says what is held out."""
+    listed = Path(recipe.data.path, text_files.SAVED[1])
+    if {"data.validation", "data.validation_share"} & {*keys} or "data.path" not in keys or not listed.is_file():
+        return None
+    splits = [one for one in read_json(listed)["splits"] if one != recipe.data.split]
+    found = next((one for one in ("validation", "valid", "val", "dev", "eval", "test") if one in splits), None)
+    return found and str(listed.with_name(found))
 
 
 def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:
