@@ -55,7 +55,7 @@ def full(size: str) -> Recipe:
 
 
 def lora(size: str) -> Recipe:
-    """Adapters on every linear layer, ZeRO-2: the same task with a tenth of the trained weights."""
+    """Adapters on every linear layer, ZeRO-2: the same task with a fifth of the trained weights."""
     return replace(
         full(size),
         deepspeed="zero2.json",

@@ -215,7 +215,8 @@ def prepare(
 ) -> RunContext:
     """Return the trainer's context; `model` is used to count parameters and operations, checkpoints record `mark`."""
     total, trainable = load.parameter_counts(model)
-    say(f"model: {total:,} parameters, {trainable:,} of them trained; attention: {recipe.model.attention}")
+    on = "; of one rank, which has a part of each matrix" if recipe.layout.tensor > 1 else ""
+    say(f"model: {total:,} parameters, {trainable:,} of them trained{on}; attention: {recipe.model.attention}")
     sizes = (total, trainable, load.DTYPES[recipe.precision].itemsize)
     parallel = implementation(recipe.layout)
     watchdog = Watchdog(run, recipe.hang_minutes)

@@ -167,7 +167,7 @@ def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
     if changes := overrides.differences(recipe, found):
         about, how = ("about ", ", estimated from each file's first examples") if size.estimated else ("", "")
         print(
-            f"for {about}{size.examples:,} examples of about {size.tokens:,} tokens{how}: {' '.join(changes)} (about "
+            f"for {about}{size.examples:,} examples, {size.tokens:,} tokens in all{how}: {' '.join(changes)} (about "
             f"{steps} updates); set any of these yourself",
             flush=True,
         )
