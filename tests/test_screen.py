@@ -138,6 +138,13 @@ def test_keys_can_be_typed_as_options(capsys):
     ours += ["precision=bf16", "deepspeed=zero2.json"]
     assert options.parse(["tiny", "lora", *habits, "save_strategy=steps"], "").overrides == ours
     assert options.parse(["tiny", "lora", "bf16=false"], "").overrides == ["bf16=false"], "which is answered"
+    for words, resumes in (
+        (["resume_from_checkpoint=true"], True),
+        (["--resume_from_checkpoint", "True"], True),
+        (["--resume_from_checkpoint=false"], False),
+    ):
+        found = options.parse(["tiny", "lora", *words, "seed=7"], "")
+        assert (found.resume, found.overrides) == (resumes, ["seed=7"])
     batch = ["tiny", "full", "gradient_accumulation_steps=4", "micro_batch_size=2", "--gpus", "2", "--dry-run"]
     assert launch.main(batch) == 0
     assert "is read as global_batch_size=16: 2 x 4 x 2 data-parallel ranks" in capsys.readouterr().err

@@ -238,6 +238,16 @@ class Parser(argparse.ArgumentParser):
                 found.append(f"{dashed}{equals}{value}")
                 continue
             key = name.removeprefix("--").replace("-", "_")
+            if key == "resume_from_checkpoint" and "--resume" in self._option_string_actions:
+                switch = value if equals else left[-1] if left else ""
+                if (on := overrides.SWITCHES.get(switch.lower())) is not None:
+                    print(
+                        f"{key}={switch} is {'read as --resume' if on else 'left out: it is the default'}",
+                        file=sys.stderr,
+                    )
+                    found += ["--resume"] * on
+                    left = left if equals else left[:-1]
+                    continue
             own = any(one.startswith(name) for one in self._option_string_actions) or self._guessed(name)
             if not name.startswith("--") or own or not overrides.is_known(key):
                 found.append(word)
