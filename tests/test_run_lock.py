@@ -109,10 +109,16 @@ def test_only_one_of_many_takes_a_dead_processs_lock(writer):
     process, run = writer
     process.kill()
     process.wait()
-    race = "import sys, time\nfrom pathlib import Path\nfrom deepspeed_recipes.machine import run_lock\n"
-    race += "with run_lock.hold(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(3)"
-    command = [sys.executable, "-c", race, str(run.path)]
-    racers = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(6)]
+    race = "import sys\nfrom pathlib import Path\nfrom deepspeed_recipes.machine import run_lock\n"
+    race += "with run_lock.hold(Path(sys.argv[1])):\n    print('held', flush=True)\n    sys.stdin.read()"
+    command, pipes = (
+        [sys.executable, "-c", race, str(run.path)],
+        dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE),
+    )
+    racers = [subprocess.Popen(command, text=True, **pipes) for _ in range(6)]
+    until = time.monotonic() + 60
+    while sum(racer.poll() is None for racer in racers) > 1 and time.monotonic() < until:
+        time.sleep(0.1)  # the one that holds it waits until the others have ended
     assert sum("held" in racer.communicate(timeout=60)[0] for racer in racers) == 1
 
 

@@ -77,7 +77,7 @@ MISTAKES = {
     "range in a grid": (["learning_rate=1e-5..1e-3"], "a range needs --random N"),
     "range backwards": (["learning_rate=1e-3..1e-5", "--random", "3"], "from a lower to a higher number"),
     "seed of a grid": (["seed=1,2", "--seed", "3"], "--seed 3: only with --random N"),
-    "fixed value": (["seed=1,2", "dpo.beta=0"], "dpo.beta=0.0: must be above 0"),
+    "fixed value": (["seed=1,2", "dpo.beta=0"], "dpo.beta=0: must be above 0"),
 }
 
 
