@@ -126,7 +126,7 @@ def read(path: Path | str) -> DeepSpeedFile:
     try:
         content = read_json(Path(path))
     except NotJson as error:
-        fix = f"ds-recipes check {path} lists what is wrong; with --fix it repairs commas, comments and Python's words."
+        fix = f"ds-recipes check {path} lists what is wrong; with --fix it repairs commas and Python's words."
         raise UserError(f"{error}\n{fix}") from None
     return parse(content, Path(path).name)
 
