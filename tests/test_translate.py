@@ -372,6 +372,7 @@ WSD = {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_
         (AXOLOTL, {"wandb_project": "mine"}, {"tracking": "wandb", "wandb.project": "mine"}),
         (AXOLOTL, {"use_wandb": False, "wandb_project": "mine"}, {"tracking": "none"}),
         (AXOLOTL, {"use_tensorboard": True}, {"tracking": "tensorboard"}),
+        (AXOLOTL, {"use_tensorboard": True, "use_wandb": False}, {"tracking": "tensorboard"}),
         (FACTORY, {"save_strategy": "epoch", "eval_strategy": "epoch"}, {"save_steps": "epoch", "eval_steps": "epoch"}),
         (AXOLOTL, {"saves_per_epoch": 1, "evals_per_epoch": 0}, {"save_steps": "epoch"}),
         (AXOLOTL, {"early_stopping_patience": 2}, {"early_stopping": "2"}),

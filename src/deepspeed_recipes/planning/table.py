@@ -129,7 +129,7 @@ def faster(plans: Sequence[Plan]) -> Iterator[str]:
     if plan.tier > plans[0].tier:
         why = "Plans that offload come last, since hosts' memory and links differ most from machine to machine"
     if times * COUNTS.fast_enough > 1:
-        yield f"Plan {at} is predicted to be {times:.2g} times as fast. {why}: try deepspeed={plan.base.deepspeed} too."
+        yield f"Plan {at} is predicted to be {times:.2g} times as fast. {why}: try both."
 
 
 def shown(plans: Sequence[Plan]) -> list[Plan]:

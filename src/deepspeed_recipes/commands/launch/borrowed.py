@@ -181,7 +181,8 @@ def said(recipe: Recipe, given: Collection[str]) -> str:
     """
     page = pages.find(pages.typed(recipe), recipe.variant)
     kind, other = (one.model.config["model_type"] for one in (recipe, page))
-    own = [change for change in overrides.differences(page, recipe) if not change.startswith("model.path=")]
+    left = {*given, "model.path"}
+    own = [change for change in overrides.differences(page, recipe) if change.partition("=")[0] not in left]
     replaced = {*given, *overrides.keys_of(own)}
     names = [key for key in (*TAKEN, *(ADAPTERS if page.lora else ())) if key not in replaced]
     taken = overrides.as_typed(page, names)
@@ -190,11 +191,7 @@ def said(recipe: Recipe, given: Collection[str]) -> str:
         f"auto: {recipe.model.path}, {kind} with {pages.human(recipe.model.parameters)} parameters, is trained as "
         f"{pages.typed(page)} {page.variant}, {other} with {pages.human(page.model.parameters)}",
         *([f"taken over: {' '.join(taken)}"] if taken else []),
-        *(
-            [f"its own: {' '.join(mine)}"]
-            if (mine := [one for one in own if one.partition("=")[0] not in given])
-            else []
-        ),
+        *([f"its own: {' '.join(own)}"] if own else []),
         f"other variants: {', '.join(name for name in pages.variants(module) if name != page.variant)}",
     ]
     return "\n      ".join(lines)

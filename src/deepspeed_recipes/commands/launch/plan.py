@@ -1,5 +1,6 @@
 """Plans a run: everything that is decided and checked before the first file is written or the first rank starts."""
 
+import re
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -104,7 +105,7 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
             print(forecast.line(estimate), flush=True)
     folder = request.folder or run_folder.new(located, options.output_dir)
     places = {"--output-dir": str(folder.path), "data.path": located.data.path, "model.path": located.model.path}
-    if options.slurm and (own := [key for key, place in places.items() if place.startswith(("/tmp/", "/dev/shm/"))]):
+    if options.slurm and (own := [key for key, paths in places.items() if re.search("(^|,)/(tmp|dev/shm)/", paths)]):
         print(
             f"warning: {', '.join(own)} in /tmp: in most clusters each node has its own; use a shared folder",
             flush=True,

@@ -192,7 +192,8 @@ def _trackers(found: Translation) -> None:
     known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     for name in set(names) - set(known) - {"none", "all"}:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
-    switches = [key for key in OF_TRACKERS if found.given(key) and found.values.get("use_wandb") is not False]
+    off = "wandb" if found.values.get("use_wandb") is False else None
+    switches = [key for key, tracker in OF_TRACKERS.items() if found.given(key) and tracker != off]
     known = list(dict.fromkeys([*known, *(OF_TRACKERS[key] for key in switches)]))
     if "all" not in names:  # nothing is tracked in the other tools unless the file asks for it
         found.set("tracking", ",".join(known) or "none", "report_to", *(key for key in switches if "use_" in key))
