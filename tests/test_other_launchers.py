@@ -304,12 +304,14 @@ def test_ranks_on_gpus_share_the_cores_that_this_process_may_use(monkeypatch, as
 
 @pytest.mark.parametrize("gpus", [0, 2])
 def test_ranks_run_on_the_cpu_only_where_there_are_no_gpus(gpus, monkeypatch):
-    for name in ("DS_ACCELERATOR", "MALLOC_ARENA_MAX", "TORCH_CPP_LOG_LEVEL"):
+    for name in ("DS_ACCELERATOR", "TORCH_CPP_LOG_LEVEL", *command.ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "4096")
     environment = command.rank_environment(2, gpus)
     assert environment.get("TORCH_CPP_LOG_LEVEL") == (None if gpus else "ERROR"), "NCCL's warnings name causes of hangs"
     assert environment.get("DS_ACCELERATOR") == (None if gpus else "cpu")
-    assert environment.get("MALLOC_ARENA_MAX") == (None if gpus else "1")
+    assert environment.get("MALLOC_ARENA_MAX") == environment.get("THP_MEM_ALLOC_ENABLE") == (None if gpus else "1")
+    assert environment["MALLOC_TOP_PAD_"] == "4096", "the user's own value"
 
 
 def test_versions_of_what_is_not_installed_are_left_out():

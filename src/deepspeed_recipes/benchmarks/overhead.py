@@ -25,7 +25,7 @@ from datetime import date
 from pathlib import Path
 
 from ..launching import paths
-from ..launching.command import deepspeed_command, rank_environment
+from ..launching.command import ALLOCATOR, deepspeed_command, rank_environment
 from ..machine.children import killed_with_this_process
 from ..recipe import pages
 from ..recipe.files import Json
@@ -310,8 +310,8 @@ def peer_run(bench: Bench, script: list[str], output: Path) -> Contender:
     """Return a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
     command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
     environment = environment_of(bench)
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        environment.pop("MALLOC_ARENA_MAX", None)
+    for name in ALLOCATOR.keys() - os.environ.keys():
+        environment.pop(name, None)
     return Contender([*command[: command.index("--module")], *script], environment, output, output)
 
 

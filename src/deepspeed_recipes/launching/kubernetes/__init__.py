@@ -37,7 +37,7 @@ SHARED_MEMORY = "16Gi"
 """Limit of /dev/shm, which counts as the pod's memory."""
 GRACE = 300
 """Seconds between SIGTERM and SIGKILL."""
-HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+HERE_ONLY = ("DS_ACCELERATOR", "OMP_NUM_THREADS", *command.ALLOCATOR, "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 """Variables that describe this machine, like paths."""
 KINDS = ("job", "jobset", "trainjob")
 
