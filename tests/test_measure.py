@@ -1,9 +1,11 @@
 """Machines that were measured: the file, the plans that use it, and runs on an H100 beside these plans."""
 
 import json
+import os
 import re
 import shutil
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +237,42 @@ def test_step_times_of_cpu_ranks_are_within_fifteen_percent_of_the_plan():
     assert statistics.median(abs(one.ratio - 1) for one in judges) <= 0.15
     assert statistics.mean(one.inside for one in judges) >= 0.9
     assert cpu_speed.prediction_range(found) == pytest.approx(CPU_SPEEDS, abs=0.01)
+
+
+def test_a_cpu_without_bf16_is_planned_in_fp32(tmp_path, capsys):
+    file = tmp_path / "machine.json"
+    data = json.loads(cpu_speed.MACHINE.read_text())
+    for part in (data["seconds"], data["alone"]):
+        for name in part.keys() & {"products", "attention", "wide", "parameter"}:
+            part[name] = {key: value for key, value in part[name].items() if "bf16" not in key}
+    file.write_text(json.dumps(data))
+    assert len(cpu_speed.cases_of(machine_file.read(file))) == len(cpu_speed.CASES) - 3
+    words = ["tiny", "--gpu", "cpu", "--machine", str(file)]
+    speeds = []
+    for more in ([], ["precision=fp32"]):
+        assert plan.main([*words, *more, "--json"]) == 0
+        speeds.append(json.loads(capsys.readouterr().out)["plans"][0]["tokens_per_second_per_gpu"])
+    assert speeds[0] == speeds[1]
+    assert run_command("plan", [*words, "precision=bf16"]) == 2
+    assert "CPU has no bf16; write precision=fp32" in capsys.readouterr().err
+    assert plan.main(["llama3-1b", *words[1:], "--method", "lora"]) == 0
+    assert "no instructions for bf16, so training is in fp32" in " ".join(capsys.readouterr().out.split())
+    cluster = cpu_speed.of_cpus(machine_file.read(file))
+    assert forecast.forecast(replace(RECIPE, precision="bf16"), cluster) is None
+    assert forecast.forecast(replace(RECIPE, precision="fp32", deepspeed="zero1.json"), cluster)
+
+
+def test_a_run_in_bf16_on_a_cpu_without_it_is_warned_of(monkeypatch, capsys):
+    for supported in (True, False):
+        monkeypatch.setattr(measure.system, "computes_bf16", lambda answer=supported: answer)
+        assert launch.main(["tiny", "full", "--dry-run", "precision=bf16"]) == 0
+        assert ("this CPU has no instructions for it" in capsys.readouterr().err) is not supported
+
+
+def test_ranks_that_end_without_an_error_are_named_by_their_last_line(tmp_path):
+    script = "print('terminate called without an active exception', flush=True); import os; os._exit(3)"
+    with pytest.raises(UserError, match="failed with status 3: terminate called without an active exception"):
+        measure.started([sys.executable, "-c", script], dict(os.environ), tmp_path / "measured.json")
 
 
 @pytest.mark.every

@@ -1,4 +1,6 @@
-"""Compares predicted and measured step times of CPU ranks: `python -m scripts.maintain.calibration.cpu_speed FILE`.
+"""Compares predicted and measured step times of CPU ranks.
+
+    python -m scripts.maintain.calibration.cpu_speed machine_NAME.json
 
 The predictions come from this machine's `doctor --measure` alone. The cases were fixed before any error was seen; the
 cases at odd places of the list, counted from 0, judge: they were read after the last change of a term.
@@ -34,7 +36,8 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
 
 from . import MEASUREMENTS
 
-RESULT, MACHINE = MEASUREMENTS / "planner_speed_cpu.json", MEASUREMENTS / "machine_cpu.json"
+MACHINE = MEASUREMENTS / "machine_cpu.json"
+"""The measurements of a machine; the step times are in `planner_speed_cpu.json`."""
 STEPS, WARM_UP = 25, 5
 """Steps of a run, and those of them that are not counted."""
 FASTEST = 4
@@ -102,6 +105,16 @@ CASES = (
     Case("small", "lora", "zero0.json", 1),
     Case("tiny", "full", "zero1.json", 2, (UNPACKED, "sequence_length=512")),
 )
+
+
+def cases_of(machine: Machine) -> tuple[Case, ...]:
+    """Return the cases that a machine's CPU can train."""
+    return tuple(case for case in CASES if machine.product_rates("bf16") or BF16 not in case.changes)
+
+
+def result_of(machine: Path) -> Path:
+    """Return the file with the step times of a machine."""
+    return machine.with_name(machine.name.replace("machine", "planner_speed"))
 
 
 @dataclass(frozen=True)
@@ -251,7 +264,7 @@ def sentence(found: Sequence[Comparison], judges: bool) -> str:
 @cache
 def stored() -> tuple[Machine, JsonView, list[Comparison]]:
     """Return the stored measurements of the machine, of the cases, and their comparisons."""
-    machine, result = machine_file.read(MACHINE), read_json(RESULT)
+    machine, result = machine_file.read(MACHINE), read_json(result_of(MACHINE))
     return machine, result, comparisons(machine, result["runs"])
 
 
@@ -273,21 +286,27 @@ def section() -> str:
 def main() -> None:
     """Measure for about the given time, the cases with the fewest runs first, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", type=Path, default=RESULT)
-    parser.add_argument("--machine", type=Path, default=MACHINE, help="from doctor --measure, shortly before")
+    parser.add_argument(
+        "machine",
+        nargs="?",
+        type=Path,
+        default=MACHINE,
+        help="from doctor --measure, shortly before: machine_NAME.json",
+    )
     parser.add_argument("--seconds", type=float, default=150, help="0 only prints")
     parser.add_argument("--runs", type=int, default=3)
     arguments = parser.parse_args()
-    runs = read_json(arguments.file)["runs"] if arguments.file.exists() else {}
+    machine, file = machine_file.read(arguments.machine), result_of(arguments.machine)
+    runs = read_json(file)["runs"] if file.exists() else {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         while time.monotonic() - began < arguments.seconds:
-            case = min(CASES, key=lambda one: len(runs.get(one.label, [])))
+            case = min(cases_of(machine), key=lambda one: len(runs.get(one.label, [])))
             if len(runs.get(case.label, [])) >= arguments.runs:
                 break
             runs.setdefault(case.label, []).append(measured(case, Path(scratch) / f"{time.monotonic():.0f}"))
-            write_json(arguments.file, {"date": date.today().isoformat(), "cpu": processor(), "runs": runs})
-    print(table(comparisons(machine_file.read(arguments.machine), runs)))
+            write_json(file, {"date": date.today().isoformat(), "cpu": processor(), "runs": runs})
+    print(table(comparisons(machine, runs)))
 
 
 def processor() -> str:

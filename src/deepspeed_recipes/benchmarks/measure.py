@@ -248,10 +248,13 @@ def main(order: str, result: str) -> None:
 
 
 def limits() -> dict[str, float]:
-    """Return this machine's best rates: bf16 matrix products, and memory copies (counting reads and writes)."""
+    """Return this machine's best rates: matrix products in bf16, and memory copies (counting reads and writes).
+
+    On a CPU without instructions for bf16, the products are in fp32.
+    """
     sizes, device = probe.sizes(), distributed.device()
     side = sizes["products"][-1]
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(side, side, device=device, dtype=probe.dtypes()[0]) for _ in range(2))
     copies = probe.copies()
     found = {
         "matrix_flops": 2 * side**3 / probe.median_seconds(partial(torch.matmul, a, b)),

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..machine import ops
+from ..machine import ops, system
 from ..planning.hardware.machine_file import HEAD_WIDTH, NARROW_HEAD
 from ..recipe.deepspeed_file import prefetch_size
 from ..recipe.files import Json
@@ -65,6 +65,8 @@ QUICK = {"repeats": (2, 2), "steps": (2, 2), "warm_up": (1, 1)}
 """Sizes for `doctor --measure --quick`, with which everything is measured, but less precisely."""
 SMALL = 2**10
 """Bytes of a collective that is bound by latency."""
+BETWEEN = 512
+"""Side of the product before each collective on a CPU."""
 
 
 def main(file: str, *words: str) -> None:
@@ -104,6 +106,11 @@ def over_ranks(seconds: Any) -> Any:
     return statistics.median(everywhere)
 
 
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that are measured: without instructions for it, a CPU computes bf16 ten times as slowly."""
+    return DTYPES if distributed.on_gpu() or system.computes_bf16() else DTYPES[1:]
+
+
 def sizes() -> Json:
     """Return the sizes that suit the ranks' device."""
     found = {name: on_gpu if distributed.on_gpu() else on_cpu for name, (on_gpu, on_cpu) in SIZES.items()}
@@ -113,6 +120,8 @@ def sizes() -> Json:
 def median_seconds(work: Callable[[], object]) -> float:
     """Return the median time of a call, including the work it queues on a GPU, after two warm-up rounds."""
     taken, calls = [], sizes()["calls"]
+    if dist.is_initialized():
+        dist.barrier()  # a rank that has finished earlier would be measured alone
     for _ in range(2 + sizes()["repeats"]):
         wait()
         start = time.perf_counter()
@@ -132,7 +141,7 @@ def wait() -> None:
 def products() -> dict[str, dict[str, float]]:
     """Return the seconds of square matrix products: by dtype, and by size."""
     found = {}
-    for dtype in DTYPES:
+    for dtype in dtypes():
         for size in sizes()["products"]:
             a, b = (torch.randn(size, size, device=distributed.device(), dtype=dtype) for _ in range(2))
             found[f"{size} {short(dtype)}"] = median_seconds(partial(torch.matmul, a, b))
@@ -146,7 +155,7 @@ def attentions() -> dict[str, dict[str, float]]:
         forward().backward(gradient)
 
     size, found = sizes(), {}
-    for dtype in DTYPES:
+    for dtype in dtypes():
         for name, kernel in kernels(dtype).items():
             shape = (1, size["heads"], size["length"], NARROW_HEAD if name == "narrow" else HEAD_WIDTH)
             inputs = [
@@ -229,7 +238,7 @@ def passes(stage: int | None, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 def wide_layers() -> Json:
     """Return the seconds of a wider layer's passes in plain PyTorch, by dtype; nothing on a GPU."""
     found = {}
-    for dtype in () if distributed.on_gpu() else DTYPES:
+    for dtype in () if distributed.on_gpu() else dtypes():
         small, large = (_passes(layers, None, dtype, [*sizes()["wide"].values()]) for layers in LAYERS_WIDE)
         for name in ("forward", "backward"):
             found[f"{short(dtype)} {name}"] = (large[name] - small[name]) / (LAYERS_WIDE[1] - LAYERS_WIDE[0])
@@ -242,7 +251,7 @@ def updates() -> Json:
     Only of a single CPU rank, which neither shards nor sends; the parameters do not fit into a CPU's caches.
     """
     found = {}
-    for dtype in () if distributed.on_gpu() or dist.get_world_size() > 1 else DTYPES:
+    for dtype in () if distributed.on_gpu() or dist.get_world_size() > 1 else dtypes():
         for name, stage in STAGES.items():
             narrow, wide = (_passes(2, stage, dtype, shape) for shape in (NARROW, HUGE))
             for which in ("backward", "step"):
@@ -277,6 +286,7 @@ def _passes(layers: int, stage: int | None, dtype: torch.dtype, shape: Sequence[
         with quiet():
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     taken: dict[str, list[float]] = {"forward": [], "backward": [], "step": []}
+    dist.barrier()
     for _ in range(sizes()["warm_up"] + sizes()["steps"]):
         marks = [time.perf_counter()]
 
@@ -315,18 +325,30 @@ def collectives() -> dict[str, float]:
     """Return the seconds of collectives over all ranks: of large and of small messages; nothing on one rank."""
     if (ranks := dist.get_world_size()) == 1:
         return {}
-    found = {}
+    found, seconds_of = {}, median_seconds if distributed.on_gpu() else after_products
     for name, size in (("large", sizes()["message"]), ("small", SMALL)):
         for dtype in DTYPES[: 1 if distributed.on_gpu() else 2]:
             message = torch.ones(size // dtype.itemsize, device=distributed.device(), dtype=dtype)
-            part, other = message[: message.numel() // ranks].clone(), torch.empty_like(message)
+            part = message[: message.numel() // ranks].clone()
             suffix = f"{name} fp32" if dtype is torch.float32 else name
-            found[f"all_reduce {suffix}"] = median_seconds(partial(dist.all_reduce, message))
-            found[f"all_gather {suffix}"] = median_seconds(partial(dist.all_gather_into_tensor, message, part))
-            if not distributed.on_gpu():
-                found[f"reduce_scatter {suffix}"] = median_seconds(partial(dist.reduce_scatter_tensor, part, message))
-                found[f"all_to_all {suffix}"] = median_seconds(partial(dist.all_to_all_single, other, message))
+            found[f"all_reduce {suffix}"] = seconds_of(partial(dist.all_reduce, message))
+            found[f"all_gather {suffix}"] = seconds_of(partial(dist.all_gather_into_tensor, message, part))
     return found
+
+
+def after_products(collective: Callable[[], object]) -> float:
+    """Return the mean seconds of a collective of CPU ranks that each follows a product, as in training.
+
+    A rank that has computed waits for slower ones, and for a core: some take ten times as long as others, and in a
+    tight loop none does.
+    """
+    taken, a = [], torch.randn(BETWEEN, BETWEEN)
+    for _ in range(2 + 7 * sizes()["repeats"]):
+        torch.matmul(a, a)
+        start = time.perf_counter()
+        collective()
+        taken.append(time.perf_counter() - start)
+    return statistics.mean(taken[2:])
 
 
 def host_adam() -> dict[str, float]:

@@ -33,6 +33,7 @@ from ..benchmarks.cases import ALL, BENCHMARKS, CASE, FEW, LIMIT, STEPS, WARM_UP
 from ..launching.command import rank_count, visible_gpus
 from ..machine import children
 from ..recipe import files
+from ..recipe.errors import UserError
 from ..recipe.files import Json
 from ..recipe.project import require
 from ..recipe.run_folder import write_json
@@ -183,7 +184,10 @@ def run(benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds
         return found
 
     # In another process, since this process must not hold GPU memory.
-    result |= ask(None)
+    limits = ask(None)
+    if "error" in limits:
+        raise UserError(f"{benchmark.name}: this machine's rates could not be measured:\n{limits['error']}")
+    result |= limits
     if benchmark.grows:
         result["longest"] = {}
         for case in benchmark.cases:

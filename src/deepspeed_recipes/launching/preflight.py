@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import lint
+from ..machine import system
 from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -371,6 +372,13 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
     if isinstance(recipe.method, Grpo):  # a sequence is an answer
         sequences *= recipe.method.group_size * recipe.method.iterations
     return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
+
+
+def slow_precision(recipe: Recipe, gpus: int) -> str | None:
+    """Return a warning if CPU ranks train in bf16 on a processor without instructions for it."""
+    if gpus or recipe.precision != "bf16" or system.computes_bf16():
+        return None
+    return "precision=bf16: this CPU has no instructions for it; precision=fp32 takes about a tenth of the time"
 
 
 def _check_options(recipe: Recipe) -> None:

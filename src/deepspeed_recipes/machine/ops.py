@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..recipe.deepspeed_file import DeepSpeedFile
 from ..recipe.errors import UserError
-from . import children
+from . import children, system
 
 
 @dataclass(frozen=True)
@@ -114,10 +114,9 @@ def stamp(name: str) -> None:
 
 
 def _key() -> str:
-    with open("/proc/cpuinfo", encoding="utf-8") as lines:  # ops are compiled for the processor's own instructions
-        flags = next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
     versions = {name: _version(name) for name in ("torch", "deepspeed")}
-    found = {"python": sys.implementation.cache_tag, **versions, "processor": " ".join(sorted(flags))}
+    # Ops are compiled for the processor's own instructions.
+    found = {"python": sys.implementation.cache_tag, **versions, "processor": " ".join(sorted(system.cpu_flags()))}
     return json.dumps(found, indent=2)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import mmap
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -41,6 +42,25 @@ def output(*command: str, timeout: float = 20) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return run.stdout.strip()
+
+
+def cpu_flags() -> frozenset[str]:
+    """Return what this machine's processor can do, in Linux's words; empty if that is unknown."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(
+        next((line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    )
+
+
+def computes_bf16() -> bool:
+    """Return whether CPU ranks compute bf16 at the speed of fp32 at least; otherwise oneDNN has no kernels for it.
+
+    As `mkldnn_bf16_device_check` of torch 2.13 on x86; of other processors nothing is known.
+    """
+    return platform.machine() != "x86_64" or bool(cpu_flags() & {"avx512bw", "avx_ne_convert"})
 
 
 def memory() -> list[Check]:

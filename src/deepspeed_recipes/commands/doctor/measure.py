@@ -129,8 +129,9 @@ def started(command: list[str], environment: dict[str, str], result: Path) -> Js
         except subprocess.TimeoutExpired:
             raise UserError(f"--measure: not done after {LIMIT} s; the machine is busy, or a rank hangs.") from None
     if done.returncode or not result.exists():
-        said = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-        raise UserError(f"--measure: the ranks failed: {(said or ['without a message'])[-1][:300]}")
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        said = [line for line in lines if "Error" in line] or lines or ["without a message"]
+        raise UserError(f"--measure: the ranks failed with status {done.returncode}: {said[-1][:300]}")
     rates: Json = json.loads(result.read_text(encoding="utf-8"))
     return rates
 

@@ -320,6 +320,8 @@ def check(recipe: Recipe, request: Request, machines: Machines, options: LaunchO
         for line in own_code.changed(recipe, request.page.code, recipe.code):
             print(f"resuming with a changed file: {line}", flush=True)
     restarts.check(recipe, options.max_restarts or 0)
+    if not (machines.elsewhere or options.prepare) and (slow := preflight.slow_precision(recipe, machines.gpus)):
+        print(slow, file=sys.stderr, flush=True)
     if not machines.allocation:  # a cluster's nodes have their own environment
         preflight.check_trackers(recipe)
         system.check_cache()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...machine import system
 from ...recipe.compatibility import EXPERT_COUNTS
 from ...recipe.errors import UserError
 from ...recipe.files import text_of
@@ -241,7 +242,7 @@ def has_packed_kernels() -> bool:
     """Return True if vLLM has 4-bit kernels for this machine: 0.32 has `cpu_gemm_wna16` for AVX-512, not for AVX2."""
     if _on_gpu() or platform.machine() != "x86_64":
         return True
-    return "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    return "avx512f" in system.cpu_flags()
 
 
 def _on_gpu() -> bool:

@@ -120,8 +120,9 @@ def of_cpus(machine: Machine, ranks: int | None = None) -> Cluster:
     """Return CPU ranks of a machine without GPUs, with all their rates from its measurements."""
     ranks = ranks or machine.ranks
     machine = replace(machine, ranks=1, seconds=machine.alone) if ranks == 1 else machine
-    memory, best = machine.host_memory_gib / ranks, max(rate for _, rate in machine.product_rates("bf16"))
-    gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, tflops=best / 1e12)
+    memory, bf16 = machine.host_memory_gib / ranks, machine.product_rates("bf16")
+    best = max(rate for _, rate in bf16 or machine.product_rates("fp32"))
+    gpu = Gpu("CPU", memory, 1, 0, 1, 1, 0, bf16=bool(bf16), tflops=best / 1e12)
     return Cluster(machine.measured(gpu), ranks, host_memory_gib=machine.host_memory_gib, machine=machine)
 
 

@@ -1,7 +1,6 @@
 """Measures and fits the allocations of a forward and a backward pass on the meta device.
 
-Measured are the tensors that autograd saves and the peaks, for three batches; fitted is the memory of a training mode
-as a function of the batch.
+Measured are the tensors that autograd saves and the peaks, for three batches; fitted is a training mode's memory.
 """
 
 import contextlib

@@ -63,8 +63,9 @@ def choose(recipe: Recipe, given: Iterable[str], cluster: Cluster, document_leng
 
 
 def forecast(recipe: Recipe, cluster: Cluster, document_length: float | None = None) -> Plan | None:
-    """Return the predicted cost of a run, or None for a draft or a model whose dimensions are unknown."""
-    if recipe.draft.enabled or not recipe.model.config:
+    """Return the predicted cost of a run; None for a draft, unknown dimensions, and bf16 on a CPU without it."""
+    emulated = recipe.precision == "bf16" and cluster.on_cpus and not cluster.gpu.bf16
+    if recipe.draft.enabled or not recipe.model.config or emulated:
         return None
     path = Path(recipe.deepspeed)
     recipe = replace(recipe, deepspeed=path.name if path.parent == CONFIGS else recipe.deepspeed)

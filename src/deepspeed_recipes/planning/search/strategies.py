@@ -1,8 +1,7 @@
 """Searches all feasible ways to train a model on a cluster, and returns them best first.
 
 A candidate is a file in `configs/`, a layout, a micro-batch size and whether to checkpoint. The launcher's own rules
-(`recipe.limits`) drop candidates that cannot run, `cost.memory` drops those that do not fit, and `cost.step_time`
-ranks the rest.
+(`recipe.limits`) drop those that cannot run, `cost.memory` those that do not fit, and `cost.step_time` ranks the rest.
 """
 
 import math
@@ -18,7 +17,7 @@ from ...recipe.deepspeed_file import DeepSpeedFile
 from ...recipe.errors import UserError
 from ...recipe.layout import data_parallel_size
 from ...recipe.project import CONFIGS
-from ...recipe.recipe import Layout, Recipe, changed
+from ...recipe.recipe import Layout, Precision, Recipe, changed
 from ..cost.constants import COUNTS
 from ..cost.memory import peak_memory
 from ..cost.step_time import step_time
@@ -50,8 +49,7 @@ def plan_request(
 def search(request: PlanRequest) -> SearchResult:
     """Return the plans that fit, the tight plans, and for each other file the plan that comes closest to fitting.
 
-    After the first tier in which anything fits, only the best plan of a tier is kept, and only if no other plan is as
-    fast with as little memory.
+    After the first tier in which anything fits, a tier's best plan is kept if none is as fast with as little memory.
     """
     recipe, gpu, gpus = request.recipe, request.cluster.gpu, request.cluster.gpus
     if "global_batch_size" not in request.fixed and gpus <= recipe.global_batch_size:
@@ -61,9 +59,10 @@ def search(request: PlanRequest) -> SearchResult:
         sequences = math.ceil(recipe.global_batch_size / (gpus * micro_batch)) * gpus * micro_batch
         recipe = replace(recipe, global_batch_size=sequences, micro_batch_size=micro_batch)
     if recipe.precision == "bf16" and not gpu.bf16:
+        other: Precision = "fp32" if request.cluster.on_cpus else "fp16"
         if "precision" in request.fixed:
-            raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision=fp16, or leave it out.")
-        recipe = replace(recipe, precision="fp16")
+            raise UserError(f"precision=bf16: {gpu.name} has no bf16; write precision={other}, or leave it out.")
+        recipe = replace(recipe, precision=other)
     asked, request = request, replace(request, recipe=recipe)
     fitting: list[Plan] = []
     others: list[Plan] = []
@@ -203,8 +202,7 @@ def _suits(name: str, layout: Layout, request: PlanRequest) -> bool:
 def _sized(request: PlanRequest, recipe: Recipe) -> Iterator[Plan]:
     """Yield plans for every micro-batch size that fits, with and without checkpointing, or the smallest if none fits.
 
-    Memory grows with the micro-batch, and checkpointing never adds to it, so the first size that does not fit ends the
-    series.
+    Memory grows with the micro-batch, and checkpointing never adds to it, so the first size that does not fit is last.
     """
     setup = _setup(request, recipe)
     sequences = recipe.global_batch_size // setup.data_parallel_size

@@ -160,8 +160,7 @@ def remarks(request: PlanRequest, best: Plan) -> Iterator[str]:
 def with_method(request: PlanRequest, variant: str) -> PlanRequest | None:
     """Return the request for another variant of the recipe's page, with the same model, batch and hardware.
 
-    The user's settings are kept, except those that define the current variant. None if the other variant contradicts
-    them.
+    The user's settings are kept, except those that define the current variant; None if the other contradicts them.
     """
     recipe, page = request.recipe, pages.find(pages.typed(request.recipe), request.recipe.variant)
     if variant not in pages.variants(pages.page_of(recipe)):
