@@ -188,7 +188,7 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         yield f"No measurements on {gpu} were used: the order of the plans is more reliable than their speeds."
     if recipe.precision == "fp16" and not cluster.gpu.bf16:
         yield f"{gpu} has no bf16, so training is in fp16; its first steps search for a loss scale."
-    if cluster.on_cpus and not cluster.gpu.bf16:
+    if cluster.on_cpus and recipe.precision != request.recipe.precision:
         yield "This CPU has no instructions for bf16, so training is in fp32."
 
 
