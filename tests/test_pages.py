@@ -42,7 +42,7 @@ def test_pages_are_found():
 
 def in_the_table(name, variant):
     """Return a cell of the table of hardware; `tests/test_docs.py` checks that the document is up to date."""
-    lines = (ROOT / "recipes/README.md").read_text(encoding="utf-8").splitlines()
+    lines = (ROOT / "scripts/README.md").read_text(encoding="utf-8").splitlines()
     row = next(line for line in lines if line.startswith(f"| {name} | ") and " x " in line)
     return row.split(" | ")[index.VARIANTS.index(variant) + 1]
 
@@ -439,7 +439,7 @@ def test_one_family_is_listed_with_its_tables():
     )
     cell = in_the_table("llama3-70b", "lora").partition(" (")[0]
     row = next(line for line in text.splitlines() if line.startswith("  lora ") and " x " in line)
-    assert cell == "4 x H100" and f"  {cell}  " in row, "as in recipes/README.md"
+    assert cell == "4 x H100" and f"  {cell}  " in row, "as in scripts/README.md"
 
 
 @pytest.mark.parametrize("page", ["mixtral-8x7b", "qwen3_moe-30b-a3b"])

@@ -1,4 +1,4 @@
-"""Certify what servers answer for every family, in `served.json`; the table in recipes/README.md is made of it.
+"""Certify what servers answer for every family, in `served.json`; the table in scripts/README.md is made of it.
 
     python -m scripts.maintain.served FAMILY ... [--server vllm] [--form merged] [--again]
 

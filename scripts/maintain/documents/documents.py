@@ -24,12 +24,12 @@ def documents() -> dict[Path, str]:
     blocks = {
         PAGES / "README.md": {
             "families": index.families(),
-            "names": index.names(),
-            "hardware": index.hardware(),
-            "served": served.table(read_json(served.FILE)),
         },
         CONFIGS / "README.md": {"chart": chart.render(), "combinations": combinations.render()},
         SCRIPTS / "README.md": {
+            "hardware": index.hardware(),
+            "names": index.names(),
+            "served": served.table(read_json(served.FILE)),
             "accuracy": accuracy.sentence(published_rows(), read_json(FILE)),
             "cpu_speed": cpu_speed.errors(),
         },

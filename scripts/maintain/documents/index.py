@@ -1,4 +1,4 @@
-"""The tables in recipes/README.md."""
+"""The table of families in recipes/README.md; those of hardware and of other tools' names in scripts/README.md."""
 
 import json
 from collections.abc import Iterator

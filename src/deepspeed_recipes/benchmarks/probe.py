@@ -72,9 +72,12 @@ BETWEEN = 512
 def main(file: str, *words: str) -> None:
     """Measure, and write what was found to `file`: `collectives` alone, or all probes.
 
-    With `threads`, `updates` are measured again with so many, under `shared`. `quick` measures with fewer rounds.
+    With `threads`, a rank has so many; with `shared`, `updates` are measured again with so many, under `shared`. `quick`
+    measures with fewer rounds.
     """
     SIZES.update(QUICK if "quick" in words else {})
+    threads = {name: int(number) for name, _, number in (word.partition("=") for word in words) if number}
+    torch.set_num_threads(threads.get("threads", torch.get_num_threads()))
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()
@@ -87,10 +90,9 @@ def main(file: str, *words: str) -> None:
         for name, seconds in probe().items():
             found[name] = over_ranks(seconds)
         took[probe.__name__] = time.monotonic() - begun
-    for word in words:
-        if word.startswith("threads="):
-            torch.set_num_threads(int(word.partition("=")[2]))
-            found["shared"] = updates()
+    if "shared" in threads:
+        torch.set_num_threads(threads["shared"])
+        found["shared"] = updates()
     if distributed.is_first():
         write_json(
             Path(file), {"environment": describe_environment(), "sizes": sizes(), "seconds": found, "took": took}

@@ -3,9 +3,9 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -14,12 +14,12 @@ from ...launching.restarts import HostAttempts
 from ...launching.ssh import hostfile, remote
 from ...machine import children, system
 from ...planning.hardware import machine_file
+from ...prove.ranks import Ranks, read_logs
 from ...recipe import files
 from ...recipe.errors import UserError, cannot_write
 from ...recipe.files import Json
 from ...recipe.project import require
 from ...recipe.run_folder import RunFolder, write_json
-from ...training.rendezvous import SINGLE
 
 PROBE = "deepspeed_recipes.benchmarks.probe"
 LIMIT = 300
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_busy(gpus)
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
     words = ("quick",) if arguments.quick else ()
-    found = probe(ranks, gpus, words)
+    found = probe(ranks, words) if gpus else on_cpus(ranks, words)
     environment = found["environment"]
     measured = {
         "version": machine_file.VERSION,
@@ -51,10 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
         **({"nvme_gbs": min(drive)} if drive else {}),
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
-    if ranks > 1 and not gpus:
-        measured["alone"] = probe(1, 0, (*words, f"threads={threads(ranks)}"))["seconds"]  # a rank that has all cores
-        # A step of a rank that has its share of them, with fewer others in the caches than between ranks that compute.
-        measured["seconds"] |= measured["alone"].pop("shared")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, measured)
@@ -89,14 +85,43 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, gpus: int, words: tuple[str, ...]) -> Json:
-    """Return the measurements of this machine's ranks (`benchmarks.probe`); raises as `started`."""
+def probe(ranks: int, words: Sequence[str]) -> Json:
+    """Return the measurements of this machine's GPUs (`benchmarks.probe`); raises as `started`."""
     with children.scratch() as folder:
         result = folder / "measured.json"
-        module, environment = (PROBE, str(result), *words), rank_environment(ranks, gpus)
-        if ranks == 1 and not gpus:  # without the launcher, which takes seconds to start
-            return started([sys.executable, "-m", *module], environment | SINGLE | {"MASTER_PORT": "0"}, result)
-        return started(launcher_command(module, ranks), environment, result)
+        return started(launcher_command((PROBE, str(result), *words), ranks), rank_environment(ranks, 1), result)
+
+
+def on_cpus(ranks: int, words: Sequence[str]) -> Json:
+    """Return the measurements of CPU ranks, and under `alone` those of a rank that has all cores.
+
+    They are forks of a process that has imported the stack once, which takes longer than half of the probes.
+    """
+    alone, shared = threads(1), threads(ranks)  # before they are in the environment, as if the user had set them
+    os.environ |= rank_environment(ranks, 0)
+    with children.scratch() as folder, Ranks((PROBE,)) as forks:
+
+        def measured(ranks: int, *words: str) -> Json:
+            result, log = folder / f"{ranks}.json", folder / "log"
+            statuses = forks.run(_probe, str(result), *words, world_size=ranks, log=log, timeout=LIMIT)
+            if -signal.SIGKILL in statuses:
+                raise UserError(f"--measure: a rank was killed, for want of memory, or since it took over {LIMIT} s.")
+            return _written(result, next(filter(None, statuses), 0), "\n".join(read_logs(log)))
+
+        found = measured(ranks, *words)
+        if ranks > 1:
+            one = measured(1, *words, f"threads={alone}", f"shared={shared}")["seconds"]
+            # A step of a rank that has its share of the cores, with fewer others in the caches than between ranks that
+            # compute.
+            found["seconds"] |= one.pop("shared")
+            found["alone"] = one
+    return found
+
+
+def _probe(*words: str) -> None:
+    from ...benchmarks import probe
+
+    probe.main(*words)
 
 
 def between(pool: hostfile.HostPool, shared: Path) -> Json:
@@ -128,10 +153,15 @@ def started(command: list[str], environment: dict[str, str], result: Path) -> Js
             done = children.run(command, LIMIT, env=environment, stdout=out, stderr=out)
         except subprocess.TimeoutExpired:
             raise UserError(f"--measure: not done after {LIMIT} s; the machine is busy, or a rank hangs.") from None
-    if done.returncode or not result.exists():
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return _written(result, done.returncode, log.read_text(errors="replace"))
+
+
+def _written(result: Path, status: int, log: str) -> Json:
+    """Return what the ranks wrote; raises a UserError with the last error in their log if one of them failed."""
+    if status or not result.exists():
+        lines = [line for line in log.splitlines() if line.strip()]
         said = [line for line in lines if "Error" in line] or lines or ["without a message"]
-        raise UserError(f"--measure: the ranks failed with status {done.returncode}: {said[-1][:300]}")
+        raise UserError(f"--measure: the ranks failed with status {status}: {said[-1][:300]}")
     rates: Json = json.loads(result.read_text(encoding="utf-8"))
     return rates
 

@@ -132,7 +132,7 @@ def read(file: Path) -> Json:
 
 def _unknown(values: JsonView) -> str:
     if SWIFT & values.keys():
-        return "a file of ms-swift, which is not translated; key=value reads most of its keys (recipes/README.md)."
+        return "a file of ms-swift, which is not translated; key=value reads most of its keys (scripts/README.md)."
     if any(key.startswith("zero_") for key in values):
         return "a configuration of DeepSpeed, which trains nothing by itself; give it to a recipe as deepspeed=FILE."
     if "distributed_type" in values:
