@@ -1,6 +1,7 @@
 """Machines that were measured: the file, the plans that use it, and runs on an H100 beside these plans."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_recipes.benchmarks import probe
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
 from deepspeed_recipes.commands import doctor, launch, plan
 from deepspeed_recipes.commands.doctor import measure
@@ -104,6 +106,7 @@ BROKEN = {
     "not a number": (lambda data: data | {"seconds": data["seconds"] | {"copy": float("nan")}}, "seconds.copy"),
     "by hand": (lambda data: data | {"seconds": data["seconds"] | {"copy": "fast"}}, "damaged"),
     "an empty network": (lambda data: data | {"network": {}}, "damaged"),
+    "a negative spread": (lambda data: data | {"spread": -0.1}, "damaged"),
     "without sizes": (lambda data: data | {"sizes": {}}, "damaged"),
 }
 
@@ -283,6 +286,24 @@ def test_a_step_of_cpu_ranks_takes_as_long_as_planned(tmp_path, ranks):
     cases = [case for case in cpu_speed.CASES if case.model == "tiny" and not case.changes][:3]
     runs = {case.label: [cpu_speed.measured(case, tmp_path / str(number))] for number, case in enumerate(cases)}
     assert all(one.inside for one in cpu_speed.comparisons(machine_file.read(file), runs))
+
+
+def test_the_range_of_an_uneven_machine_is_wider(tmp_path, capsys):
+    """By the spread of its speed in quadrature: a factor of 1.18 and one of 1.32 (1.96 x sqrt(2) x 0.1) make 1.38."""
+    ranges = {}
+    for spread in (0.0, 0.1, 0.101):
+        file = tmp_path / f"{spread}.json"
+        file.write_text(json.dumps(json.loads(cpu_speed.MACHINE.read_text()) | {"spread": spread}))
+        assert plan.main(["tiny", "--gpu", "cpu", "--machine", str(file), "--json"]) == 0
+        first = json.loads(capsys.readouterr().out)["plans"][0]
+        speed, (low, high) = first["tokens_per_second_per_gpu"], first["tokens_per_second_per_gpu_range"]
+        ranges[spread] = (low / speed, high / speed)
+        assert plan.main(["tiny", "--gpu", "cpu", "--machine", str(file)]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("Its speed varied by 10% while it was measured" in said) is (spread > 0.1)
+    assert ranges[0.0] == pytest.approx(CPU_SPEEDS) and ranges[0.1] == pytest.approx((0.678, 1.384), abs=0.001)
+    rounds = [{"products": {"512": 1.0}, "attention": {"both": seconds}} for seconds in (2.0, 4.0)]
+    assert probe.spread(rounds[:1]) == 0 and probe.spread(rounds) == pytest.approx(math.log(2) / 2)
 
 
 def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, capsys):

@@ -29,6 +29,8 @@ BAR = 40
 """Width in characters of a bar that stands for a GPU's whole memory."""
 OF_SETUP = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
 HOSTS = "HOSTS"
+UNEVEN = 0.1
+"""Standard deviation of a machine's own speed above which it is named."""
 """Placeholder for the hostfile in a command."""
 
 
@@ -184,6 +186,8 @@ def notes(request: PlanRequest, plan: Plan) -> Iterator[str]:
         if cluster.on_cpus:
             others = "each GPU here is a CPU rank, whose memory is counted as a GPU's"
         yield f"Speeds use rates measured on {machine.date} ({machine.file}); {others}."
+        if machine.spread > UNEVEN:
+            yield f"Its speed varied by {machine.spread:.0%} while it was measured, so the range of speeds is wider."
     elif not plan.time.measured:
         yield f"No measurements on {gpu} were used: the order of the plans is more reliable than their speeds."
     if recipe.precision == "fp16" and not cluster.gpu.bf16:

@@ -184,6 +184,8 @@ def lines(measured: Json) -> Iterator[tuple[str, str]]:
     for name, title in (("from_host", "from host"), ("to_host", "to host")):
         if name in seconds:
             yield title, f"{sizes['copy'] / seconds[name] / 1e9:,.1f} GB/s"
+    if measured.get("spread"):
+        yield "speed from one round to the next", f"+- {measured['spread']:.0%}"
     yield "launch of a kernel from Python", f"{1e6 * seconds['operation']:.1f} us"
     for name, title in (("plain", "plain"), ("zero1", "ZeRO-1"), ("zero3", "ZeRO-3")):
         taken = seconds[f"layer {name}"]

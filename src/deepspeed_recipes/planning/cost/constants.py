@@ -1,6 +1,7 @@
 """Constants of the estimates: counted, fitted on measured runs, or measured by `doctor --measure` on this machine."""
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -134,10 +135,15 @@ def memory_range(setup: TrainingSetup) -> tuple[float, float]:
     return _range("memory", kinds_of(setup))
 
 
-def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False) -> tuple[float, float]:
-    """Return the same of tokens per second, wider if the machine was not `measured`: hosts and links differ most."""
+def speed_range(setup: TrainingSetup, measured: bool, on_cpu: bool = False, spread: float = 0.0) -> tuple[float, float]:
+    """Return the same of tokens per second, wider if the machine was not `measured`: hosts and links differ most.
+
+    On CPUs it is also wider by the `spread` of the machine's own speed, which both the measurement and the run have;
+    1.96 standard deviations are the 95 % of `CPU_SPEEDS`.
+    """
     if on_cpu:
-        return CPU_SPEEDS
+        below, above = (math.hypot(math.log(factor), 1.96 * math.sqrt(2) * spread) for factor in CPU_SPEEDS)
+        return math.exp(-below), math.exp(above)
     return _range("time", kinds_of(setup) if measured else (DATASHEET,))
 
 

@@ -51,6 +51,8 @@ class Machine:
     network_gbs: float = 0.0
     """GB/s from one node to the others, per direction, that an all-reduce over several nodes reached; 0: not measured.
     """
+    spread: float = 0.0
+    """Standard deviation of the logarithm of its speed from one round of measurements to the next."""
 
     def has(self, gpu: Gpu) -> bool:
         """Return whether this machine's GPU is of the given kind."""
@@ -112,7 +114,10 @@ def read(file: Path) -> Machine:
             data["alone"] if "alone" in data else data["seconds"], int(data["environment"]["cpu_count"]),
             float(data["environment"]["host_memory_gib"]), float(data.get("nvme_gbs", 0)),
             _ring_gbs(network["ranks"], data["sizes"], network["seconds"]) if network is not None else 0.0,
+            float(data.get("spread", 0)),
         )  # fmt: skip
+        if not 0 <= machine.spread < math.inf:
+            raise ValueError(f"spread {machine.spread}")
         needed = (*NEEDED, *NEEDED_OF_CPUS) if machine.device == CPU else NEEDED
         wrong = [name for name in needed if name not in machine.seconds]
         wrong += ["parameter"] if machine.device == CPU and "parameter" not in machine.alone else []

@@ -147,8 +147,9 @@ class Plan:
     @property
     def speed_range(self) -> tuple[float, float]:
         """The low and high values of `speed`."""
-        known = self.cluster.machine is not None or self.correction.runs > 0
-        low, high = speed_range(self.setup, known, self.cluster.on_cpus)
+        machine = self.cluster.machine
+        known, spread = machine is not None or self.correction.runs > 0, machine.spread if machine else 0.0
+        low, high = speed_range(self.setup, known, self.cluster.on_cpus, spread)
         return low * self.speed, high * self.speed
 
     @property
