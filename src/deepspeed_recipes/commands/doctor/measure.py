@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -110,7 +111,9 @@ def on_cpus(ranks: int, words: Sequence[str]) -> Json:
 
         found = measured(ranks, *words)
         if ranks > 1:
-            one = measured(1, *words, f"threads={alone}", f"shared={shared}")["seconds"]
+            single = measured(1, *words, f"threads={alone}", f"shared={shared}")
+            found["spread"] = math.hypot(found["spread"], single["spread"]) / math.sqrt(2)
+            one = single["seconds"]
             # A step of a rank that has its share of the cores, with fewer others in the caches than between ranks that
             # compute.
             found["seconds"] |= one.pop("shared")
