@@ -401,7 +401,23 @@ def test_another_base_is_found(adapter, tmp_path, capsys):
     change(base, lambda tensors: tensors["model.norm.weight"].mul_(1.5))
     edit(folder, "adapter_config.json", base_model_name_or_path=str(base))
     assert certify.main([str(folder)]) == 1
-    assert "the adapter's base model is another one" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "the adapter's base model is another one" in said.out and "has other weights than the model" in said.err
+
+
+def test_an_adapter_on_another_base_is_warned_of_wherever_it_is_loaded(adapter, tmp_path, capsys):
+    """Another adapter that was merged into the base changes no norms: one row of each matrix is compared, too."""
+    base = tmp_path / "base"
+    shutil.copytree(base_model.find(adapter), base)
+    export.load(base, adapter=adapter)
+    assert not capsys.readouterr().err
+    change(base, lambda tensors: tensors["model.layers.0.self_attn.q_proj.weight"].add_(1e-3))
+    export.load(base, adapter=adapter)
+    assert f"warning: {base} has other weights than the model that {adapter} was trained on" in capsys.readouterr().err
+    folder = copied(adapter, tmp_path)  # of an earlier version
+    edit(folder, "expected.json", base="0123456789abcdef")
+    export.load(base, adapter=folder)
+    assert not capsys.readouterr().err and not [*certificate.causes(certificate.read(folder), folder)]
 
 
 def test_a_server_that_leaves_an_adapter_out_is_found(adapter):

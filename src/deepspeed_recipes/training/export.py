@@ -299,6 +299,7 @@ def load_base(
     folder: Path, adapter: Path, dtype: torch.dtype | str = "auto", split: JsonView = MappingProxyType({})
 ) -> PreTrainedModel:
     """Return the model in `folder`, quantised if it was when `adapter` was trained on it; `split` is `load_whole`'s."""
+    expected.warn_of_other_base(adapter, folder)
     quantization = adapter / QUANTIZATION
     if not quantization.exists():
         return load_whole(folder, dtype, of_adapter=adapter, split=split)

@@ -9,10 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 import pyarrow
-import torch
 import xxhash
 from datasets import Dataset
-from safetensors import safe_open
 from transformers import PreTrainedTokenizerBase
 
 from ...recipe import own_code
@@ -26,11 +24,9 @@ from ..data.load import Datasets
 from ..data.tokenize import Stream
 from ..model import stored
 from ..model.load import load_config
-from ..model_folder import weights
+from ..model_folder import expected
 from .universal import dimensions
 
-SAMPLED = 256
-"""Number of a base's tensors of which a part is compared: training changes all of them."""
 FIRST = 64
 """Number of a stream's sequences that are compared; its end is unknown."""
 MEANT = {
@@ -94,24 +90,14 @@ def check(fingerprint: Json, checkpoint: Path | None, changed: bool) -> None:
 def of_bases(recipe: Recipe) -> str | None:
     """Return a digest of the models on disk that a run reads again when it resumes, or None if there are none here.
 
-    Checkpoints of adapters have no weights of their base. Whichever files hold the weights, the digest is the same.
+    Checkpoints of adapters have no weights of their base.
     """
     again = recipe.lora is not None or recipe.method.asks_reference
     teacher = recipe.method.teacher if isinstance(recipe.method, Distill) and not recipe.method.served else None
     paths = [path for path in (recipe.model.path if again else None, teacher) if path]
     if not paths or None in (folders := [stored.folder_of(path) for path in paths]):
         return None
-    digest = xxhash.xxh3_128()
-    for folder in filter(None, folders):
-        held = {name: file for file in weights.files(folder) for name in weights.header(file)}
-        for name in sorted(held)[:: -(-len(held) // SAMPLED)]:
-            with safe_open(held[name], "pt") as opened:
-                part = opened.get_slice(name)
-                shape = part.get_shape()
-                row = part[tuple(slice(0, 1) for _ in shape[:-1])] if shape[1:] else opened.get_tensor(name)
-            digest.update(f"{name} {part.get_dtype()} {shape}".encode())
-            digest.update(row.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return expected.of_weights(filter(None, folders))
 
 
 def of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:

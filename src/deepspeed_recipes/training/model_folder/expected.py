@@ -6,9 +6,11 @@ which the file has the log-probability of each token and the likeliest token at 
 eight texts, no sampling, and nothing that rounding could turn into another answer.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -36,6 +38,8 @@ shortest texts have five tokens, too few for that, so the mean over the 500 toke
 bound. Seen with the drafts of all nine families with experts (2026-11-28; five random adapters each, which change the
 base's answers by 0.1 to 0.8), merged in bf16: 0.008 to 0.047, with single texts at up to 0.19, also if the merged
 weights compute in fp32. Scaled by the rank: 0.9 to 1.4; transposed, left out or merged twice: as far as the base."""
+SAMPLED = 256
+"""Number of a model's tensors of which a part is in its digest."""
 LONGEST = 64
 """Maximum number of tokens of an answer that are compared."""
 DIGITS = 5
@@ -175,7 +179,7 @@ def described(folder: Path, tensors: bool = True) -> Json:
     return {
         "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
         "adapter": adapted,
-        "base": _base_digest(folder) if adapter.exists() else None,
+        "base": _of_base(folder) if adapter.exists() else None,
         "end_tokens": generation.pop("eos_token_id", None),
         "generation": {key: value for key, value in generation.items() if key not in UNUSED},
         "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
@@ -183,25 +187,42 @@ def described(folder: Path, tensors: bool = True) -> Json:
     }
 
 
-def _base_digest(adapter: Path) -> str | None:
-    """Return a digest of an adapter's base model, of its vectors alone: norms and biases, which every training changes.
+def of_weights(folders: Iterable[Path]) -> str:
+    """Return a digest of models' weights, of the first row of `SAMPLED` tensors each: training changes all of them.
 
-    None if the base is not on this machine.
+    Whichever files hold the weights, the digest is the same.
     """
     import xxhash
 
+    digest = xxhash.xxh3_128()
+    for folder in folders:
+        held = {name: file for file in weights.files(folder) for name in weights.header(file)}
+        for name in sorted(held)[:: -(-len(held) // SAMPLED)]:
+            with safe_open(held[name], "pt") as opened:
+                part = opened.get_slice(name)
+                shape = part.get_shape()
+                row = part[tuple(slice(0, 1) for _ in shape[:-1])] if shape[1:] else opened.get_tensor(name)
+            digest.update(f"{name} {part.get_dtype()} {shape}".encode())
+            digest.update(row.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _of_base(adapter: Path) -> str | None:
+    """Return the digest of an adapter's base model, or None if that is not on this machine."""
     try:
-        place = base_model.find(adapter)
-        files = weights.files(place) if place.is_dir() else []
+        return of_weights([base_model.find(adapter)])
     except UserError:
         return None
-    digest = xxhash.xxh3_64()
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            for name in sorted(name for name, tensor in weights.header(file).items() if len(tensor.shape) == 1):
-                digest.update(name.encode())
-                digest.update(opened.get_tensor(name).contiguous().view(torch.uint8).numpy())
-    return digest.hexdigest() if files else None
+
+
+def warn_of_other_base(adapter: Path, base: Path) -> None:
+    """Print a warning if an adapter is put on other weights than those which it was trained on."""
+    known = read_json(adapter / base_model.EXPECTED, {}).get("base") or ""
+    with contextlib.suppress(UserError):
+        now = of_weights([base])
+        if len(known) == len(now) and known != now:  # earlier versions wrote shorter ones, of vectors alone
+            text = f"warning: {base} has other weights than the model that {adapter} was trained on"
+            print(f"{text}, so the answers differ from those of the trained model.", file=sys.stderr, flush=True)
 
 
 def digests(folder: Path) -> dict[str, str]:
