@@ -90,7 +90,13 @@ def files(folder: Path) -> list[File]:
     commit = str((held.results.get("environment") or {}).get("git_commit") or "") if held else ""
     for name, path in found.items():
         _check(name, path, commit.partition("+")[0])
-    _check_base(folder)
+    base = str(read_json(folder / ADAPTER).get(KEY) or "") if ADAPTER in found else None
+    if base is not None and not is_hub_id(base):
+        raise UserError(
+            f"{folder}: an adapter for {base or 'an unnamed base model'}, which is not on the Hub, so others could not "
+            "use it;\npublish the merged model (ds-recipes export RUN --output DIR --merge), or name a base model on "
+            f"the Hub in {ADAPTER}."
+        )
     weights.check_intact(folder)
     if "config.json" in found and any(name.endswith(".safetensors") for name in found):
         weights.tensors(folder, "model")
@@ -117,19 +123,6 @@ def _check(name: str, path: Path, commit: str) -> None:
         values = read_json(path)
         if portable(values) != values:
             raise UserError(f"{path}: names a path on this machine; write the folder again with ds-recipes export.")
-
-
-def _check_base(folder: Path) -> None:
-    """Refuse an adapter whose base model is not on the Hub."""
-    if not (folder / ADAPTER).exists():
-        return
-    base = str(read_json(folder / ADAPTER).get(KEY) or "")
-    if not is_hub_id(base):
-        raise UserError(
-            f"{folder}: an adapter for {base or 'an unnamed base model'}, which is not on the Hub, so others could not "
-            "use it;\npublish the merged model (ds-recipes export RUN --output DIR --merge), or name a base model on "
-            f"the Hub in {ADAPTER}."
-        )
 
 
 HUBS_OWN = {".gitattributes"}

@@ -71,21 +71,13 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     config = config_of(folder)
     sizes = text_of(config)
     complete.check(folder, output)
-    kept = _kept(source, sizes, layers)
-    width = _width(source, sizes, intermediate)
-    state = _state(folder)
+    kept, width = _chosen(source, sizes, layers, intermediate)
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: has no .safetensors file; pickled weights are not read, since they can run code.")
+    state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     before = _count(state)
-    found: dict[str, set[int]] = {}
-    for name in state:
-        if match := NUMBERED.match(name):
-            found.setdefault(match[1], set()).add(int(match[2]))
-    names = [name for name, numbers in found.items() if numbers == set(range(sizes["num_hidden_layers"]))]
-    if len(names) != 1:
-        raise UserError(
-            f"{source}: its files have {len(names)} lists of {sizes['num_hidden_layers']} layers, and shrink only "
-            "supports decoders with exactly one; choose another model."
-        )
-    state = _with_layers(state, names[0], kept)
+    state = _with_layers(source, state, sizes["num_hidden_layers"], kept)
     if width < sizes["intermediate_size"]:
         state = _narrowed(source, state, width)
     listed = per_layer(sizes, sizes["num_hidden_layers"])  # lists with an entry per layer
@@ -95,7 +87,12 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
         part = place / "part"
-        _write(folder, part, config, state)
+        part.mkdir()
+        for pattern in (*COPIED, *LICENCES):
+            for file in folder.glob(pattern):
+                shutil.copy(file, part)
+        (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        save_torch_state_dict(state, part)
         _check(source, part)
         move(part, output)
     return Shrunken(kept, width, before, _count(state))
@@ -118,43 +115,44 @@ def _local(source: str) -> Path:
         raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
 
 
-def _kept(source: str, sizes: JsonView, layers: int | None) -> list[int]:
-    before = sizes.get("num_hidden_layers")
-    if before is None:
+def _chosen(source: str, sizes: JsonView, layers: int | None, intermediate: int | None) -> tuple[list[int], int]:
+    """Return the numbers of the layers to keep, and the width of the feed-forward layers, 0 if they have none."""
+    depth, width = sizes.get("num_hidden_layers"), sizes.get("intermediate_size")
+    if depth is None:
         raise UserError(f"{source}: its config.json has no num_hidden_layers, which shrink needs; use another model.")
-    if layers is None:
-        return list(range(before))
-    if not 2 <= layers <= before:
+    if layers is not None and not 2 <= layers <= depth:
         raise UserError(
-            f"--layers {layers}: the model has {before} layers; keep between 2 (the first and the last) and {before}."
+            f"--layers {layers}: the model has {depth} layers; keep between 2 (the first and the last) and {depth}."
         )
-    return spaced(before, layers)
-
-
-def _width(source: str, sizes: JsonView, intermediate: int | None) -> int:
-    before = sizes.get("intermediate_size")
+    kept = list(range(depth)) if layers is None else spaced(depth, layers)
     if intermediate is None:
-        return before or 0
-    if before is None or any("expert" in name and size for name, size in sizes.items()):
+        return kept, width or 0
+    if width is None or any("expert" in name and size for name, size in sizes.items()):
         raise UserError(f"--intermediate {intermediate}: {source} has no plain feed-forward layers; leave it out.")
-    if not 1 <= intermediate <= before:
-        raise UserError(f"--intermediate {intermediate}: the model's is {before}; choose a number from 1 to {before}.")
-    return intermediate
-
-
-def _state(folder: Path) -> dict[str, torch.Tensor]:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise UserError(f"{folder}: has no .safetensors file; pickled weights are not read, since they can run code.")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    if not 1 <= intermediate <= width:
+        raise UserError(f"--intermediate {intermediate}: the model's is {width}; choose a number from 1 to {width}.")
+    return kept, intermediate
 
 
 def _count(state: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.numel() for tensor in state.values())
 
 
-def _with_layers(state: Mapping[str, torch.Tensor], layers: str, kept: Sequence[int]) -> dict[str, torch.Tensor]:
-    """Return the tensors of the kept layers under their new numbers, and all tensors outside the layers."""
+def _with_layers(
+    source: str, state: Mapping[str, torch.Tensor], count: int, kept: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of the kept ones of `count` layers, newly numbered, and all tensors outside the layers."""
+    found: dict[str, set[int]] = {}
+    for name in state:
+        if match := NUMBERED.match(name):
+            found.setdefault(match[1], set()).add(int(match[2]))
+    names = [name for name, numbers in found.items() if numbers == set(range(count))]
+    if len(names) != 1:
+        raise UserError(
+            f"{source}: its files have {len(names)} lists of {count} layers, and shrink only supports decoders with "
+            "exactly one; choose another model."
+        )
+    layers = names[0]
     numbers, result = {old: new for new, old in enumerate(kept)}, {}
     for name, tensor in state.items():
         match = NUMBERED.match(name)
@@ -193,15 +191,6 @@ def _narrowed(source: str, state: dict[str, torch.Tensor], width: int) -> dict[s
             "biases); leave it out."
         )
     return result
-
-
-def _write(folder: Path, output: Path, config: JsonView, state: dict[str, torch.Tensor]) -> None:
-    output.mkdir()
-    for pattern in (*COPIED, *LICENCES):
-        for file in folder.glob(pattern):
-            shutil.copy(file, output)
-    (output / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    save_torch_state_dict(state, output)
 
 
 def _check(source: str, output: Path) -> None:

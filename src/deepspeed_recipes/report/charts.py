@@ -41,7 +41,17 @@ def svg(chart: Chart, name: str, log: bool = False) -> str:
         axes = figure.add_subplot()
         values = [value for curve in chart.curves for _, value in curve.points]
         for index, curve in enumerate(chart.curves):
-            _draw(axes, curve, index, log)
+            kept = visible(curve, log)
+            if not kept:
+                continue
+            colour, few = SERIES[index % len(SERIES)], len(kept) < LEAST_POINTS
+            line: Json = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
+            line |= {"marker": "o" if curve.dotted or few else None, "markersize": 4}
+            line |= {"linestyle": "none" if few else "-"}
+            axes.plot([at for at, _ in kept], [value for _, value in kept], color=colour, **line)
+            some = spoken(curve, log)  # invisible dots on the curve, for the tooltips
+            dots: Json = {"linestyle": "none", "marker": "o", "markersize": 9, "alpha": 0, "markeredgewidth": 0}
+            axes.plot([at for at, _ in some], [value for _, value in some], color=colour, gid=f"dots-{index}", **dots)
         for at in chart.marks:
             axes.axvline(at, color=MARK, linestyle="--", linewidth=1)
         low, high = min(values, default=0), max(values, default=0)
@@ -63,21 +73,6 @@ def svg(chart: Chart, name: str, log: bool = False) -> str:
         # Without date and creator, so that the same run always has the same report.
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return _for_page(file.getvalue(), chart, name, log)
-
-
-def _draw(axes: object, curve: Curve, index: int, log: bool) -> None:
-    """Draw a curve, and invisible dots on it for the tooltips."""
-    kept = visible(curve, log)
-    if not kept:
-        return
-    colour, x, y = SERIES[index % len(SERIES)], [at for at, _ in kept], [value for _, value in kept]
-    style: Json = {"linewidth": 1.8, "alpha": 0.35 if curve.faint else 1}
-    few = len(kept) < LEAST_POINTS
-    style |= {"marker": "o" if curve.dotted or few else None, "markersize": 4, "linestyle": "none" if few else "-"}
-    axes.plot(x, y, color=colour, **style)  # type: ignore[attr-defined]
-    some = spoken(curve, log)
-    dots = {"linestyle": "none", "marker": "o", "markersize": 9, "alpha": 0, "markeredgewidth": 0}
-    axes.plot([at for at, _ in some], [value for _, value in some], color=colour, gid=f"dots-{index}", **dots)  # type: ignore[attr-defined]
 
 
 def visible(curve: Curve, log: bool) -> Sequence[tuple[float, float]]:

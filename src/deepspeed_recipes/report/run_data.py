@@ -92,7 +92,7 @@ def read(path: Path) -> RunData:
         deepspeed=_object(run.deepspeed),
         data=_object(run.data),
         evaluation=_object(run.evaluation),
-        ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=_rank)),
+        ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=rank_of)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
         profile=_object(run.path / PROFILE),
         system=samples(run),
@@ -129,6 +129,7 @@ def _object(path: Path) -> Row:
     return found
 
 
-def _rank(file: Path) -> int:
-    digits = file.stem.rpartition("-")[2]
+def rank_of(file: Path) -> int:
+    """Return the rank in the name of a rank's file, `rank-3.json`, by which such files are sorted; -1 without one."""
+    digits = file.name.partition(".")[0].rpartition("-")[2]
     return int(digits) if digits.isdigit() else -1

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path, PurePath
 from urllib.parse import quote
 
@@ -141,40 +142,28 @@ def comparison(found: Sequence[RunData]) -> Document:
                 f"{first.folder.path} and {run.folder.path} cannot be compared: one shows {losses[0]}, the "
                 f"other {losses[1]}; choose runs with the same loss."
             )
-    labels = names_of(found)
+    # The shortest ends of the paths that are all different.
+    lengths = range(1, max(len(path.parts) for path in paths) + 1)
+    ends = ([str(Path(*path.parts[-length:])) for path in paths] for length in lengths)
+    labels = next(names for names in ends if len(set(names)) == len(names))
     folders = ((label, str(run.folder.path)) for label, run in zip(labels, found, strict=True))
+    # Each number in the verdict of any of the runs, with a cell per run.
+    tables = [{str(label): measured for label, measured, _ in results.rows(run)} for run in found]
+    rows: list[tuple[Cell, ...]] = [("State", *(run.state for run in found))]
+    for label in dict.fromkeys(label for table in tables for label in table):
+        cells = [table.get(label) for table in tables]
+        for at, (run, cell) in enumerate(zip(found, cells, strict=True)):
+            if isinstance(cell, Number):
+                cells[at] = replace(cell, source=f"{run.folder.path}/{cell.source}")
+        rows.append((label, *cells))
     sections = (
-        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(_results(found))))),
+        Section("Results", (*_held_out(found, labels), Table(("", *labels), tuple(rows)))),
         Section("Differences of the recipes", (_differences(found, labels),)),
         Section("Curves over steps", tuple(_charts(found, labels, "step", "step"))),
         Section("Curves over tokens", tuple(_charts(found, labels, "tokens", "token"))),
         Section("The runs", (Table(("", "run folder"), tuple(folders)),)),
     )
     return Document(f"{len(found)} runs compared", ", ".join(labels), sections)
-
-
-def names_of(found: Sequence[RunData]) -> list[str]:
-    """Return short names for the runs: the shortest ends of their paths that are unique."""
-    paths = [run.folder.path.resolve() for run in found]
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        ends = [str(Path(*path.parts[-length:])) for path in paths]
-        if len(set(ends)) == len(ends):
-            return ends
-    return list(map(str, paths))
-
-
-def _results(found: Sequence[RunData]) -> Iterator[tuple[Cell, ...]]:
-    """Yield the table's rows, one cell per run: each number in the verdict of any of the runs."""
-    yield "State", *(run.state for run in found)
-    tables = [{str(label): measured for label, measured, _ in results.rows(run)} for run in found]
-    for label in dict.fromkeys(label for table in tables for label in table):
-        cells: list[Cell] = []
-        for run, table in zip(found, tables, strict=True):
-            cell = table.get(label)
-            if isinstance(cell, Number):
-                cell = Number(cell.value, cell.text, f"{run.folder.path}/{cell.source}")
-            cells.append(cell)
-        yield label, *cells
 
 
 def _held_out(found: Sequence[RunData], labels: Sequence[str]) -> Iterator[Note]:

@@ -36,7 +36,16 @@ def find(name: str, model: str | None) -> Candidate:
         raise UserError(f"{name}: no such folder.")
     place = place.resolve()
     run = next((RunFolder(one) for one in (place, *place.parents[:2]) if RunFolder(one).recipe.exists()), None)
-    folder = _of_run(run) if run and run.path == place else place
+    if run is None or run.path != place:
+        folder = place
+    elif run.export.exists():
+        folder = run.export
+    elif (run.unverified / CHECK_FAILED).exists():
+        raise UserError(f"{run.path}: the export of this run failed its check; name a checkpoint instead.")
+    elif checkpoint := newest_checkpoint(run):
+        folder = checkpoint
+    else:
+        raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
     if not any((folder / file).exists() for file in ("config.json", base_model.ADAPTER)):
         raise UserError(f"{name}: has neither a model nor an adapter; a run's model is in its export/.")
     weights.check_intact(folder)
@@ -60,14 +69,3 @@ def base_of(candidate: Candidate) -> Candidate:
             f"{candidate.name}: its base model {path} does not exist; name the base model as one of the models instead."
         )
     return replace(candidate, name=name, model=path, run=None)
-
-
-def _of_run(run: RunFolder) -> Path:
-    if run.export.exists():
-        return run.export
-    if (run.unverified / CHECK_FAILED).exists():
-        raise UserError(f"{run.path}: the export of this run failed its check; name a checkpoint instead.")
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None:
-        raise UserError(f"{run.path}: this run has neither an export nor a complete checkpoint yet.")
-    return checkpoint

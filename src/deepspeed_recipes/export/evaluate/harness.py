@@ -59,26 +59,18 @@ def run(words: Sequence[str], variables: Mapping[str, str]) -> list[Found]:
         words = [*words, "--output_path", str(place), "--log_samples"]
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "env": dict(variables), "text": True}
         with children.running(words, **options) as running:
-            output = [line for line in running.stdout or () if not _shown(line)]
+            output = []
+            for line in running.stdout or ():
+                if "%|" not in line:
+                    output.append(line.strip())
+                elif sys.stderr.isatty():  # a progress bar
+                    print(f"\r{line.rstrip()}", end="\n" if "100%" in line else "", file=sys.stderr, flush=True)
             running.wait()
         if running.returncode:
-            raise UserError(f"--tasks: lm-evaluation-harness failed: {_reason(output)}")
+            lines = [line for line in output if line] or ["no output"]
+            errors = [line for line in lines if "Error" in line or "not found" in line] or lines
+            raise UserError(f"--tasks: lm-evaluation-harness failed: {errors[-1][:300]}")
         return read(place)
-
-
-def _shown(line: str) -> bool:
-    """Print a line on the terminal and return True if it belongs to a progress bar, else return False."""
-    bar = "%|" in line
-    if bar and sys.stderr.isatty():
-        print(f"\r{line.rstrip()}", end="\n" if "100%" in line else "", file=sys.stderr, flush=True)
-    return bar
-
-
-def _reason(output: Sequence[str]) -> str:
-    """Return the last line with an error, or the last line."""
-    lines = [line.strip() for line in output if line.strip()] or ["no output"]
-    errors = [line for line in lines if "Error" in line or "not found" in line] or lines
-    return errors[-1][:300]
 
 
 def read(place: Path) -> list[Found]:

@@ -98,27 +98,24 @@ def read(
         raise UserError("this run held out no examples; name some with --data FILE.")
     chosen, source = examples.select(range(min(limit or len(examples), len(examples)))), data.validation
     if recipe.method.examples == "conversations":
-        chosen = _taught(chosen, source or data.path)
+        # As in a run: a conversation without an answer that training teaches measures nothing.
+        answers = [example["messages"][example["given"] :] for example in chosen]
+        kept = [at for at, turns in enumerate(answers) if any(map(is_learned, turns))]
+        if not kept:
+            raise UserError(
+                f"{source or data.path}: all {len(chosen)} examples mark every answer as not learned (`train`: false), "
+                "so there is nothing to measure; correct the flags, or name other examples with --data FILE."
+            )
+        if left := len(chosen) - len(kept):
+            where = f"{source or data.path}: {left} of {len(chosen)} examples"
+            print(f"{where} are left out: no answer is learned", file=sys.stderr)
+        chosen = chosen.select(kept)
     return HeldOut(found, source or f"a share of {data.path}", chosen, recipe)
 
 
 def is_learned(turn: JsonView) -> bool:
     """Return whether a turn is an answer that training teaches."""
     return turn["role"] == "assistant" and turn.get("train") is not False
-
-
-def _taught(examples: Dataset, source: str) -> Dataset:
-    """Return the conversations with an answer that training teaches: as in a run, the others measure nothing."""
-    answers = [example["messages"][example["given"] :] for example in examples]
-    kept = [at for at, turns in enumerate(answers) if any(map(is_learned, turns))]
-    if not kept:
-        raise UserError(
-            f"{source}: all {len(examples)} examples mark every answer as not learned (`train`: false), so there is "
-            "nothing to measure; correct the flags, or name other examples with --data FILE."
-        )
-    if left := len(examples) - len(kept):
-        print(f"{source}: {left} of {len(examples)} examples are left out: no answer is learned", file=sys.stderr)
-    return examples.select(kept)
 
 
 def _located(paths: str | None) -> Any:

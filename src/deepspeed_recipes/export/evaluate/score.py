@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...recipe.errors import UserError
-from ...recipe.files import Json, JsonView
+from ...recipe.files import Json
 from ...recipe.recipe import Layout
 from ...training import export, server
 from ...training.data import tokenize
@@ -52,6 +51,7 @@ def of(model: Path | Server, held_out: HeldOut) -> Scores:
     if isinstance(model, Server):
         found = _of_server(model, held_out)
     else:
+        _check_kind(model, held_out)
         found = _of_folder(model, held_out)
         gc.collect()
         torch.cuda.empty_cache()
@@ -65,8 +65,14 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
         raise UserError(
             f"{model.address}: ds-recipes evaluate does not support images; the run's last line has its metric on them."
         )
-    learned = held_out.recipe.data.thinking == "learn"
-    asked, expected = zip(*(_asked(example, learned) for example in held_out.examples), strict=True)
+    asked: list[list[Json]] = []
+    expected: list[Json] = []
+    for example in held_out.examples:
+        turns = example["messages"]
+        last = max(at for at, turn in enumerate(turns) if is_learned(turn))
+        asked.append(turns[:last])
+        # The expected answer has its reasoning, to compare it with the server's, only if training teaches reasoning.
+        expected += [turns[last]] if held_out.recipe.data.thinking == "learn" else stripped([turns[last]])
     options = {"temperature": 0, "max_tokens": held_out.recipe.data.max_new_tokens}
     answers = server.answers(model, asked, options, [example["tools"] for example in held_out.examples])
     right = [answer.right(wanted) for answer, wanted in zip(answers, expected, strict=True)]
@@ -75,35 +81,6 @@ def _of_server(model: Server, held_out: HeldOut) -> Scores:
 
 def _shares(right: Sequence[bool], answers: list[str], cut_off: int = 0) -> Scores:
     return Scores([float(one) for one in right], [1] * len(right), answers, 0.0, cut_off)
-
-
-def _asked(example: JsonView, reasoning_learned: bool) -> tuple[list[Json], Json]:
-    """Return the turns before the last answer that training teaches, for the server to answer, and that answer.
-
-    The last turn keeps its reasoning, for comparison with the server's, only if training teaches reasoning.
-    """
-    turns = example["messages"]
-    last = max(at for at, turn in enumerate(turns) if is_learned(turn))
-    return turns[:last], turns[last] if reasoning_learned else stripped([turns[last]])[0]
-
-
-def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
-    scoring = export.is_reward_model(folder)
-    _check_kind(folder, held_out)
-    model = export.load(folder, placed=True)
-    tokenizer = export.load_tokenizer(folder)
-    if held_out.metric == "exact_match":
-        return _exact_match(model, tokenizer, held_out)
-    if held_out.metric == "loss":
-        return _loss(model, tokenizer, held_out)
-    if held_out.metric == "accuracy":
-        return _classes(model, tokenizer, held_out)
-    if held_out.metric == "recall_at_1":
-        places = embed.found_at(model, tokenizer, list(held_out.examples), held_out.recipe, Layout())
-        return _shares([place < 1 for place in places], [])
-    per_token = held_out.recipe.method.unit == "nats per token"  # as the method's own metric compares answers
-    likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
-    return _preferences(model, tokenizer, held_out, scores.reward if scoring else likelihood)
 
 
 KINDS = {"accuracy": "a classifier", "recall_at_1": "an embedding model", "preference_accuracy": "a reward model"}
@@ -129,31 +106,48 @@ def _check_kind(folder: Path, held_out: HeldOut) -> None:
         )
 
 
-def _classes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
-    right, answers = [], []
-    judged = classify.judged(model, tokenizer, held_out.examples, held_out.recipe, Layout())
-    for batch, logits in judged:
-        for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):
-            answers.append(model.config.id2label[answer])
-            right.append(answers[-1] == example["label"])
-    return _shares(right, answers)
-
-
-def _exact_match(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> Scores:
-    if tokenizer.chat_template is None:
-        raise UserError("the model's tokenizer has no chat template, which exact_match needs; choose --metric loss.")
-    answers: list[scores.Answer] = []
-    measured = scores.exact_match(
-        model,
-        tokenizer,
-        _sequences(tokenizer, held_out),
-        held_out.recipe.data.max_new_tokens,
-        synced_gpus=False,
-        layout=Layout(),
-        on_answer=answers.append,
-    )
-    cut_off = round(measured.get("cut_off", 0) * len(answers))
-    return _shares([answer.right for answer in answers], [answer.text for answer in answers], cut_off)
+def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
+    model, tokenizer, recipe = export.load(folder, placed=True), export.load_tokenizer(folder), held_out.recipe
+    if held_out.metric == "exact_match":
+        if tokenizer.chat_template is None:
+            raise UserError(
+                "the model's tokenizer has no chat template, which exact_match needs; choose --metric loss."
+            )
+        found: list[scores.Answer] = []
+        measured = scores.exact_match(
+            model,
+            tokenizer,
+            _sequences(tokenizer, held_out),
+            recipe.data.max_new_tokens,
+            synced_gpus=False,
+            layout=Layout(),
+            on_answer=found.append,
+        )
+        cut_off = round(measured.get("cut_off", 0) * len(found))
+        return _shares([answer.right for answer in found], [answer.text for answer in found], cut_off)
+    if held_out.metric == "loss":
+        return _loss(model, tokenizer, held_out)
+    if held_out.metric == "recall_at_1":
+        places = embed.found_at(model, tokenizer, list(held_out.examples), recipe, Layout())
+        return _shares([place < 1 for place in places], [])
+    right: list[bool] = []
+    if held_out.metric == "accuracy":
+        answers: list[str] = []
+        for batch, logits in classify.judged(model, tokenizer, held_out.examples, recipe, Layout()):
+            for example, answer in zip(batch, logits.argmax(-1).tolist(), strict=True):
+                answers.append(model.config.id2label[answer])
+                right.append(answers[-1] == example["label"])
+        return _shares(right, answers)
+    per_token = recipe.method.unit == "nats per token"  # as the method's own metric compares answers
+    likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
+    value = scores.reward if export.is_reward_model(folder) else likelihood
+    examples = list(held_out.examples)
+    for start in range(0, len(examples), recipe.micro_batch_size):
+        pairs = examples[start : start + recipe.micro_batch_size]
+        with torch.no_grad():
+            chosen, rejected = (value(model, tokenizer, pairs, side) for side in ("chosen", "rejected"))
+        right += (chosen > rejected).tolist()
+    return _shares(right, [])
 
 
 def questions(tokenizer: PreTrainedTokenizerBase, held_out: HeldOut) -> list[Question]:
@@ -179,15 +173,3 @@ def _loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: 
         sums.append(float(model(**inputs, num_items_in_batch=torch.ones((), device=model.device)).loss))
         counts.append(int((inputs["labels"][:, 1:] != -100).sum()))
     return Scores(sums, counts, [], 0.0)
-
-
-@torch.no_grad()
-def _preferences(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, held_out: HeldOut, value: Any) -> Scores:
-    right: list[bool] = []
-    size = held_out.recipe.micro_batch_size
-    examples = list(held_out.examples)
-    for start in range(0, len(examples), size):
-        pairs = examples[start : start + size]
-        chosen, rejected = (value(model, tokenizer, pairs, side) for side in ("chosen", "rejected"))
-        right += (chosen > rejected).tolist()
-    return _shares(right, [])

@@ -51,12 +51,12 @@ def _is_one_piece(content: bytes) -> bool:
     except UnicodeDecodeError:
         starts = [at for at, byte in enumerate(content) if byte >= 0xC0 or byte < 0x80]
         return starts in ([], [0]) and len(content) < 4
-    return len(text) == 1 or {_kind(character) for character in text} in ({"L"}, {"other"})
-
-
-def _kind(character: str) -> str:
-    kind = unicodedata.category(character)[0]
-    return "space" if character.isspace() else kind if kind in "LN" else "other"
+    if len(text) == 1:
+        return True
+    letters = {unicodedata.category(character)[0] == "L" for character in text}
+    # Every digit and every white space is a piece of its own.
+    alone = any(character.isspace() or unicodedata.category(character)[0] == "N" for character in text)
+    return len(letters) == 1 and not alone
 
 
 def modelfile(tokenizer: Any, file: str, ends: Sequence[int] = ()) -> str:

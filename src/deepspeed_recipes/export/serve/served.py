@@ -1,8 +1,7 @@
 """The model that a server serves: a whole model, or one or more adapters on their base model."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ...recipe.errors import UserError
@@ -39,22 +38,16 @@ class Served:
         return self.adapters[0].name if self.adapters else self.name
 
 
-def _read(name: str, folder: Path, base: Path) -> bytes:
-    """Return the content of an adapter's file, which is its base model's if it has none."""
-    return next((file.read_bytes() for place in (folder, base) if (file := place / name).is_file()), b"")
-
-
-def _ends(folder: Path, base: Path) -> set[int]:
+def _shared(folder: Path, base: Path) -> dict[str, object]:
+    """Return an adapter's settings that a server has once for all, or its base model's, by what is said of others."""
     from ...training.model import generate  # imports torch, which --help does without
 
-    return {*generate.ends_in(folder if (folder / generate.FILE).is_file() else base)}
-
-
-SHARED: Mapping[str, Callable[[Path, Path], object]] = {
-    "another chat template": partial(_read, "chat_template.jinja"),
-    "other tokens at the end of an answer": _ends,
-}
-"""Settings that a server has once, although each adapter was trained with its own."""
+    templates = (place / "chat_template.jinja" for place in (folder, base))
+    ends = generate.ends_in(folder if (folder / generate.FILE).is_file() else base)
+    return {
+        "another chat template": next((file.read_bytes() for file in templates if file.is_file()), b""),
+        "other tokens at the end of an answer": {*ends},
+    }
 
 
 def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
@@ -88,12 +81,10 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
         other = whole(adapter.folder)
         if other != base and not _same(other, base):
             raise UserError(f"--adapter {adapter.name}: its base model is {other}, but {base} is served; leave it out.")
-        first = found[0]
-        if title := next(
-            (title for title, of in SHARED.items() if of(adapter.folder, base) != of(first.folder, base)), ""
-        ):
+        mine, first = _shared(adapter.folder, base), _shared(found[0].folder, base)
+        if title := next((title for title in first if mine[title] != first[title]), ""):
             raise UserError(
-                f"--adapter {adapter.name}: was trained with {title} than {first.name}, and a server has one for "
+                f"--adapter {adapter.name}: was trained with {title} than {found[0].name}, and a server has one for "
                 "all its adapters; serve it on another port."
             )
     return Served("base" if own in names else own, base, found[0].folder, tuple(found))

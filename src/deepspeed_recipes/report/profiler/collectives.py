@@ -139,15 +139,15 @@ def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[JsonView]:
     times = [one["ns"] / 1000 - base for one in known]
     if not times:
         return [{}] * len(calls)
-    first = mode(_nearest(times, call.end) - number for number, call in enumerate(calls))
+    offsets = []
+    for number, call in enumerate(calls):
+        nearest = bisect_left(times, call.end)
+        if nearest == len(times) or (nearest and call.end - times[nearest - 1] <= times[nearest] - call.end):
+            nearest -= 1
+        offsets.append(nearest - number)
+    first = mode(offsets)
     places = range(first, first + len(calls))
     return [known[place] if 0 <= place < len(known) else {} for place in places]
-
-
-def _nearest(times: list[float], wanted: float) -> int:
-    """Return the index of the time in the sorted `times` that is nearest to `wanted`."""
-    after = bisect_left(times, wanted)
-    return min({max(after - 1, 0), min(after, len(times) - 1)}, key=lambda index: abs(times[index] - wanted))
 
 
 def _bytes(arguments: JsonView, entry: JsonView, trace: RankTrace) -> int:

@@ -51,7 +51,19 @@ def of_rank(trace: RankTrace) -> Shares:
     data = without(fetching, union((*busy, *waited)))
     host = without(offloaded, union((*busy, *waited, *data)))
     rest = without(steps, union((*busy, *waited, *data, *host)))
-    idle = _idle_on_gpu(trace, rest) if gpu else _idle_on_host(trace, length(waited), length(rest))
+    if gpu:  # of the rest, in which the GPU had no work, the time in which the host did not prepare any either
+        working = union(
+            event.span
+            for event in trace.events
+            if event.thread == trace.main_thread and event.kind in ("cpu_op", "cuda_runtime", "cuda_driver")
+        )
+        idle = length(without(rest, working))
+    else:  # of the rest, the time in which the main thread did not run, except to wait for collectives or data
+        off = sum(
+            step["seconds"] - step["cpu_seconds"] - max(0.0, step["data_seconds"] - step["data_cpu_seconds"])
+            for step in trace.about.get("steps", ())
+        )
+        idle = min(length(rest), max(0.0, 1e6 * off - length(waited)))
     return Shares(
         compute=length(busy) / 1e6,
         communication_hidden=length(both(flying, busy)) / 1e6,
@@ -94,28 +106,6 @@ def _on_gpu(trace: RankTrace) -> tuple[Intervals, Intervals]:
     device = [event for event in trace.events if event.kind in ON_GPU]
     kernels = union(event.span for event in device if not is_collective(event))
     return kernels, union(event.span for event in device if is_collective(event))
-
-
-def _idle_on_gpu(trace: RankTrace, rest: Intervals) -> float:
-    """Return how long, of the rest in which the GPU had no work, the host did not prepare work either."""
-    main = trace.main_thread
-    working = union(
-        event.span
-        for event in trace.events
-        if event.thread == main and event.kind in ("cpu_op", "cuda_runtime", "cuda_driver")
-    )
-    return length(without(rest, working))
-
-
-def _idle_on_host(trace: RankTrace, waited: float, rest: float) -> float:
-    """Return how long, of the rest in which no operator ran, the process did not run at all.
-
-    This is derived from the main thread's CPU time, excluding the time that it waits for collectives or data.
-    """
-    off = 0.0
-    for step in trace.about.get("steps", ()):
-        off += step["seconds"] - step["cpu_seconds"] - max(0.0, step["data_seconds"] - step["data_cpu_seconds"])
-    return min(rest, max(0.0, 1e6 * off - waited))
 
 
 BACKWARD = "autograd::engine::evaluate_function"

@@ -13,6 +13,7 @@ from ...recipe.files import Json, JsonView
 from ...recipe.layout import bubble, rank_position
 from ...recipe.recipe import Layout
 from ...recipe.run_folder import RunFolder, read_json, write_json
+from ..run_data import rank_of
 from . import collectives, shares
 from .collectives import Collective
 from .shares import Operator, Shares
@@ -72,9 +73,8 @@ def of_trace(trace: RankTrace) -> Rank:
 
 def cause(ranks: list[Rank], about: Json) -> Cause:
     """Return the bottleneck of the steps, given the `about` of any rank's trace."""
-    stages = about.get("layout", {}).get("pipeline", 1)
-    if slow := slow_stage(ranks, about) if stages > 1 else slow_rank(ranks):
-        return _slow(slow, ranks, about)
+    if slow := _slow(ranks, about):
+        return slow
     most = {kind: mean(rank.share(kind) for rank in ranks) for kind in (*KINDS[3:], "communication_waited")}
     worst = max(most, key=lambda kind: most[kind])
     share = most[worst]
@@ -111,36 +111,8 @@ def cause(ranks: list[Rank], about: Json) -> Cause:
     )
 
 
-def slow_rank(ranks: list[Rank]) -> list[Rank]:
-    """Return the rank that all others wait for, which itself waits much less, or an empty list."""
-    return _least(dict(enumerate([rank] for rank in ranks)))
-
-
-def slow_stage(ranks: list[Rank], about: Json) -> list[Rank]:
-    """Return the ranks of the pipeline stage that the others wait for, the busiest first, or an empty list.
-
-    Equally fast stages all wait for the pipeline to fill and drain, for the same time.
-    """
-    found: dict[int, list[Rank]] = {}
-    for rank in sorted(ranks, key=_waited):
-        found.setdefault(_stage(rank, about), []).append(rank)
-    return _least(found)
-
-
-def _least(groups: Mapping[int, list[Rank]]) -> list[Rank]:
-    """Return the group that waits much less than the median of the others, or an empty list."""
-    waits = {key: mean(map(_waited, group)) for key, group in groups.items()}
-    least, *others = sorted(waits, key=lambda key: waits[key])
-    slow = others and median(waits[key] for key in others) - waits[least] > MATTERS
-    return groups[least] if slow else []
-
-
 def _waited(rank: Rank) -> float:
     return rank.share("communication_waited")
-
-
-def _stage(rank: Rank, about: Json) -> int:
-    return rank_position(Layout(**about["layout"]), rank.number, about["world_size"]).stage
 
 
 def _unavoidable(stages: int, micro_batches: int) -> str:
@@ -148,17 +120,28 @@ def _unavoidable(stages: int, micro_batches: int) -> str:
     return f"{share:.0%} is unavoidable with {stages} stages and {micro_batches} micro-batches"
 
 
-def _slow(slow: list[Rank], ranks: list[Rank], about: Json) -> Cause:
-    """Return the cause for a rank, or for the ranks of a stage, that the others wait for."""
-    first, others = slow[0], [rank for rank in ranks if rank not in slow]
+def _slow(ranks: list[Rank], about: Json) -> Cause | None:
+    """Return the cause if the others wait for one rank or the ranks of one pipeline stage, or None."""
+    stages = about.get("layout", {}).get("pipeline", 1)
+    # Stages of a pipeline are compared as a whole: equally fast ones all wait as long, for it to fill and drain.
+    groups: dict[int, list[Rank]] = defaultdict(list)
+    for number, rank in enumerate(sorted(ranks, key=_waited)):
+        if stages > 1:
+            number = rank_position(Layout(**about["layout"]), rank.number, about["world_size"]).stage
+        groups[number].append(rank)
+    waits = {key: mean(map(_waited, group)) for key, group in groups.items()}
+    least, *rest = sorted(waits, key=lambda key: waits[key])
+    if not rest or median(waits[key] for key in rest) - waits[least] <= MATTERS:
+        return None
+    first, others = groups[least][0], [rank for rank in ranks if rank not in groups[least]]
     more = {kind: first.share(kind) - mean(rank.share(kind) for rank in others) for kind in ("compute", *KINDS[3:])}
     what = max(more, key=lambda kind: more[kind])
     who = f"rank {first.number} on {first.host}"
     waiting = f"is slow ({what}): the others wait {median(map(_waited, others)):.0%} of the time"
-    if (stages := about.get("layout", {}).get("pipeline", 1)) > 1:
+    if stages > 1:
         return Cause(
             "slow stage",
-            f"stage {_stage(first, about)} ({who}) {waiting}; {_unavoidable(stages, about['micro_batches'])}",
+            f"stage {least} ({who}) {waiting}; {_unavoidable(stages, about['micro_batches'])}",
             f"{who}: check that host for other processes, or a slower or hotter GPU; if the stage itself is larger "
             "(the last one has the head), try another layout.pipeline",
         )
@@ -172,7 +155,8 @@ def _slow(slow: list[Rank], ranks: list[Rank], about: Json) -> Cause:
 
 
 def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
-    if (stages := about.get("layout", {}).get("pipeline", 1)) > 1:
+    layout = about.get("layout", {})
+    if (stages := layout.get("pipeline", 1)) > 1:
         return Cause(
             "pipeline",
             f"stages wait for each other {share:.0%} of the time; {_unavoidable(stages, about['micro_batches'])}",
@@ -184,28 +168,19 @@ def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
             totals[one.kind, one.ranks] += one.waited
     kind, group = max(totals, key=lambda key: totals[key], default=("communication", ()))
     who = f" of ranks {', '.join(map(str, group))}" if group else ""
-    return Cause(
-        "communication",
-        f"it waits for the network {share:.0%} of the time, mostly for {kind}{who}",
-        _less_traffic(ranks[0], about),
-    )
-
-
-def _less_traffic(rank: Rank, about: Json) -> str:
-    """Return settings that reduce communication per token."""
-    layout, several = about.get("layout", {}), about.get("micro_batches", 1) > 1
     if layout.get("tensor", 1) > 1 or layout.get("sequence", 1) > 1:
-        return "a smaller layout.tensor or layout.sequence, within one host, communicates less"
-    if about.get("stage", 0) < 2:
-        return "a larger global_batch_size with the same micro_batch_size communicates less often per token"
-    # At stages 2 and 3 every micro-batch communicates, so more of them do not help.
-    changes = []
-    if _gathers_again(rank, about):
-        changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
-    if several:
-        changes.append("deepspeed=zero1.json, if it fits, communicates once per step instead of per micro-batch")
-    changes.append("a larger micro_batch_size communicates less often per token")
-    return "; ".join(changes)
+        changes = ["a smaller layout.tensor or layout.sequence, within one host, communicates less"]
+    elif about.get("stage", 0) < 2:
+        changes = ["a larger global_batch_size with the same micro_batch_size communicates less often per token"]
+    else:  # every micro-batch communicates, so more of them do not help
+        changes = []
+        if _gathers_again(ranks[0], about):
+            changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
+        if about.get("micro_batches", 1) > 1:
+            changes.append("deepspeed=zero1.json, if it fits, communicates once per step instead of per micro-batch")
+        changes.append("a larger micro_batch_size communicates less often per token")
+    words = f"it waits for the network {share:.0%} of the time, mostly for {kind}{who}"
+    return Cause("communication", words, "; ".join(changes))
 
 
 def _gathers_again(rank: Rank, about: Json) -> bool:
@@ -274,7 +249,7 @@ def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
         lines = [
             "",
             f"profile      {span(found)}, {found['step_seconds']:.3g} s each{slower(found)}: {found['words']}",
-            *(*_bars(found), *_operators(found), *_traffic(found)),
+            *_lines(found),
             *([f"  {pipeline(found)}"] if found["pipeline"] else []),
             f"change       {found['change']}",
             f"traces       {run.profile}  (open one in ui.perfetto.dev)",
@@ -286,7 +261,7 @@ def at_end(run: RunFolder, predict: Predict = lambda about: {}) -> None:
 
 def conclude(folder: Path, predict: Predict = lambda about: {}) -> Json:
     """Return the verdict on the traces in a folder."""
-    files = sorted(folder.glob(f"rank-*{SUFFIX}"), key=_rank)
+    files = sorted(folder.glob(f"rank-*{SUFFIX}"), key=rank_of)
     if not files:
         raise UserError(f"{folder}: contains no traces.")
     ranks, about = [], dict[str, Any]()
@@ -310,11 +285,6 @@ def traffic(found: JsonView, predicted: Mapping[tuple[str, tuple[int, ...]], int
         named = {"kind": one["kind"], "ranks": one["ranks"]}
         rows.append(named | row | {"bytes_per_second": one["bytes_per_second"]} | planned)
     return rows
-
-
-def _rank(file: Path) -> int:
-    digits = file.name.removesuffix(SUFFIX).rpartition("-")[2]
-    return int(digits) if digits.isdigit() else -1
 
 
 WIDTH = 50
@@ -354,26 +324,21 @@ def bar(shares: Mapping[str, float]) -> str:
     return drawn
 
 
-def _bars(found: JsonView) -> Iterator[str]:
+def _lines(found: JsonView) -> Iterator[str]:
+    """Yield a bar for each rank, and the first rank's operators and collectives."""
     yield "  " + "  ".join(f"{letter} {NAMES[kind]}" for kind, letter in SUMMED.items())
     for rank in found["ranks"]:
         shares = rank["shares"]
         parts = ", ".join(f"{NAMES[kind]} {shares[kind]:.0%}" for kind in NAMES if shares[kind] >= 0.005)
         yield f"  rank {rank['rank']:<3} {bar(shares)}  {parts}"
-
-
-def _operators(found: JsonView) -> Iterator[str]:
-    rank = found["ranks"][0]
-    if rank["operators"]:
-        yield f"  most expensive operators of rank {rank['rank']}, per step:"
-    for one in rank["operators"]:
-        share = one["seconds"] / rank["step_seconds"]
+    first = found["ranks"][0]
+    if first["operators"]:
+        yield f"  most expensive operators of rank {first['rank']}, per step:"
+    for one in first["operators"]:
+        share = one["seconds"] / first["step_seconds"]
         yield f"    {share:>4.0%}  {one['calls']:>7,.0f}x  {one['name']:<44} {one['module'] or '-'}"
-
-
-def _traffic(found: JsonView) -> Iterator[str]:
     if found["traffic"]:
-        yield f"  communication of rank {found['ranks'][0]['rank']}, per step:"
+        yield f"  communication of rank {first['rank']}, per step:"
     for one in found["traffic"]:
         group = f"ranks {','.join(map(str, one['ranks']))}" if one["ranks"] else ""
         planned = one["predicted_bytes"]

@@ -39,13 +39,20 @@ def checked(recipe: Recipe, count: int, per_host: int, folder: Path) -> tuple[Re
         return recipe, None
     chosen = ranks(asked.ranks, count, per_host)
     first, last = parse(asked.steps, recipe.max_steps)
-    line = f"profile: {described(first, last)} on {counted(len(chosen), 'rank')}"
+    recorded = f"step {first}" if first == last else f"steps {first} to {last}"
+    line = f"profile: {recorded} on {counted(len(chosen), 'rank')}"
     if not asked.nsys:
-        layers = next(
-            (size for name in ("num_hidden_layers", "n_layer") if (size := recipe.model.config.get(name))), LAYERS
-        )
-        micro_batches = gradient_accumulation_steps(recipe, count)
-        line += f"; {room(folder, layers, micro_batches, last - first + 1, len(chosen))}"
+        config = recipe.model.config
+        layers = config.get("num_hidden_layers") or config.get("n_layer") or LAYERS
+        passes = gradient_accumulation_steps(recipe, count) * (last - first + 1) * len(chosen)
+        raw = RAW_BYTES * (layers + 1) * passes
+        free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
+        if raw > free:
+            raise UserError(
+                f"--profile: the traces need about {size(raw)} while they are written, and {folder} has {size(free)} "
+                "left; record fewer steps (--profile 4:4) or ranks (profile.ranks=0)."
+            )
+        line += f"; the traces need about {size(raw)} while they are written, {size(raw / PACKED)} afterwards"
     # `auto` is kept: if the number of steps is not known yet, the ranks choose.
     steps = asked.steps if asked.steps == AUTO else f"{first}:{last}"
     return replace(recipe, profile=replace(asked, steps=steps, ranks=",".join(map(str, chosen)))), line
@@ -100,23 +107,6 @@ def ranks(asked: str, count: int, per_host: int) -> tuple[int, ...]:
         if found[-1] >= count:
             raise UserError(f"profile.ranks={asked}: rank {found[-1]} does not exist; ranks are 0 to {count - 1}.")
     return tuple(sorted(set(found)))
-
-
-def room(folder: Path, layers: int, micro_batches: int, steps: int, traces: int) -> str:
-    """Return a line with the disk space that the traces will need, or refuse a disk without it."""
-    raw = RAW_BYTES * (layers + 1) * micro_batches * steps * traces
-    free = shutil.disk_usage(next(one for one in (folder, *folder.parents) if one.exists())).free
-    if raw > free:
-        raise UserError(
-            f"--profile: the traces need about {size(raw)} while they are written, and {folder} has {size(free)} left; "
-            "record fewer steps (--profile 4:4) or ranks (profile.ranks=0)."
-        )
-    return f"the traces need about {size(raw)} while they are written, {size(raw / PACKED)} afterwards"
-
-
-def described(first: int, last: int) -> str:
-    """Return `steps 4 to 6`."""
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def size(count: float) -> str:

@@ -152,16 +152,14 @@ AT_FIRST = (
 )
 
 
-def layer_sections(run: RunData) -> tuple[Section, ...]:
-    """Return the section, or nothing if the run did not measure its layers."""
+def layer_sections(run: RunData) -> Iterator[Section]:
+    """Yield the section, if the run measured its layers."""
     logged = [(at, row) for at, row in enumerate(run.metrics, 1) if _layers(row)]
-    return (Section("Layers", tuple(_blocks(logged, run.recipe.lora is not None))),) if logged else ()
-
-
-def _blocks(logged: list[tuple[int, Row]], adapters: bool) -> Iterator[Block]:
-    yield Note(" ".join(_verdicts(logged)) or "No layer's gradient has vanished or exploded.")
-    if adapters and logged[0][1]["step"] == 1:
-        yield Note(AT_FIRST)
+    if not logged:
+        return
+    blocks: list[Block] = [Note(" ".join(_verdicts(logged)) or "No layer's gradient has vanished or exploded.")]
+    if run.recipe.lora and logged[0][1]["step"] == 1:
+        blocks.append(Note(AT_FIRST))
     names = tuple(dict.fromkeys(name for _, row in logged for name in _layers(row)))
     every = -(-len(logged) * len(names) // MOST_CELLS)
     kept = [row for at, (_, row) in enumerate(logged) if at % every == 0 or at == len(logged) - 1]
@@ -169,7 +167,7 @@ def _blocks(logged: list[tuple[int, Row]], adapters: bool) -> Iterator[Block]:
         values = ((name, (_layers(row).get(name, {}).get(key) for row in kept)) for name in names)
         rows = tuple((name, tuple(one if finite(one) and one > 0 else None for one in line)) for name, line in values)
         if any(value for _, values in rows for value in values):
-            yield HeatMap(title, "step", tuple(row["step"] for row in kept), rows)
+            blocks.append(HeatMap(title, "step", tuple(row["step"] for row in kept), rows))
     at, last = logged[-1]
     head = ("layer", "gradient norm", "update / weights", "dead", "")
     numbers = []
@@ -177,8 +175,8 @@ def _blocks(logged: list[tuple[int, Row]], adapters: bool) -> Iterator[Block]:
         place = f"metrics.jsonl:{at}:layers:{name}"
         cells = (number(one.get(key), form, f"{place}:{key}") for key, form in LAYER_FORMS.items())
         numbers.append((name, *cells, str(one.get("verdict") or "")))
-    yield Table(head, tuple(numbers))
-    yield Note(f"The table is of step {last['step']:,}. {MEANING}")
+    blocks += [Table(head, tuple(numbers)), Note(f"The table is of step {last['step']:,}. {MEANING}")]
+    yield Section("Layers", tuple(blocks))
 
 
 def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:

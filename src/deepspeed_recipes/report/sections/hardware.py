@@ -96,9 +96,6 @@ CHARTS = ("gpu_utilization", "gpu_memory_gib", "gpu_power_watts", "gpu_temperatu
 MOST_ROWS = 40
 """Maximum number of rows of an unfolded table."""
 
-Lines = dict[str, list[tuple[float, float]]]
-"""(Minutes, value) pairs by rank or node."""
-
 
 def in_use(run: RunData) -> Iterator[Section]:
     """Yield the section with the use of GPUs and nodes, if the run took samples."""
@@ -106,13 +103,21 @@ def in_use(run: RunData) -> Iterator[Section]:
     blocks: list[Block] = []
     for owner, keys in SAMPLED.items():
         for key, (title, unit) in keys.items():
-            found: Lines = {}
+            found: dict[str, list[tuple[float, float]]] = {}  # (minutes, value) pairs by rank or node
             for row in run.system:
                 if finite(row.get(key)):
                     minutes = (row["time"] - run.system[0]["time"]) / 60
                     found.setdefault(f"{owner} {row.get(owner)}", []).append((minutes, row[key] / unit))
             if found and key in CHARTS:
-                drawn = Chart(title, "minutes", tuple(_curves(found))).block()
+                lines = found
+                if len(found) > MOST_CURVES:
+                    together = list(zip(*found.values(), strict=False))  # all ranks sample at the same pace
+                    lines = {
+                        f"{name} of {len(found)}": [(at[0][0], of([value for _, value in at])) for at in together]
+                        for name, of in (("lowest", min), ("mean", fmean), ("highest", max))
+                    }
+                curves = tuple(Curve(who, tuple(line)) for who, line in lines.items())
+                drawn = Chart(title, "minutes", curves).block()
                 blocks += [drawn] if isinstance(drawn, Chart) else []  # the table has the rest
             for who, line in found.items():
                 values = [value for _, value in line]
@@ -123,15 +128,6 @@ def in_use(run: RunData) -> Iterator[Section]:
         folded = "" if len(rows) <= MOST_ROWS else "The numbers"
         blocks.append(Table(("", "", "mean", "highest"), tuple(rows), folded=folded))
         yield Section("Hardware in use", tuple(blocks))
-
-
-def _curves(found: Lines) -> Iterator[Curve]:
-    if len(found) <= MOST_CURVES:
-        yield from (Curve(who, tuple(line)) for who, line in found.items())
-        return
-    together = list(zip(*found.values(), strict=False))  # all ranks sample at the same pace
-    for name, of in (("lowest", min), ("mean", fmean), ("highest", max)):
-        yield Curve(f"{name} of {len(found)}", tuple((at[0][0], of([value for _, value in at])) for at in together))
 
 
 OPERATORS = {"calls": (",.0f", "calls per step"), "seconds": (".3g", "seconds per step")}

@@ -56,8 +56,13 @@ def differences(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]
     left, right = values(before), values(after)
     for key in [*left, "draft.enabled"]:
         old, new = left.get(key, before.draft.enabled), right.get(key, after.draft.enabled)
-        if old != new and not _same_path(old, new):
-            yield key, redact(typed(old)), redact(typed(new))
+        if old == new:
+            continue
+        if isinstance(old, str) and isinstance(new, str) and len(names(old)) == len(names(new)):
+            pairs = [(PurePath(one), PurePath(other)) for one, other in zip(names(old), names(new), strict=True)]
+            if all(other.is_absolute() and other.parts[-len(one.parts) :] == one.parts for one, other in pairs):
+                continue
+        yield key, redact(typed(old)), redact(typed(new))
 
 
 def explained(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
@@ -76,16 +81,6 @@ def explained(before: Recipe, after: Recipe) -> Iterator[tuple[str, str, str]]:
 def values(recipe: Recipe) -> Json:
     """Return a recipe's value for each override key."""
     return {key: value_of(recipe, key) for key in override_keys()}
-
-
-def _same_path(page: object, absolute: object) -> bool:
-    if not isinstance(page, str) or not isinstance(absolute, str):
-        return False
-    pairs = list(zip(names(page), names(absolute), strict=False))
-    return len(names(page)) == len(names(absolute)) and all(
-        PurePath(right).is_absolute() and PurePath(right).parts[-len(PurePath(left).parts) :] == PurePath(left).parts
-        for left, right in pairs
-    )
 
 
 def deepspeed(run: RunData) -> Section:
