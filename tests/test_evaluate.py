@@ -203,6 +203,27 @@ def test_advice_about_columns_works_where_it_is_given(run, data, tmp_path, capsy
     assert "only with --data FILE" in capsys.readouterr().err
 
 
+def test_examples_that_a_run_was_trained_on_are_named(run, data, tmp_path, capsys):
+    """With `--data`, and where a run is compared by the examples that another one held out."""
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    for row in rows[2:]:
+        row["messages"][-1]["content"] += "!"
+    (new := tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = overrides.apply(pages.find("tiny", "full"), [f"data.path={new}", "data.validation_share=0.5"])
+    other = RunFolder(tmp_path / "other")
+    write_recipe(other, recipe)
+    shutil.copytree(TINY_MODEL, other.export)
+    for words, known in (([], 0), (["--data", str(data)], 6), (["--data", str(new)], 2)):
+        assert evaluate.main([str(run.path), *words, "--metric", "loss"]) == 0
+        assert (f"{run.path} was trained on {known} of these 6 examples" in capsys.readouterr().err) is bool(known)
+    assert evaluate.main([str(other.path), str(run.path), "--metric", "loss"]) == 0
+    assert f"{other.path} was trained on" not in (said := capsys.readouterr().err), "by what it held out itself"
+    held = read(recipe, None, "loss", None).examples
+    known = [row["messages"][-1]["content"] for row in rows[:2]]
+    shared = sum(example["messages"][-1]["content"] in known for example in held)
+    assert (f"{run.path} was trained on {shared} of these {len(held)} examples" in said) is (shared > 0)
+
+
 def test_a_server_is_one_of_the_models(run, server, data, capsys):
     address, _ = server
     rows = [json.loads(line) for line in data.read_text().splitlines()]

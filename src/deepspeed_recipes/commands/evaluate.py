@@ -86,6 +86,13 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
     utils.logging.disable_progress_bar()
     with held_out.alone():
         examples = held_out.read(recipe, options.data, options.metric, options.limit, options.settings)
+        for one in found:
+            if one.recipe is None or (one.recipe is recipe and not options.data):  # its own held-out examples
+                continue
+            if known := held_out.trained_on(one.recipe, examples.examples):
+                of = f"{known} of these {len(examples.examples)} examples"
+                text = f"{one.name} was trained on {of}, so its score does not show what it does with new ones"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
         compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
     print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
     return compared

@@ -113,6 +113,19 @@ def read(
     return HeldOut(found, source or f"a share of {data.path}", chosen, recipe)
 
 
+def trained_on(recipe: Recipe, examples: Dataset) -> int:
+    """Return how many examples are in a run's training data; 0 if that is not on this machine, or code makes it."""
+    if recipe.data.transform:
+        return 0
+    try:
+        data = replace(recipe.data, path=_located(recipe.data.path), validation=_located(recipe.data.validation))
+        with contextlib.redirect_stdout(io.StringIO()):
+            training, _ = load.read_examples(replace(recipe, data=data))
+    except UserError:
+        return 0
+    return sources.shared(training, examples) if isinstance(training, Dataset) else 0
+
+
 def is_learned(turn: JsonView) -> bool:
     """Return whether a turn is an answer that training teaches."""
     return turn["role"] == "assistant" and turn.get("train") is not False

@@ -530,6 +530,11 @@ def repeated(training: Sequence[Source], held_out: Sequence[Source], seed: int) 
     return lines
 
 
+def shared(training: Dataset, others: Dataset) -> int:
+    """Return how many of the others are also in the training data."""
+    return int(np.isin(_ranks(others, 0), _ranks(training, 0)).sum())
+
+
 def count(sources: Sequence[Source]) -> int:
     """Return the examples of all sources."""
     return sum(len(source.examples) for source in sources)
