@@ -388,6 +388,24 @@ UNREAD = [
         {"prompt": "a", "chosen": "b", "rejected": "c", "chosen_logps": -3, "rejected_logps": -2, "chosen_rating": "1"},
         *("preference", "dpo", ["chosen_logps", "rejected_logps", "chosen_rating"]),
     ),
+    (
+        {"prompt": "a", "chosen": [assistant("b"), user("c"), assistant("d")], "rejected": "e"},
+        *("preference", "dpo"),
+        [
+            "inconsistent at: here",
+            "inconsistent: an answer holds turns of user, which are learned as part of it",
+        ],
+    ),
+    (
+        {"prompt": "a", "completion": [assistant("b"), tool("c"), user("d"), assistant("e")], "label": True},
+        *("judged", "kto"),
+        [
+            "inconsistent at: here",
+            "inconsistent: an answer holds turns of tool and user, which are learned as part of it",
+        ],
+    ),
+    ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, "preference", "dpo", []),
+    ({"messages": [user("a"), assistant("b"), user("c"), assistant("d")], "label": True}, "judged_messages", "kto", []),
     ({"instruction": "a", "input": "b", "chosen": "b", "rejected": "c", "output": 1}, "preference", "dpo", ["output"]),
     ({"prompt": "a", "messages": SHORT, "chosen": "b", "rejected": "c"}, "preference", "dpo", ["messages"]),
     ({"text": "a", "url": "b", "system": "c"}, "text", "pretrain", ["url", "system"]),

@@ -92,6 +92,8 @@ is read."""
 FLAGGED: tuple[Examples, ...] = ("conversations", "pairs", "judged answers")
 """The kinds of examples of which flags may leave one out of the loss."""
 
+COMPARED = FLAGGED[1:]
+"""The kinds of examples whose answers are compared: TRL compares all their tokens."""
 NAMED = 8
 """Maximum number of keys in a line."""
 LONGEST = 2**24
@@ -357,7 +359,8 @@ OF_TURN = r"(?:message|msg|turn)\w*(?:\.|\[['\"]|\.get\(['\"])"
 def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     """Return the keys of an example that no conversion reads, and with a dot those that only a template may read.
 
-    Tool calls that do not fit the tools, and scores that contradict a pair, are returned too.
+    Tool calls that do not fit the tools, scores that contradict a pair, and others' turns inside an answer that is
+    compared are returned too.
     """
     example = keys.with_usual_names(where, example)
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
@@ -382,6 +385,10 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     found = [name for name in found if name not in {*rated, *(other for other, _ in rated.values())}]
     odd = [f"{name} is not above {other}" for name, (other, right) in rated.items() if not right]
     with contextlib.suppress(UserError):  # which the conversion raises
+        compared = CONVERSIONS[form](where, example) if METHODS[method].examples in COMPARED else {}
+        answers = [turn for field in ("chosen", "rejected", "completion") for turn in compared.get(field, ())]
+        if others := {turn["role"] for turn in answers} - {"assistant"}:
+            odd.append(f"an answer holds turns of {' and '.join(sorted(others))}, which are learned as part of it")
         odd += misfits(where, example, (name for name in TURNS if name in read))
     found += [ODD_AT + where, *(ODD + one for one in odd)] if odd else []
     return list(dict.fromkeys(found))
