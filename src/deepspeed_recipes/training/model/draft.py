@@ -4,7 +4,6 @@ A vision-language model's tower and processor are shrunken together with its lan
 """
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +50,7 @@ def write(recipe: Recipe, folder: Path, dtype: torch.dtype) -> None:
     if recipe.model.vision:
         tokens = {"image_token": IMAGE, "boi_token": START, "eoi_token": STOP}
         tokenizer = AutoTokenizer.from_pretrained(TINY_VISION, extra_special_tokens=tokens)
-        process = _PROCESSORS.get(config.model_type)
-        if process is None:
-            raise UserError(
-                f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
-                f"work for {', '.join(_PROCESSORS)}."
-            )
-        reader = process(config, tokenizer)  # it may add tokens
+        reader = _processor(config, tokenizer)  # it may add tokens
         tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, reader.image_token)
         reader.chat_template = tokenizer.chat_template
     small = shrink(config, recipe.draft, tokenizer)
@@ -180,49 +173,40 @@ SIDE = 4
 IMAGE, START, STOP = "<|image|>", "<|image_start|>", "<|image_stop|>"
 
 
-def _gemma3(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    side = SIDE * config.vision_config.patch_size
-    pictures = Gemma3ImageProcessorPil(size={"height": side, "width": side})
-    return Gemma3Processor(pictures, tokenizer, image_seq_length=(SIDE // 2) ** 2)
-
-
-def _llava(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    side = SIDE * config.vision_config.patch_size
-    return LlavaProcessor(
-        SiglipImageProcessorPil(size={"height": side, "width": side}),
-        tokenizer,
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=int(config.vision_config.model_type == "clip_vision_model"),
-        image_token=IMAGE,
-    )
-
-
-def _idefics3(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
-    side = SIDE * config.vision_config.patch_size
-    pictures = Idefics3ImageProcessorPil(size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side})
-    return Idefics3Processor(pictures, tokenizer, image_seq_len=(SIDE // config.scale_factor) ** 2)
-
-
-def _qwen2_5_vl(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+def _processor(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Return a processor for the small images of a draft, as the architecture's files would give one."""
+    drawn = ("gemma3", "llava", "idefics3", "qwen2_5_vl")
+    if config.model_type not in drawn:
+        raise UserError(
+            f"--draft: a processor for {config.model_type} cannot be created without its files; drafts with images "
+            f"work for {', '.join(drawn)}."
+        )
     vision = config.vision_config
+    side = SIDE * vision.patch_size
+    if config.model_type == "gemma3":
+        pictures = Gemma3ImageProcessorPil(size={"height": side, "width": side})
+        return Gemma3Processor(pictures, tokenizer, image_seq_length=(SIDE // 2) ** 2)
+    if config.model_type == "llava":
+        return LlavaProcessor(
+            SiglipImageProcessorPil(size={"height": side, "width": side}),
+            tokenizer,
+            patch_size=vision.patch_size,
+            vision_feature_select_strategy=config.vision_feature_select_strategy,
+            num_additional_image_tokens=int(vision.model_type == "clip_vision_model"),
+            image_token=IMAGE,
+        )
+    if config.model_type == "idefics3":
+        pictures = Idefics3ImageProcessorPil(size={"longest_edge": 2 * side}, max_image_size={"longest_edge": side})
+        return Idefics3Processor(pictures, tokenizer, image_seq_len=(SIDE // config.scale_factor) ** 2)
     shape = {name: getattr(vision, name) for name in ("patch_size", "temporal_patch_size")}
     shape |= {"merge_size": vision.spatial_merge_size}
-    token, most = vision.spatial_merge_size * vision.patch_size, SIDE * vision.patch_size
-    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": token**2, "longest_edge": most**2}, **shape)
+    token = vision.spatial_merge_size * vision.patch_size
+    pictures = Qwen2VLImageProcessorPil(size={"shortest_edge": token**2, "longest_edge": side**2}, **shape)
     found = pictures_only(Qwen2_5_VLProcessor)(pictures, tokenizer)
     # As in Qwen's own template: without a token between them, transformers takes two images for one.
     tokenizer.chat_template = tokenizer.chat_template.replace(IMAGE, START + IMAGE + STOP)
     found.video_settings = {"video_processor_type": "Qwen2VLVideoProcessor", **shape}
     return found
-
-
-_PROCESSORS: dict[str, Callable[[PreTrainedConfig, PreTrainedTokenizerBase], ProcessorMixin]] = {
-    "gemma3": _gemma3,
-    "llava": _llava,
-    "idefics3": _idefics3,
-    "qwen2_5_vl": _qwen2_5_vl,
-}
 
 
 def shrink_vision(

@@ -217,7 +217,17 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
     stops = config.stop_strings or []
     if not (isinstance(stops, str | list) and all(isinstance(one, str) and one for one in stops)):
         raise UserError(f"{path}: {FILE}: stop_strings={stops!r}: must be text or a list of texts; correct the file.")
-    changed = _known_tokens(model, config, path)
+    changed: Json = {}
+    size = model.config.get_text_config().vocab_size
+    for name in TOKENS:
+        many = _listed(value := getattr(config, name, None))
+        known = [one for one in many if 0 <= one < size]
+        if many and not known and name == "eos_token_id":
+            raise UserError(
+                f"{path}: {name}={value}: the model has {size} tokens, so no answer would end; correct it in {FILE}."
+            )
+        if known != many:
+            changed[name] = known or None
     changed |= {"do_sample": False} if config.do_sample and config.temperature == 0 else {}
     changed |= {"top_k": 0} if config.top_k == -1 else {}
     config.update(**changed)
@@ -236,7 +246,7 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
     for name, bounds in LIMITS.items():
         if (value := getattr(config, name, None)) is not None and bounds.broken_by(value):
             raise UserError(f"{path}: {FILE}: {name}={value}: must be {bounds}; correct the file.")
-    _check_generates(config, model.config.get_text_config().vocab_size, path)
+    _check_generates(config, size, path)
     if not changed:
         return None
     made = ", ".join(f"{name} is unset" if value is None else f"{name}={value}" for name, value in changed.items())
@@ -266,23 +276,6 @@ def _check_generates(config: GenerationConfig, tokens: int, path: str) -> None:
                 f"{path}: {FILE}: transformers cannot generate with these settings ({first_line(error).rstrip('.')}); "
                 "correct the file."
             ) from error
-
-
-def _known_tokens(model: PreTrainedModel, config: GenerationConfig, path: str) -> Json:
-    """Return the token settings that name tokens which the model does not have, without those."""
-    known: Json = {}
-    size = model.config.get_text_config().vocab_size
-    for name in TOKENS:
-        value = getattr(config, name, None)
-        many = _listed(value)
-        kept = [one for one in many if 0 <= one < size]
-        if many and not kept and name == "eos_token_id":
-            raise UserError(
-                f"{path}: {name}={value}: the model has {size} tokens, so no answer would end; correct it in {FILE}."
-            )
-        if kept != many:
-            known[name] = kept or None
-    return known
 
 
 def _issues(config: GenerationConfig, path: str) -> Mapping[str, str]:

@@ -130,11 +130,15 @@ def with_further_token(config: PreTrainedConfig, weight: float = 0.0) -> type[Pr
             following = self.get_input_embeddings()(pad(input_ids[:, 1:], (0, 1)))
             seen["past_key_values"] = None
             logits = self.get_output_embeddings()(layers[index](seen.pop("last"), following, **seen))
+            # Positions restart at every document, and the label two ahead may be in the next one.
+            ahead = pad(labels[:, 2:], (0, 2), value=-100)
+            if position_ids is not None:
+                ahead = ahead.masked_fill(pad(position_ids[:, 2:], (0, 2)) != position_ids + 2, -100)
             further = self.loss_function(
                 logits=logits,
                 labels=None,
                 vocab_size=self.config.vocab_size,
-                shift_labels=labels_two_ahead(labels, position_ids),
+                shift_labels=ahead,
                 num_items_in_batch=given.get("num_items_in_batch"),
             )
             return type(output)(**{**output, "loss": output.loss + weight * further})
@@ -156,24 +160,6 @@ def _further_token_layer(kind: type[nn.Module]) -> type[nn.Module]:
             return self.shared_head["norm"](super().forward(joined, **given))
 
     return type(kind.__name__, (FurtherToken,), {})  # listed in `_no_split_modules`
-
-
-def labels_two_ahead(labels: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
-    """Return the label of the token two after each position, -100 where it is in another document.
-
-    All are [sequences, length]; `position_ids` restart at every document.
-    """
-    found = pad(labels[:, 2:], (0, 2), value=-100)
-    if position_ids is None:
-        return found
-    return found.masked_fill(pad(position_ids[:, 2:], (0, 2)) != position_ids + 2, -100)
-
-
-def further_token_of(model: PreTrainedModel | PeftModel) -> nn.Module | None:
-    """Return the head for a further token of `with_further_token`, or None if the model has none."""
-    inner = model.get_base_model() if isinstance(model, PeftModel) else model
-    last = list(getattr(inner.base_model, "layers", ()))[-1:]
-    return last[0] if last and hasattr(last[0], "eh_proj") else None
 
 
 def save_further_token(model: PeftModel, state: Mapping[str, torch.Tensor], folder: Path) -> None:

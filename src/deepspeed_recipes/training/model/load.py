@@ -141,7 +141,8 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
     added = new_tokens.rows_of(recipe)
     rows = new_tokens.trained_rows(model, recipe.lora, added.numbers) if added else []
     beside = processor.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
-    further = heads.further_token_of(model)
+    last = list(getattr(model.base_model, "layers", ()))[-1:]
+    further = last[0] if last and hasattr(last[0], "eh_proj") else None  # the head of `heads.with_further_token`
     if further:  # trained whole: PEFT would freeze it, and give it adapters
         del model.base_model.layers[-1]
     found = lora.add(model, recipe.lora, recipe.seed, recipe.method.scores, recipe.method.embeds, beside, rows)

@@ -12,13 +12,14 @@ gloo it crashes. So such a rank computes a black image, and adds 0 times the res
 
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
 from peft import PeftModel
+from torch.utils._pytree import tree_leaves
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto.processing_auto import processor_class_from_name
@@ -48,12 +49,14 @@ def outside_language(model: PreTrainedModel) -> str:
     return rf"(?!{re.escape(name)}\.).*"
 
 
-def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> None:
-    """Make `model` compute `picture` in every forward pass without images, except for tokens after the first.
+def always_see(model: PreTrainedModel, processor: ProcessorMixin) -> None:
+    """Make `model` compute a black picture in every forward pass without images, except for tokens after the first.
 
-    The hooks are on inner modules, since PEFT calls the outermost model's `forward` without its hooks. `picture` has
-    the inputs for one image, including `pixel_values`.
+    The hooks are on inner modules, since PEFT calls the outermost model's `forward` without its hooks.
     """
+    from PIL import Image  # text needs none
+
+    picture = for_tower(processor, [[Image.new("RGB", (56, 56))]])
     inner, decoder = model.base_model, model.get_decoder()
     batch = {"seen": False}
 
@@ -71,19 +74,11 @@ def always_see(model: PreTrainedModel, picture: Mapping[str, torch.Tensor]) -> N
             for name, value in picture.items()
         }
         seen = inner.get_image_features(**on_device, return_dict=True).pooler_output
-        nothing = sum(one.float().mean() for one in _tensors(seen)) * 0.0
+        nothing = sum(one.float().mean() for one in tree_leaves(seen)) * 0.0
         return arguments, {**inputs, "inputs_embeds": embedded + nothing.to(embedded.dtype)}
 
     inner.register_forward_pre_hook(look, with_kwargs=True)
     decoder.register_forward_pre_hook(add_nothing, with_kwargs=True)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if torch.is_tensor(value):
-        yield value
-    else:
-        for one in value:
-            yield from _tensors(one)
 
 
 TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
@@ -135,13 +130,6 @@ def for_tower(processor: ProcessorMixin, pictures: Sequence[Sequence[object]]) -
         return {}
     read = _processed(processor, shown, return_tensors="pt", padding=True)
     return {name: value for name, value in read.items() if name not in TEXT}
-
-
-def blank(processor: ProcessorMixin) -> dict[str, torch.Tensor]:
-    """Return the model's inputs for one small black image."""
-    from PIL import Image  # text needs none
-
-    return for_tower(processor, [[Image.new("RGB", (56, 56))]])
 
 
 def token_types(processor: ProcessorMixin, accepted: Collection[str], ids: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """The changes to a loaded model, in the order in which a run makes them, each with its condition.
 
-`apply` makes those of `TRANSFORMS`; adapters are added afterwards (`lora.py`), and then the model is divided over ranks
-(`parallel/`). Only this module and `upstream.py` replace functions, classes or attributes of a library's objects.
+`apply` makes them; adapters are added afterwards (`lora.py`), and then the model is divided over ranks (`parallel/`).
+Only this module and `upstream.py` replace functions, classes or attributes of a library's objects.
 
 Tiling: the loss and the feed-forward layers process each token by itself, so computing some of the tokens at a time
 changes only the memory in use and not the result. Whole logits (12 to 14 bytes per token and vocabulary entry) and
@@ -16,12 +16,11 @@ and the modules after the last layer of an earlier stage (norm, head) are remove
 
 import contextlib
 import copy
-import functools
 import importlib.util
 import math
 import sys
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -56,16 +55,42 @@ FP8_STEP = 16
 
 
 def apply(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
-    """Return a newly read or created model with the changes that the recipe needs, made in place."""
-    for applies, change in TRANSFORMS:
-        if applies(recipe, model.config.get_text_config()):
-            change(model, recipe)
+    """Return a newly read or created model with the changes that the recipe needs, made in place.
+
+    Their order counts: none may read what a later one makes.
+    """
+    config = model.config.get_text_config()
+    upstream.restore_rotary_frequencies(model)
+    model.config.use_cache = False  # with a cache transformers does not detect packed documents, which would then mix
+    _leave_out_own_losses(model, recipe)
+    switch_by_batch(model)
+    if recipe.model.vision:
+        # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
+        # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
+        model.accepts_loss_kwargs = True
+        processor.always_see(model, processor.of_recipe(recipe))
+        if not recipe.model.train_vision:
+            processor.freeze(model)
+    if recipe.trains_some:
+        _freeze(model, recipe)
+    if recipe.method.tiles:  # its trainer gives the model TRL's fused head
+        upstream.narrow_loss_tiles(COLUMNS)
+    elif tiles_loss(recipe, config.vocab_size):
+        tile_loss(model)
+    if recipe.tiled_mlp:
+        tile_feed_forward(model, tile_count(recipe, config.hidden_size))
+    elif recipe.gradient_checkpointing == "feed_forward":
+        recompute_feed_forward(model)
+    if recipe.activation_offloading:
+        activation_checkpointing.offload_inputs(model, distributed.on_gpu())
+    if recipe.liger_kernel:
+        fuse_kernels(model)
+    if recipe.fp8:
+        multiply_in_fp8(model, distributed.on_gpu())
+    if recipe.compile == "regional":
+        compile_layers(model)
+    upstream.keep_4bit_layout(model)
     return model
-
-
-def _leave_out_cache(model: PreTrainedModel, recipe: Recipe) -> None:
-    """Turn the key/value cache off: with one transformers does not detect packed documents, which would then mix."""
-    model.config.use_cache = False
 
 
 def _leave_out_own_losses(model: PreTrainedModel, recipe: Recipe) -> None:
@@ -118,13 +143,6 @@ def _freeze(model: PreTrainedModel, recipe: Recipe) -> None:
     say(f"trained: {len(trained)} of {len(named)} weights, {share:.1%} of the parameters: {some}")
 
 
-def _see_in_every_pass(model: PreTrainedModel, recipe: Recipe) -> None:
-    # Qwen2.5-VL declares that it does not, but its loss does divide by the tokens of the whole batch. Otherwise the
-    # Trainer would average the means of micro-batches, in which a token counts more the fewer there are.
-    model.accepts_loss_kwargs = True
-    processor.always_see(model, processor.blank(processor.of_recipe(recipe)))
-
-
 def tile_loss(model: PreTrainedModel) -> None:
     """Make `model` compute its loss without whole logits, wherever it is given labels; before adapters are added.
 
@@ -136,7 +154,7 @@ def tile_loss(model: PreTrainedModel) -> None:
     add_fused_lm_head(model)
     fused = model.forward
 
-    @functools.wraps(fused)
+    @wraps(fused)
     def forward(*arguments: object, labelled: torch.Tensor | None = None, **inputs: object) -> Any:
         if labelled is None:
             return fused(*arguments, **inputs, fused_lm_head=inputs.get("labels") is not None)
@@ -160,13 +178,13 @@ def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
     Parts that route tokens to experts are refused, here and in `recompute_feed_forward`.
     """
     for part in _feed_forward(model, "tiled_mlp=true"):
-        part.forward = functools.partial(_in_tiles, part.forward, tiles)
+        part.forward = partial(_in_tiles, part.forward, tiles)
 
 
 def recompute_feed_forward(model: PreTrainedModel) -> None:
     """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass."""
     for part in _feed_forward(model, "gradient_checkpointing=feed_forward"):
-        part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False)
+        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
 
 
 def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
@@ -413,48 +431,3 @@ def before_and_after(whole: PreTrainedModel) -> tuple[list[nn.Module], list[nn.M
     children = list(whole.base_model.children())
     at = children.index(decoder_layers(whole))
     return children[:at], [child for child in children[at + 1 :] if any(True for _ in child.parameters())]
-
-
-Condition = Callable[[Recipe, PreTrainedConfig], bool]
-"""Whether a recipe needs a change of a model with this configuration (of its text part)."""
-
-
-def _always(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    return True
-
-
-TRANSFORMS: tuple[tuple[Condition, Callable[[PreTrainedModel, Recipe], object]], ...] = (
-    (_always, lambda model, recipe: upstream.restore_rotary_frequencies(model)),
-    (_always, _leave_out_cache),
-    (_always, _leave_out_own_losses),
-    (_always, lambda model, recipe: switch_by_batch(model)),
-    (lambda recipe, config: recipe.model.vision, _see_in_every_pass),
-    (
-        lambda recipe, config: recipe.model.vision and not recipe.model.train_vision,
-        lambda model, recipe: processor.freeze(model),
-    ),
-    (lambda recipe, config: recipe.trains_some, _freeze),
-    # The trainers of these methods give the model TRL's fused head.
-    (lambda recipe, config: recipe.method.tiles, lambda model, recipe: upstream.narrow_loss_tiles(COLUMNS)),
-    (
-        lambda recipe, config: not recipe.method.tiles and tiles_loss(recipe, config.vocab_size),
-        lambda model, recipe: tile_loss(model),
-    ),
-    (
-        lambda recipe, config: recipe.tiled_mlp,
-        lambda model, recipe: tile_feed_forward(model, tile_count(recipe, model.config.get_text_config().hidden_size)),
-    ),
-    (
-        lambda recipe, config: recipe.gradient_checkpointing == "feed_forward" and not recipe.tiled_mlp,
-        lambda model, recipe: recompute_feed_forward(model),
-    ),
-    (
-        lambda recipe, config: recipe.activation_offloading,
-        lambda model, recipe: activation_checkpointing.offload_inputs(model, distributed.on_gpu()),
-    ),
-    (lambda recipe, config: recipe.liger_kernel, lambda model, recipe: fuse_kernels(model)),
-    (lambda recipe, config: recipe.fp8, lambda model, recipe: multiply_in_fp8(model, distributed.on_gpu())),
-    (lambda recipe, config: recipe.compile == "regional", lambda model, recipe: compile_layers(model)),
-    (_always, lambda model, recipe: upstream.keep_4bit_layout(model)),
-)
-"""The changes before adapters are added, in their order: the first one may read nothing that a later one makes."""
