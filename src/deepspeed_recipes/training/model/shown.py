@@ -109,7 +109,19 @@ def shown(
     shape = json.dumps([probe, described, options], sort_keys=True, default=str)
     form, missing, forgotten = _best(tokenizer, template, shape, tuple(words.meant.items()), prompt)
     if missing:
-        raise UserError(_dropped(turns, *missing))
+        number, what = missing
+        if number < 0:
+            raise UserError(
+                "it drops 'tools', so the model would not read what can be called; describe them in the system turn, "
+                "or name another template with model.chat_template"
+            )
+        turn = turns[number]
+        place = " next to its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
+        fix = "take it out (in chats, data.thinking=strip does)" if "reasoning" in what else "change the example"
+        raise UserError(
+            f"it drops {what} of turn {number + 1} ({turn['role']}){place}; {fix}, or name another template with "
+            "model.chat_template"
+        )
     found = [_in_form(form, turn) for turn in turns]
     if not GENERATION.search(template):  # each beginning is rendered too, and must match the whole
         for number in forgotten:
@@ -118,9 +130,35 @@ def shown(
 
 
 def _probed(turns: Turns, tools: list[Json] | None) -> tuple[_Words, Turns, Any]:
+    """Return the words for a conversation's texts, its turns with them, and the tools with words for their names."""
     words = _Words()
-    probe = [_probe(turn, number, words) for number, turn in enumerate(turns)]
-    return words, probe, [_probe_tool(tool, words) for tool in tools] if tools else None
+    probe: Turns = []
+    described: list[Json] = []
+    for number, turn in enumerate(turns):
+        made, content = {**turn}, turn.get("content")
+        if isinstance(content, str):
+            made["content"] = words.content(content, number, turn["role"])
+        elif isinstance(content, list):
+            made["content"] = [
+                part | {"text": words.content(part["text"], number, turn["role"])} if "text" in part else part
+                for part in content
+            ]
+        for name in REASONING:
+            if isinstance(turn.get(name), str):
+                made[name] = words.new(number, f"reasoning, in {name!r}")
+        if turn.get("tool_calls"):
+            made["tool_calls"] = []
+            for call in turn["tool_calls"]:
+                name = words.new(number, "the name of a tool call")
+                arguments = call.get("function", call)["arguments"]
+                called = {"name": name, "arguments": words.leaves(arguments, number, "an argument of a tool call")}
+                made["tool_calls"].append(call | ({"function": called} if "function" in call else called))
+        probe.append(made)
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else function
+        described.append({**tool, "function": named} if "function" in tool else named)
+    return words, probe, described or None
 
 
 def owners(
@@ -145,39 +183,6 @@ def owners(
         before = inside.pop() if inside else max((turn for place, turn in places if place < last), default=0)
         found.append(next(number for number in range(before, len(turns)) if turns[number]["role"] == "assistant"))
     return found
-
-
-def _probe(turn: Json, number: int, words: _Words) -> Json:
-    made: Json = {**turn}
-    content = turn.get("content")
-    if isinstance(content, str):
-        made["content"] = words.content(content, number, turn["role"])
-    elif isinstance(content, list):
-        made["content"] = [
-            part | {"text": words.content(part["text"], number, turn["role"])} if "text" in part else part
-            for part in content
-        ]
-    for name in REASONING:
-        if isinstance(turn.get(name), str):
-            made[name] = words.new(number, f"reasoning, in {name!r}")
-    if turn.get("tool_calls"):
-        made["tool_calls"] = [_probe_call(call, number, words) for call in turn["tool_calls"]]
-    return made
-
-
-def _probe_call(call: Json, number: int, words: _Words) -> Json:
-    function = call.get("function", call)
-    changed = {
-        "name": words.new(number, "the name of a tool call"),
-        "arguments": words.leaves(function["arguments"], number, "an argument of a tool call"),
-    }
-    return {**call, "function": changed} if "function" in call else {**call, **changed}
-
-
-def _probe_tool(tool: Json, words: _Words) -> Json:
-    function = tool.get("function", tool)
-    named = {**function, "name": words.new(-1, "'tools'")} if function.get("name") else function
-    return {**tool, "function": named} if "function" in tool else named
 
 
 Form = tuple[str | None, bool]
@@ -221,16 +226,20 @@ def _best(
         dropped = _missing(tokenizer, template, turns, tools, options, meant)
         if dropped is None:  # the template refuses this form; it gives its reason where it is used
             continue
-        kept = [
-            one
-            for one in dropped
-            if not (
-                "reasoning" in one[1] and (prompt or _forgotten(tokenizer, template, turns, tools, options, one[0]))
-            )
-        ]
-        if not kept:
+        missed = []
+        for number, what in dropped:
+            if "reasoning" in what and prompt:
+                continue
+            if "reasoning" in what and any(turn["role"] == "user" for turn in turns[number:]):
+                # Not missed if the template would show the turn's reasoning in a conversation that ended there.
+                told_there = json.dumps([turns[number].get(name) for name in (*REASONING, "content")])
+                there = dict.fromkeys(re.findall(r"zq\d+qz", told_there), (number, ""))
+                if not _missing(tokenizer, template, turns[: number + 1], tools, options, there):
+                    continue
+            missed.append((number, what))
+        if not missed:
             return form, None, frozenset(number for number, _ in dropped)
-        first = first or kept[0]
+        first = first or missed[0]
     return FORMS[0], first, frozenset()
 
 
@@ -259,36 +268,6 @@ def _missing(
         for word, (turn, what) in meant.items()
         if turn in numbers and word not in text and not ("reasoning, in" in what and turn in shown_reasoning)
     ]
-
-
-def _forgotten(
-    tokenizer: "PreTrainedTokenizerBase",
-    template: str,
-    turns: Turns,
-    tools: list[Json] | None,
-    options: JsonView | None,
-    number: int,
-) -> bool:
-    """Return whether the template would show a turn's reasoning if the conversation ended there."""
-    if not any(turn["role"] == "user" for turn in turns[number:]):
-        return False
-    words = re.findall(r"zq\d+qz", json.dumps([turns[number].get(name) for name in (*REASONING, "content")]))
-    return not _missing(tokenizer, template, turns[: number + 1], tools, options, dict.fromkeys(words, (number, "")))
-
-
-def _dropped(turns: Turns, number: int, what: str) -> str:
-    if number < 0:
-        return (
-            "it drops 'tools', so the model would not read what can be called; describe them in the system turn, or "
-            "name another template with model.chat_template"
-        )
-    turn = turns[number]
-    place = " next to its tool calls" if what == "'content'" and turn.get("tool_calls") else ""
-    fix = "take it out (in chats, data.thinking=strip does)" if "reasoning" in what else "change the example"
-    return (
-        f"it drops {what} of turn {number + 1} ({turn['role']}){place}; {fix}, or name another template with "
-        "model.chat_template"
-    )
 
 
 @contextlib.contextmanager

@@ -236,16 +236,18 @@ def more(names: Sequence[object], shown: int = 1) -> str:
     return f" and {len(names) - shown} more" if len(names) > shown else ""
 
 
-_OBJECTS = re.compile(
-    r"(?:adapter_|generation_|tokenizer_|preprocessor_|processor_|video_preprocessor_)?config\.json|tokenizer\.json"
-    r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|base_quantization\.json|.*\.safetensors\.index\.json"
-)
-_TEMPLATE = re.compile(r".*\.jinja")
-_TEXTS = re.compile(r"merges\.txt|vocab\.txt")
-_WEIGHTS = re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors")
-_BINARY = re.compile(r".*\.(?:model|tiktoken)")
-_LINE = re.compile(r"^(?=\d+:)")
-_SHOWN = 3
+_CHECKED = {
+    "object": re.compile(
+        r"(?:adapter_|generation_|tokenizer_|preprocessor_|processor_|video_preprocessor_)?config\.json|tokenizer\.json"
+        r"|special_tokens_map\.json|added_tokens\.json|vocab\.json|base_quantization\.json"
+        r"|.*\.safetensors\.index\.json"
+    ),
+    "template": re.compile(r".*\.jinja"),
+    "text": re.compile(r"merges\.txt|vocab\.txt"),
+    "weights": re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors"),
+    "binary": re.compile(r".*\.(?:model|tiktoken)"),
+}
+"""The names of the files that are checked, by what they hold."""
 _AGAIN = "copy or download it again"
 
 
@@ -259,10 +261,8 @@ def check_intact(place: str | Path) -> None:
         return
     bad: list[UserError] = []
     for file in sorted(folder.iterdir()):
-        read = next((read for pattern, read in _READERS.items() if pattern.fullmatch(file.name)), None)
         try:
-            if read:
-                read(file)
+            _check_file(file)
         except UserError as error:
             text = str(error)
             bad.append(error if ";" in text else type(error)(f"{text.removesuffix('.')}; {_AGAIN}."))
@@ -271,63 +271,45 @@ def check_intact(place: str | Path) -> None:
     if len(bad) == 1:
         raise bad[0]
     if bad:
-        shown = ", ".join(_short(error, folder) for error in bad[:_SHOWN]) + more(bad, _SHOWN)
-        raise UserError(f"{folder}: {len(bad)} files cannot be used: {shown}; copy or download them again.")
+        shown = []
+        for error in bad[:3]:  # `config.json (line 3: not JSON ...)`
+            name, _, reason = str(error).removeprefix(f"{folder}{os.sep}").partition(";")[0].partition(":")
+            reason = re.sub(r"^(?=\d+:)", "line ", reason.strip())
+            shown.append(f"{name} ({reason})")
+        raise UserError(
+            f"{folder}: {len(bad)} files cannot be used: {', '.join(shown)}{more(bad, 3)}; copy or download them again."
+        )
 
 
-def _short(error: UserError, folder: Path) -> str:
-    """Return `config.json (line 3: not JSON ...)` of an error about a file in a folder."""
-    name, _, reason = str(error).removeprefix(f"{folder}{os.sep}").partition(";")[0].partition(":")
-    return f"{name} ({_LINE.sub('line ', reason.strip())})"
-
-
-def _start(file: Path) -> bytes:
-    """Return the first bytes of a file, unless Git LFS has left a pointer there."""
-    with file.open("rb") as opened:
-        start = opened.read(8)
-    if start == b"version ":
-        raise UserError(f"{file}: Git LFS's pointer, not the file; run `git lfs pull` there.")
-    return start
-
-
-def _object(file: Path) -> None:
-    _start(file)
-    if not isinstance(read_json(file), dict):
-        raise UserError(f"{file}: not one JSON object; {_AGAIN}.")
-
-
-def _text(file: Path) -> str:
+def _check_file(file: Path) -> None:
+    kind = next((kind for kind, pattern in _CHECKED.items() if pattern.fullmatch(file.name)), None)
+    if kind is None:
+        return
     check_ends(file)
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: not UTF-8 text; {_AGAIN}.") from None
-    if not text.strip():
-        raise UserError(f"{file}: is empty; {_AGAIN}, or remove it.")
-    return text
+    if kind == "weights":
+        header(file)
+    elif kind in ("object", "binary"):
+        with file.open("rb") as opened:
+            start = opened.read(8)
+        if start == b"version ":
+            raise UserError(f"{file}: Git LFS's pointer, not the file; run `git lfs pull` there.")
+        if kind == "object" and not isinstance(read_json(file), dict):
+            raise UserError(f"{file}: not one JSON object; {_AGAIN}.")
+        if not start:
+            raise UserError(f"{file}: is empty; {_AGAIN}.")
+    else:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UserError(f"{file}: not UTF-8 text; {_AGAIN}.") from None
+        if not text.strip():
+            raise UserError(f"{file}: is empty; {_AGAIN}, or remove it.")
+    if kind == "template":
+        import jinja2
 
-
-def _template(file: Path) -> None:
-    text = _text(file)
-    import jinja2
-
-    try:
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(text)
-    except jinja2.TemplateSyntaxError as error:
-        if "unknown tag" not in str(error):  # transformers adds {% generation %}
-            reason = str(error.message).rstrip(".")
-            raise UserError(f"{file}:{error.lineno}: not a template ({reason}); {_AGAIN}.") from None
-
-
-def _weights(file: Path) -> None:
-    check_ends(file)
-    header(file)
-
-
-def _binary(file: Path) -> None:
-    check_ends(file)
-    if not _start(file):
-        raise UserError(f"{file}: is empty; {_AGAIN}.")
-
-
-_READERS = {_OBJECTS: _object, _TEMPLATE: _template, _TEXTS: _text, _WEIGHTS: _weights, _BINARY: _binary}
+        try:
+            jinja2.Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False).parse(text)
+        except jinja2.TemplateSyntaxError as error:
+            if "unknown tag" not in str(error):  # transformers adds {% generation %}
+                reason = str(error.message).rstrip(".")
+                raise UserError(f"{file}:{error.lineno}: not a template ({reason}); {_AGAIN}.") from None
