@@ -201,11 +201,19 @@ def check_packing(
     """
     config = load_config(recipe).get_text_config()
     # BERT and its kin, which transformers also loads as models that write; others have no such key, or always write.
-    if getattr(config, "is_decoder", None) is False and not recipe.method.headless and sees_later(config, tokenizer):
-        raise UserError(
-            f"model.path={recipe.model.path}: tokens of {config.model_type} attend to later ones, so the model would "
-            "learn to copy its next token;\nuse classify or embed, or set is_decoder to true in its config.json."
-        )
+    if getattr(config, "is_decoder", None) is False and not recipe.method.headless:
+        model = draft_of(config, tokenizer)
+        tokens = random_tokens(model.config, 1, WINDOW)
+        changed = tokens.clone()
+        changed[0, -1] += 1 if tokens[0, -1] < model.config.vocab_size - 1 else -1
+        with torch.no_grad():
+            before, after = (model(input_ids=one).logits[:, :-1] for one in (tokens, changed))
+        if off(after, before) > LEAK[torch.float32]:
+            raise UserError(
+                f"model.path={recipe.model.path}: tokens of {config.model_type} attend to later ones, so the model "
+                "would learn to copy its next token;\nuse classify or embed, or set is_decoder to true in its "
+                "config.json."
+            )
     names = attention.candidates(recipe, config, on_gpu)
     if not recipe.packs:
         return names[0]
@@ -249,21 +257,10 @@ def keeps_documents_apart(config: PreTrainedConfig, tokenizer: PreTrainedTokeniz
 
 
 @torch.no_grad()
-def sees_later(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether the last token changes the logits of those before it."""
-    model = draft_of(config, tokenizer)
-    tokens = random_tokens(model.config, 1, WINDOW).to(model.device)
-    changed = tokens.clone()
-    changed[0, -1] += 1 if tokens[0, -1] < model.config.vocab_size - 1 else -1
-    before, after = (model(input_ids=one).logits[:, :-1] for one in (tokens, changed))
-    return off(after, before) > LEAK[torch.float32]
-
-
-@torch.no_grad()
 def leak(model: torch.nn.Module) -> float:
     """Return how far the logits of packed documents are from those of each alone, relative to the largest."""
-    documents = _documents(model)
-    packed = model(**_packed(documents, model)).logits[0]
+    documents, inputs = _packed(model)
+    packed = model(**inputs).logits[0]
     alone = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
     return off(packed, alone)
 
@@ -273,19 +270,19 @@ def check_gradients(model: torch.nn.Module) -> None:
 
     Raises ArithmeticError if they are not finite, or the kernel's own error.
     """
-    model(**_packed(_documents(model), model)).logits.float().square().mean().backward()
+    _, inputs = _packed(model)
+    model(**inputs).logits.float().square().mean().backward()
     gradients = [one.grad for one in model.parameters() if one.grad is not None]
     if not gradients or not all(bool(one.isfinite().all()) for one in gradients):
         raise ArithmeticError("gradients are not finite")
 
 
-def _documents(model: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    return random_tokens(model.config, 1, sum(LENGTHS))[0].to(model.device).split(LENGTHS)
-
-
-def _packed(documents: tuple[torch.Tensor, ...], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def _packed(model: torch.nn.Module) -> tuple[tuple[torch.Tensor, ...], Json]:
+    """Return documents of `LENGTHS` tokens, and the inputs with which the model reads them as one sequence."""
+    tokens = random_tokens(model.config, 1, sum(LENGTHS)).to(model.device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
-    inputs: dict[str, torch.Tensor] = {"input_ids": torch.cat(documents)[None], "position_ids": positions[None]}
+    inputs: Json = {"input_ids": tokens, "position_ids": positions[None]}
     if attention.needs_boundaries(model):
         inputs |= attention.document_boundaries([LENGTHS], sum(LENGTHS))
-    return {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    on_device = {name: value.to(model.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+    return tokens[0].split(LENGTHS), on_device

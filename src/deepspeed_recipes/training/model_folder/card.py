@@ -68,6 +68,17 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
     data = metadata(held, contents)
     environment = results.get("environment") or {}
     file = folder / record.FOLDER / record.DEEPSPEED
+    path = recipe.model.path
+    if recipe.draft.enabled:
+        base = f"a randomly initialised model of the architecture of {recipe.family}-{recipe.size}, shrunken "
+        base += "(`--draft`)"
+    elif is_hub_id(path):
+        base = f"[{path}](https://huggingface.co/{path})"
+    else:
+        base = code(redact(path))
+    command = ["python", "scripts/launch.py", pages.typed(recipe), recipe.variant]
+    command += ["--draft"] * recipe.draft.enabled
+    command += ["--gpus", str(environment.get("world_size") or 1), *changes(recipe)]
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
@@ -78,7 +89,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         results=results,
         contents=contents,
         drafts=base_model.DRAFTS,
-        base=base_name(recipe),
+        base=base,
         hub_base=data.base_model,
         base_licence=licence_of_base(recipe),
         sources=[redact(source) for source in names(recipe.data.path)],
@@ -87,7 +98,7 @@ def make(folder: Path, held: Record, name: str) -> ModelCard:
         score=(lambda value: score(results.get("metric"), value)),
         quantised_score=(lambda value: score(results[record.QUANTIZATION].get("metric"), value)),
         environment=environment,
-        command=redact(command(recipe, environment.get("world_size") or 1)),
+        command=redact(shlex.join(command)),
     )
 
 
@@ -117,37 +128,28 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
     recipe = held.recipe
     known = is_hub_id(recipe.model.path) and not recipe.draft.enabled
     adapters = ["lora"] * (recipe.lora is not None) + ["dora"] * bool(recipe.lora and recipe.lora.dora)
-    base = {"base_model": recipe.model.path} if known else {}
-    relation = {"base_model_relation": "adapter" if contents.adapter else "finetune"} if known else {}
+    relation = "adapter" if contents.adapter else "finetune"
+    scores = None
+    metric, after = held.results.get("metric"), held.results.get("after")
+    if metric and after is not None:
+        scores = EvalResult(
+            task_type=task(contents),
+            dataset_type=redact(names(recipe.data.validation or recipe.data.path)[0]),
+            dataset_name="held-out examples",
+            metric_type=metric,
+            metric_name=method.title(metric),
+            metric_value=after,
+        )
     return ModelCardData(
-        **base,
-        **relation,
+        **({"base_model": recipe.model.path, "base_model_relation": relation} if known else {}),
         **_licence_metadata(licence_of_base(recipe)),
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
         library_name=library(contents),
         pipeline_tag=task(contents),
         tags=["deepspeed", "deepspeed-recipes", recipe.method.name, *adapters],
         model_name=recipe.name,
-        eval_results=evaluations(held, contents),
+        eval_results=[scores] if scores else None,
     )
-
-
-def evaluations(held: Record, contents: Contents) -> list[EvalResult] | None:
-    """Return the run's score in the Hub's form, or None if it has none."""
-    metric, after = held.results.get("metric"), held.results.get("after")
-    if not metric or after is None:
-        return None
-    source = held.recipe.data.validation or held.recipe.data.path
-    return [
-        EvalResult(
-            task_type=task(contents),
-            dataset_type=redact(names(source)[0]),
-            dataset_name="held-out examples",
-            metric_type=metric,
-            metric_name=method.title(metric),
-            metric_value=after,
-        )
-    ]
 
 
 def library(contents: Contents) -> str:
@@ -164,17 +166,6 @@ def task(contents: Contents) -> str:
     if contents.sees:
         return "image-text-to-text"
     return "text-classification" if contents.scores else "text-generation"
-
-
-def base_name(recipe: Recipe) -> str:
-    """Return the card's name of the base model, in Markdown."""
-    if recipe.draft.enabled:
-        return (
-            f"a randomly initialised model of the architecture of {recipe.family}-{recipe.size}, shrunken (`--draft`)"
-        )
-    if is_hub_id(recipe.model.path):
-        return f"[{recipe.model.path}](https://huggingface.co/{recipe.model.path})"
-    return code(redact(recipe.model.path))
 
 
 def code(text: object) -> str:
@@ -234,16 +225,6 @@ def _licence_metadata(licence: str | None) -> dict[str, str]:
         return {}
     known = _HUB_NAMES.get(licence.lower())
     return {"license": known} if known else {"license": "other", "license_name": licence.lower().replace(" ", "-")}
-
-
-def command(recipe: Recipe, ranks: int) -> str:
-    """Return the command that launches a portable recipe on `ranks` per machine, without the values that its page has.
-
-    A file outside the project is named without its folder, since only its author has it.
-    """
-    words = ["python", "scripts/launch.py", pages.typed(recipe), recipe.variant]
-    words += ["--draft"] * recipe.draft.enabled
-    return shlex.join([*words, "--gpus", str(ranks), *changes(recipe)])
 
 
 def changes(recipe: Recipe) -> list[str]:

@@ -58,11 +58,9 @@ def state(folder: Path, block: JsonView, dtype: torch.dtype) -> dict[str, torch.
     found = {name: places[name].get_tensor(name) for name in rest}
     for name, parts in quantized.items():
 
-        def read(parts: Mapping[str, str] = parts) -> dict[str, torch.Tensor]:
-            return {role: places[part].get_tensor(part) for role, part in parts.items()}
-
-        def make(name: str = name, read: Callable[[], dict[str, torch.Tensor]] = read) -> torch.Tensor:
-            return _dequantized(name, read(), block).to(dtype)
+        def make(name: str = name, parts: Mapping[str, str] = parts) -> torch.Tensor:
+            read = {role: places[part].get_tensor(part) for role, part in parts.items()}
+            return _dequantized(name, read, block).to(dtype)
 
         shapes = {role: held[part].shape for role, part in parts.items()}
         if "blocks" in shapes:
