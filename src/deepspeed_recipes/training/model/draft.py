@@ -26,6 +26,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from ...recipe.compatibility import EXPERT_COUNTS
 from ...recipe.errors import UserError
 from ...recipe.files import Json, JsonView
 from ...recipe.layout import DRAFT_EXPERTS, DRAFT_HEADS, draft_key_value_heads, per_layer
@@ -88,15 +89,19 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
 
 _DERIVED = ("qk_head_dim", "transformers_version", "architectures")
 """Values that a configuration computes from others."""
+_WIDTHS = (
+    *("intermediate_size", "ffn_dim", "attention_hidden_size", "word_embed_proj_dim", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
+"""Widths that keep their ratio to the hidden size."""
 
 
 def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
     """Return every size by its usual name; a configuration takes those that it has."""
-
-    def scaled(name: str) -> int:
+    scaled = {}
+    for name in _WIDTHS:
         width = (getattr(config, name, None) or 0) * draft.hidden_size / config.hidden_size
-        return -int(-width // 16) * 16
-
+        scaled[name] = -int(-width // 16) * 16
     head = draft.hidden_size // DRAFT_HEADS
     heads = getattr(config, "num_attention_heads", None) or DRAFT_HEADS  # a state-space model has none
     shared = getattr(config, "num_key_value_heads", None) or heads
@@ -109,16 +114,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "head_dim": head // 2 if latent else head,
         "query_pre_attn_scalar": head,
         "rotary_dim": head // 2,
-        "intermediate_size": scaled("intermediate_size"),
-        "ffn_dim": scaled("ffn_dim"),
-        "attention_hidden_size": scaled("attention_hidden_size"),
-        "word_embed_proj_dim": scaled("word_embed_proj_dim"),
-        "moe_intermediate_size": scaled("moe_intermediate_size"),
-        "shared_expert_intermediate_size": scaled("shared_expert_intermediate_size"),
-        "num_local_experts": DRAFT_EXPERTS,
-        "num_experts": DRAFT_EXPERTS,
-        "n_routed_experts": DRAFT_EXPERTS,
-        "moe_num_experts": DRAFT_EXPERTS,
+        **dict.fromkeys(EXPERT_COUNTS, DRAFT_EXPERTS),
         "num_experts_per_tok": ACTIVE_EXPERTS,
         "moe_k": ACTIVE_EXPERTS,
         "n_group": min(2, getattr(config, "n_group", None) or 2),
@@ -142,7 +138,7 @@ def _sizes(config: PreTrainedConfig, draft: Draft) -> dict[str, int]:
         "mamba_d_state": head,
         "ssm_state_size": head,
         "n_groups": 2,  # groups of a state-space model's heads
-        "moe_shared_expert_intermediate_size": scaled("moe_shared_expert_intermediate_size"),
+        **scaled,
     }
 
 

@@ -139,7 +139,7 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
     if activation_checkpointing.of_layers(recipe):
         model.enable_input_require_grads()
     added = new_tokens.rows_of(recipe)
-    rows = new_tokens.trained_rows(model, recipe.lora, added.numbers) if added else []
+    rows = new_tokens.trained_rows(model, recipe.lora, added) if added else []
     beside = processor.outside_language(model) if recipe.model.vision and not recipe.model.train_vision else None
     last = list(getattr(model.base_model, "layers", ()))[-1:]
     further = last[0] if last and hasattr(last[0], "eh_proj") else None  # the head of `heads.with_further_token`

@@ -5,7 +5,7 @@ A new row starts as the mean of the rows of the pieces into which the tokenizer 
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -27,14 +27,6 @@ MULTIPLE = 64
 """Embeddings with a multiple of this many rows keep one."""
 
 
-@dataclass(frozen=True)
-class NewRows:
-    """The numbers of the new tokens, and the numbers of the old tokens that each has been until now."""
-
-    numbers: tuple[int, ...]
-    pieces: tuple[tuple[int, ...], ...]
-
-
 def add(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
     """Add the tokens, if there are any, to the tokenizer, which must not have them already."""
     tokens = new_tokens.read(model.new_tokens)
@@ -43,22 +35,22 @@ def add(tokenizer: PreTrainedTokenizerBase, model: Model) -> None:
         tokenizer.add_tokens([AddedToken(one.content, special=one.special)], special_tokens=one.special)
 
 
-def rows_of(recipe: Recipe) -> NewRows | None:
-    """Return the rows that the recipe's new tokens have, or None if it has no new tokens."""
+def rows_of(recipe: Recipe) -> Mapping[int, list[int]]:
+    """Return the numbers of the recipe's new tokens, with those of the old tokens that each has been until now."""
     return _rows(recipe.model.path, recipe.model.new_tokens, recipe.model.trust_remote_code)
 
 
 @lru_cache(maxsize=2)
-def _rows(path: str, text: str | None, trusted: bool) -> NewRows | None:
-    tokens = new_tokens.read(text)
+def _rows(path: str, text: str | None, trusted: bool) -> Mapping[int, list[int]]:
+    tokens = [one.content for one in new_tokens.read(text)]
     if not tokens:
-        return None
+        return {}
     tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
-    pieces = [tuple(tokenizer(one.content, add_special_tokens=False)["input_ids"]) for one in tokens]
-    if nothing := [one.content for one, own in zip(tokens, pieces, strict=True) if not own]:
+    pieces = {token: tokenizer(token, add_special_tokens=False)["input_ids"] for token in tokens}
+    if nothing := [token for token in tokens if not pieces[token]]:
         raise UserError(f"model.new_tokens: the tokenizer of {path} drops {nothing[0]!r}; write it differently.")
     add(tokenizer, Model(path, new_tokens=text))
-    return NewRows(tuple(tokenizer.convert_tokens_to_ids(one.content) for one in tokens), tuple(pieces))
+    return {tokenizer.convert_tokens_to_ids(token): pieces[token] for token in tokens}
 
 
 @torch.no_grad()
@@ -70,10 +62,10 @@ def start(model: PreTrainedModel, recipe: Recipe) -> None:
     `AutoPeftModelForCausalLM` gives the base as many rows. What this adds beyond the tokens is the mean of all rows.
     """
     found = rows_of(recipe)
-    if found is None:
+    if not found:
         return
     before = _rows_in(model.get_input_embeddings())
-    after = max(before, max(found.numbers) + 1)
+    after = max(before, max(found) + 1)
     if after > before:
         multiple = math.gcd(before, MULTIPLE) if recipe.lora is None else 1
         after = -(-after // multiple) * multiple
@@ -81,10 +73,10 @@ def start(model: PreTrainedModel, recipe: Recipe) -> None:
     for weight in _ends(model):
         with GatheredParameters([weight], modifier_rank=0):
             if weight.numel():  # under ZeRO-3 the other ranks only take part
-                started = [weight[list(own)].float().mean(0) for own in found.pieces]
-                weight[list(found.numbers)] = torch.stack(started).to(weight.dtype)
+                started = [weight[pieces].float().mean(0) for pieces in found.values()]
+                weight[list(found)] = torch.stack(started).to(weight.dtype)
     grown = f"the embeddings grow from {before:,} to {after:,} rows" if after > before else "in spare rows"
-    say(f"model.new_tokens: {len(found.numbers)} tokens from number {min(found.numbers):,} on, {grown}")
+    say(f"model.new_tokens: {len(found)} tokens from number {min(found):,} on, {grown}")
 
 
 @torch.no_grad()
@@ -110,7 +102,7 @@ def _ends(model: PreTrainedModel) -> list[torch.Tensor]:
     return found
 
 
-def trained_rows(model: PreTrainedModel, lora: Lora, numbers: tuple[int, ...]) -> dict[str, list[int]] | list[int]:
+def trained_rows(model: PreTrainedModel, lora: Lora, numbers: Collection[int]) -> dict[str, list[int]] | list[int]:
     """Return PEFT's `trainable_token_indices`, without modules that `lora.modules_to_save` trains whole.
 
     A head with a bias is refused: PEFT would train no part of it.
