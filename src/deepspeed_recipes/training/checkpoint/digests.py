@@ -71,29 +71,30 @@ def newest_intact(run: RunFolder) -> Path | None:
 
     Newer, damaged checkpoints are reported and renamed; if all are damaged, that is an error.
     """
-    bad: dict[Path, str] = {}
+    intact, bad = None, {}
     for checkpoint in filter(is_marked, checkpoints(run)):
         name = truncated(checkpoint) or damaged(checkpoint)
         if name is None:
-            for one, file in bad.items():
-                # The run will write the checkpoint of this step again, so a damaged one needs another name.
-                free = (f"{one.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
-                aside = next(place for place in map(one.with_name, free) if not place.exists())
-                why = harm(one, file)
-                with explained(one):
-                    one.rename(aside)
-                print(
-                    f"{one / file} is damaged ({why}): skipping this checkpoint, which is now {aside.name}; delete it "
-                    "if you do not need it",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return checkpoint
+            intact = checkpoint
+            break
         bad[checkpoint] = name
-    if bad:
+    if bad and intact is None:
         one, file = next(iter(bad.items()))
         raise UserError(
             f"{run.checkpoints} has no complete checkpoint any more: {one.name}/{file} is damaged ({harm(one, file)}), "
             "and no older checkpoint is intact; restore one from a copy, or start a new run."
         )
-    return None
+    for one, file in bad.items():
+        # The run will write the checkpoint of this step again, so a damaged one needs another name.
+        free = (f"{one.name}-damaged{number}" for number in ("", *(f"-{count}" for count in range(2, 1000))))
+        aside = next(place for place in map(one.with_name, free) if not place.exists())
+        why = harm(one, file)
+        with explained(one):
+            one.rename(aside)
+        print(
+            f"{one / file} is damaged ({why}): skipping this checkpoint, which is now {aside.name}; delete it if you "
+            "do not need it",
+            file=sys.stderr,
+            flush=True,
+        )
+    return intact

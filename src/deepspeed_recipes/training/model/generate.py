@@ -231,11 +231,9 @@ def correct_settings(model: PreTrainedModel, path: str) -> str | None:
     changed |= {"do_sample": False} if config.do_sample and config.temperature == 0 else {}
     changed |= {"top_k": 0} if config.top_k == -1 else {}
     config.update(**changed)
-    if (issues := _issues(config, path)) and any("`do_sample`" in issue for issue in issues.values()):
-        greedy = config.temperature == 0
-        changed |= (
-            {name: None for name, issue in issues.items() if "`do_sample`" in issue} if greedy else {"do_sample": True}
-        )
+    issues = _issues(config, path)
+    if unread := [name for name, issue in issues.items() if "`do_sample`" in issue]:
+        changed |= dict.fromkeys(unread) if config.temperature == 0 else {"do_sample": True}
         config.update(**changed)
         issues = _issues(config, path)
     if issues:
@@ -260,10 +258,8 @@ def _check_generates(config: GenerationConfig, tokens: int, path: str) -> None:
     model's, for the message.
     """
     tried = copy.deepcopy(config)
-    beams = min(config.num_beams or 1, 2)
-    tried.update(
-        max_new_tokens=1, num_beams=beams, num_return_sequences=1, stop_strings=None, cache_implementation=None
-    )
+    tried.update(max_new_tokens=1, num_beams=min(config.num_beams or 1, 2), num_return_sequences=1)
+    tried.update(stop_strings=None, cache_implementation=None)
     layer = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), errors_only("transformers"):
         try:

@@ -55,22 +55,15 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         config = config_of(recipe.model.path, recipe.model.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, *WRONG_VALUES) as error:
         raise UserError(cannot_load("configuration", recipe, error)) from error
+    parts, wrong = (config, config.get_text_config()), None
     if config.return_dict is False:
-        raise UserError(
-            f"model.path={recipe.model.path}: its config.json has return_dict=false, with which its parts do not find "
-            "each other's outputs; remove the key."
-        )
-    parts = (config, config.get_text_config())
-    if recipe.model.attention != "eager" and any(one.output_attentions for one in parts):
-        raise UserError(
-            f"model.path={recipe.model.path}: its config.json has output_attentions=true, which only "
-            "model.attention=eager computes; remove the key."
-        )
-    if config.is_encoder_decoder and not type(config).is_encoder_decoder:
-        raise UserError(
-            f"model.path={recipe.model.path}: its config.json has is_encoder_decoder=true, and {config.model_type} has "
-            "no encoder; remove the key."
-        )
+        wrong = "return_dict=false, with which its parts do not find each other's outputs"
+    elif recipe.model.attention != "eager" and any(one.output_attentions for one in parts):
+        wrong = "output_attentions=true, which only model.attention=eager computes"
+    elif config.is_encoder_decoder and not type(config).is_encoder_decoder:
+        wrong = f"is_encoder_decoder=true, and {config.model_type} has no encoder"
+    if wrong:
+        raise UserError(f"model.path={recipe.model.path}: its config.json has {wrong}; remove the key.")
     _check_numbers(config.to_dict(), recipe.model.path)
     _check_keys(PreTrainedConfig.get_config_dict(recipe.model.path)[0], config, recipe.model.path)
     return config
@@ -236,12 +229,10 @@ def dequantized_state(path: str, config: PreTrainedConfig, dtype: torch.dtype | 
 
 def say_left_out(recipe: Recipe, parts: Sequence[str]) -> None:
     """Print the parts of a model's files that are not loaded, and what the export has of them."""
-    whole = heads.trained_by(recipe) in ("vocabulary", "vision")
-    if parts and recipe.lora:
-        exported = "a merged export has them unchanged" if whole else "not in a merged export"
-    else:
-        exported = "the export has them unchanged" if whole else "not in the export"
     if parts:
+        export = "a merged export" if recipe.lora else "the export"
+        whole = heads.trained_by(recipe) in ("vocabulary", "vision")
+        exported = f"{export} has them unchanged" if whole else f"not in {export}"
         say(f"model.path={recipe.model.path}: neither loaded nor trained: {', '.join(parts)}; {exported}")
     if pickles := [file.name for file in sorted(Path(recipe.model.path).glob("pytorch_model*.bin"))]:
         say(f"model.path={recipe.model.path}: its .safetensors are loaded, not {pickles[0]}{weights.more(pickles)}")

@@ -176,13 +176,11 @@ def _shapes(config: PreTrainedConfig) -> dict[str, torch.Size]:
 def _logits(config: PreTrainedConfig, tokens: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        options: Json = {
-            "attn_implementation": "eager",
-            "dtype": torch.float32,
-            "trust_remote_code": base_model.remote_code_permitted(),
-        }
-        model = AutoModelForCausalLM.from_config(config, **options).eval()
-    return model(input_ids=tokens, use_cache=False).logits
+        trusted = base_model.remote_code_permitted()
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager", dtype=torch.float32, trust_remote_code=trusted
+        )
+    return model.eval()(input_ids=tokens, use_cache=False).logits
 
 
 LENGTHS = (WINDOW + 8, WINDOW + 24)

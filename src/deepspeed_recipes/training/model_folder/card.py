@@ -107,13 +107,14 @@ def look(folder: Path) -> Contents:
     adapter = read_json(folder / ADAPTER, {})
     tokenizer = read_json(folder / "tokenizer_config.json", {})
     whole = read_json(folder / base_model.PROVENANCE, {})
+    head = base_model.head_of(folder)
     return Contents(
         adapter=bool(adapter),
         base=str(adapter.get(KEY) or ""),
-        scores=base_model.head_of(folder) == "scores",
+        scores=head == "scores",
         labels=tuple(base_model.labels_of(folder)),
-        embeds=base_model.head_of(folder) == "none",
-        sees=base_model.head_of(folder) == "vision",
+        embeds=head == "none",
+        sees=head == "vision",
         inside=bool((adapter.get("auto_mapping") or {}).get("base_model_class")),
         untouched=tuple(whole.get("parts", ())),
         mtp=tuple(whole.get("mtp", ())),

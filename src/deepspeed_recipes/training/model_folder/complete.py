@@ -33,10 +33,8 @@ def check_smaller(source: Path, output: Path, option: str) -> None:
     adapter = (source / base_model.ADAPTER).exists()
     if not adapter and not (source / "config.json").exists():
         raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
-    if card.look(source).scores:
-        raise UserError(f"{source}: {option} is for models that write text, and this model returns scores.")
-    if base_model.head_of(source) == "none":
-        raise UserError(f"{source}: {option} is for models that write text, and this model returns embeddings.")
+    if returned := {"scores": "scores", "none": "embeddings"}.get(base_model.head_of(source)):
+        raise UserError(f"{source}: {option} is for models that write text, and this model returns {returned}.")
     if not adapter and "quantization_config" in base_model.config_of(source):
         raise UserError(f"{source}: is already quantised; use {option} on the model that it was made from.")
 

@@ -272,8 +272,8 @@ def check_intact(place: str | Path) -> None:
         raise bad[0]
     if bad:
         shown = []
-        for error in bad[:3]:  # `config.json (line 3: not JSON ...)`
-            name, _, reason = str(error).removeprefix(f"{folder}{os.sep}").partition(";")[0].partition(":")
+        for one in bad[:3]:  # `config.json (line 3: not JSON ...)`
+            name, _, reason = str(one).removeprefix(f"{folder}{os.sep}").partition(";")[0].partition(":")
             reason = re.sub(r"^(?=\d+:)", "line ", reason.strip())
             shown.append(f"{name} ({reason})")
         raise UserError(
