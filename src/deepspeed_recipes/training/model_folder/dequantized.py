@@ -83,12 +83,11 @@ def _dequantized(name: str, parts: Mapping[str, torch.Tensor], block: JsonView) 
         from compressed_tensors.quantization import QuantizationConfig
 
         layer = name.removesuffix(".weight")
-        scheme = None
-        for group in QuantizationConfig.model_validate(dict(block)).config_groups.values():
-            patterns = [one[3:] for one in group.targets if one.startswith("re:")]  # the others are names or classes
-            if {"Linear", layer} & set(group.targets) or any(re.match(pattern, layer) for pattern in patterns):
-                scheme = scheme or group
-        if scheme is None:
+        for scheme in QuantizationConfig.model_validate(dict(block)).config_groups.values():
+            patterns = [one[3:] for one in scheme.targets if one.startswith("re:")]  # the others are names or classes
+            if {"Linear", layer} & set(scheme.targets) or any(re.match(pattern, layer) for pattern in patterns):
+                break
+        else:
             raise UserError(f"{name}: packed, but no group of its quantization_config targets {layer}.")
         held = {f"weight_{role}": part for role, part in parts.items()}
         compressor: Any = BaseCompressor.get_value_from_registry("pack-quantized")
