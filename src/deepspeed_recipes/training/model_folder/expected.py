@@ -171,7 +171,11 @@ def described(folder: Path, tensors: bool = True) -> Json:
     import xxhash
 
     adapter = folder / base_model.ADAPTER
-    adapted = {key: value for key, value in read_json(adapter).items() if key in ADAPTED} if adapter.exists() else None
+    adapted = base = None
+    if adapter.exists():
+        adapted = {key: value for key, value in read_json(adapter).items() if key in ADAPTED}
+        with contextlib.suppress(UserError):  # the base model is not on this machine
+            base = of_weights([base_model.find(folder)])
     config = base_model.config_of(folder)
     generation = read_json(folder / "generation_config.json", {})
     template = folder / "chat_template.jinja"
@@ -179,7 +183,7 @@ def described(folder: Path, tensors: bool = True) -> Json:
     return {
         "config": {key: text.get(key, config.get(key)) for key in CONFIGURED if key in text or key in config},
         "adapter": adapted,
-        "base": _of_base(folder) if adapter.exists() else None,
+        "base": base,
         "end_tokens": generation.pop("eos_token_id", None),
         "generation": {key: value for key, value in generation.items() if key not in UNUSED},
         "chat_template": xxhash.xxh3_64(template.read_bytes()).hexdigest() if template.exists() else None,
@@ -205,14 +209,6 @@ def of_weights(folders: Iterable[Path]) -> str:
             digest.update(f"{name} {part.get_dtype()} {shape}".encode())
             digest.update(row.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _of_base(adapter: Path) -> str | None:
-    """Return the digest of an adapter's base model, or None if that is not on this machine."""
-    try:
-        return of_weights([base_model.find(adapter)])
-    except UserError:
-        return None
 
 
 def warn_of_other_base(adapter: Path, base: Path) -> None:
