@@ -37,7 +37,14 @@ MIB = 2**20
 
 def check(source: Path, output: Path, kind: Kind) -> None:
     """Refuse a model of which no such copy can be written, before anything is loaded."""
-    complete.check_smaller(source, output, kind.option)
+    complete.check(source, output)
+    adapter = (source / base_model.ADAPTER).exists()
+    if not adapter and not (source / "config.json").exists():
+        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
+    if returned := {"scores": "scores", "none": "embeddings"}.get(base_model.head_of(source)):
+        raise UserError(f"{source}: {kind.option} is for models that write text, and this model returns {returned}.")
+    if not adapter and "quantization_config" in base_model.config_of(source):
+        raise UserError(f"{source}: is already quantised; use {kind.option} on the model that it was made from.")
     if kind.name in EXPERTS and engines.has_experts(served.whole(source)):
         raise UserError(
             f"{kind.typed}: {source} is an MoE model, and {EXPERTS[kind.name]}; use --quantize int4, fp8 or fp8-block, "
@@ -106,7 +113,8 @@ def write(
             "bytes_before": before,
             "bytes_after": after,
         }
-        complete.of_quantized(part, output, results | (found.recorded() if found else {}))
+        record.add(part, {record.QUANTIZATION: results | (found.recorded() if found else {})})
+        complete.finish(part, output)
         export.move(part, output)
     why = f"llama.cpp has no {held_out.metric}" if held_out else "no held-out examples known"
     measured = found.lines() if found else [f"not measured: {why}"]

@@ -27,18 +27,6 @@ def check(source: Path, output: Path) -> None:
         raise UserError(f"{source}: this export failed its check: it computes other logits than the trained model.")
 
 
-def check_smaller(source: Path, output: Path, option: str) -> None:
-    """Refuse a model of which `option` cannot make a smaller copy: no whole model, scores, or quantised already."""
-    check(source, output)
-    adapter = (source / base_model.ADAPTER).exists()
-    if not adapter and not (source / "config.json").exists():
-        raise UserError(f"{source}: not a model folder (it holds neither config.json nor {base_model.ADAPTER}).")
-    if returned := {"scores": "scores", "none": "embeddings"}.get(base_model.head_of(source)):
-        raise UserError(f"{source}: {option} is for models that write text, and this model returns {returned}.")
-    if not adapter and "quantization_config" in base_model.config_of(source):
-        raise UserError(f"{source}: is already quantised; use {option} on the model that it was made from.")
-
-
 def of_run(folder: Path, run: RunFolder, place: Path, results: JsonView, step: int | None = None) -> None:
     """Add the card, `training/` and the response template to weights of a run, and remove absolute paths.
 
@@ -46,7 +34,7 @@ def of_run(folder: Path, run: RunFolder, place: Path, results: JsonView, step: i
     now or later; `step` is the checkpoint's with these weights, or None for the run's result.
     """
     record.write(folder, record.of_run(run, results, step), run.deepspeed)
-    _finish(folder, place)
+    finish(folder, place)
 
 
 def of_copy(folder: Path, source: Path, place: Path) -> None:
@@ -72,13 +60,7 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
         return of_run(folder, run, place, results, step)
     elif (source / card.FILE).exists():
         shutil.copy2(source / card.FILE, folder)
-    _finish(folder, place)
-
-
-def of_quantized(folder: Path, place: Path, quantization: JsonView) -> None:
-    """Do the same for a quantised copy with the original's `training/`; `quantization` goes into its results."""
-    record.add(folder, {record.QUANTIZATION: dict(quantization)})
-    _finish(folder, place)
+    finish(folder, place)
 
 
 def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
@@ -93,7 +75,8 @@ def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
     return card.write(folder)
 
 
-def _finish(folder: Path, place: Path) -> None:
+def finish(folder: Path, place: Path) -> None:
+    """Add the card and the response template to weights with `training/`, and remove paths and certificates."""
     record.add(folder, {record.CERTIFICATES: None})
     base_model.make_portable(folder, place)
     file = folder / CONFIG
