@@ -157,29 +157,24 @@ class Reads(TorchDispatchMode):
     ) -> object:
         options = options or {}
         name = function.overloadpacket.__name__
-        if name in OF_VALUES or _selects(name, arguments) or _leaves_the_device(name, arguments, options):
+        if _reads(name, arguments, options):
             self.counts[name] += 1
             if self.places is not None:
                 self.places["".join(traceback.format_stack(limit=6)[:-1])] += 1
         return function(*arguments, **options)
 
 
-def _selects(name: str, arguments: Sequence[Any]) -> bool:
-    """Return whether a mask determines the number of elements; assigning a single value does not depend on it."""
+def _reads(name: str, arguments: Sequence[Any], options: Json) -> bool:
+    """Return whether Python waits for values: for `OF_VALUES`, where a mask selects, and for copies from a GPU."""
+    # Assigning a single value does not depend on the mask's number of elements.
     if name == "index" or (name in ("index_put", "index_put_", "_index_put_impl_") and arguments[2].numel() != 1):
-        masks = arguments[1]
-    else:
-        return False
-    return any(mask is not None and mask.dtype == torch.bool for mask in masks)
-
-
-def _leaves_the_device(name: str, arguments: Sequence[Any], options: Json) -> bool:
+        return any(mask is not None and mask.dtype == torch.bool for mask in arguments[1])
     if name == "_to_copy":
         target = torch.device(options.get("device") or "meta")
         return arguments[0].is_cuda and target.type == "cpu" and not options.get("non_blocking")
     if name == "copy_":
         return arguments[1].is_cuda and arguments[0].device.type == "cpu" and not (len(arguments) > 2 and arguments[2])
-    return False
+    return name in OF_VALUES
 
 
 class Clock:

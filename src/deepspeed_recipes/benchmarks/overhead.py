@@ -190,19 +190,16 @@ def overhead(bench: Bench, rounds: int, seconds: float = float("inf")) -> Json:
     """Return every peer's throughput and memory in each run; a round that would exceed `seconds` is not started."""
     began = time.monotonic()
     save_sequences(bench)
-    peers = {"recipe": recipe_run, "plain_loop": plain_loop_run, "trainer": trainer_run}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in peers}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in ("recipe", "plain_loop", "trainer")}
     for number in range(rounds):
         taken = time.monotonic() - began
         if number and taken * (number + 1) / number > seconds:
             break
-        contenders = {name: peer(bench, number) for name, peer in peers.items()}
-        together = [list(contenders.values())]
-        one_by_one = [[contender] for contender in contenders.values()]
-        for group in one_by_one if bench.gpus else together:
+        peers = peers_of(bench, number)
+        for group in [[peer] for peer in peers.values()] if bench.gpus else [list(peers.values())]:
             take_turns(group, bench.steps, seconds)
-        for name, contender in contenders.items():
-            measured = steady(contender.turns)
+        for name, peer in peers.items():
+            measured = steady(peer.turns)
             print(
                 f"{name:<11} {measured['tokens_per_second']:>9,.0f} tokens/s {measured['peak_gib']:>7.3f} GiB",
                 flush=True,
@@ -280,39 +277,26 @@ def save_sequences(bench: Bench) -> None:
     Dataset.from_dict(columns | {"tokens": [one["tokens"] for one in padded]}).save_to_disk(bench.folder / "sequences")
 
 
-def recipe_run(bench: Bench, number: int) -> Contender:
-    """Return the recipe in the project's own training."""
-    run = RunFolder(bench.folder / f"run{number}")
-    write_recipe(run, recipe_of(bench))
-    output = bench.folder / f"recipe{number}.log"
-    return Contender(deepspeed_command(run, bench.ranks), environment_of(bench), run.metrics, output)
+def peers_of(bench: Bench, number: int) -> dict[str, Contender]:
+    """Return the peers of a round: the recipe, recipes/plain_loop.py, and the bare transformers.Trainer.
 
-
-def plain_loop_run(bench: Bench, number: int) -> Contender:
-    """Return recipes/plain_loop.py."""
-    recipe = recipe_of(bench)
-    script = [str(PAGES / "plain_loop.py"), recipe.model.path, recipe.data.path]
-    script += [str(bench.folder / f"plain{number}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
-    script += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
-    script += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
-    return peer_run(bench, script, bench.folder / f"plain{number}.log")
-
-
-def trainer_run(bench: Bench, number: int) -> Contender:
-    """Return the bare transformers.Trainer."""
-    recipe = recipe_of(bench)
-    script = [str(PACKAGE / "benchmarks" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "sequences")]
-    script += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
-    return peer_run(bench, script, bench.folder / f"trainer{number}.log")
-
-
-def peer_run(bench: Bench, script: list[str], output: Path) -> Contender:
-    """Return a script under the DeepSpeed launcher, with the user's allocator settings and not the project's."""
-    command = deepspeed_command(RunFolder(bench.folder), bench.ranks)
-    environment = environment_of(bench)
-    for name in ALLOCATOR.keys() - os.environ.keys():
-        environment.pop(name, None)
-    return Contender([*command[: command.index("--module")], *script], environment, output, output)
+    The last two are scripts under the DeepSpeed launcher, with the user's allocator settings and not the project's.
+    """
+    recipe, run = recipe_of(bench), RunFolder(bench.folder / f"run{number}")
+    write_recipe(run, recipe)
+    environment, output = environment_of(bench), bench.folder / f"recipe{number}.log"
+    found = {"recipe": Contender(deepspeed_command(run, bench.ranks), environment, run.metrics, output)}
+    plain = [str(PAGES / "plain_loop.py"), recipe.model.path, recipe.data.path]
+    plain += [str(bench.folder / f"plain{number}"), "--zero-stage", str(bench.zero_stage), "--steps", str(bench.steps)]
+    plain += ["--micro-batch", str(bench.micro_batch), "--length", str(bench.length), "--dtype", bench.dtype]
+    plain += ["--lr", "1e-4", "--schedule", "constant", "--log-every", str(LOG_EVERY)]
+    trainer = [str(PACKAGE / "benchmarks" / "peer_trainer.py"), recipe.model.path, str(bench.folder / "sequences")]
+    trainer += [recipe.deepspeed, str(bench.micro_batch), str(bench.steps), str(LOG_EVERY), bench.dtype]
+    bare = {name: value for name, value in environment.items() if name not in ALLOCATOR.keys() - os.environ.keys()}
+    for name, script, log in (("plain_loop", plain, "plain"), ("trainer", trainer, "trainer")):
+        command, output = deepspeed_command(run, bench.ranks), bench.folder / f"{log}{number}.log"
+        found[name] = Contender([*command[: command.index("--module")], *script], bare, output, output)
+    return found
 
 
 def environment_of(bench: Bench) -> dict[str, str]:

@@ -91,7 +91,7 @@ def main(file: str, *words: str) -> None:
         begun = time.monotonic()
         with upstream.restored_linear():
             for probe in probes:
-                found |= {name: over_ranks(seconds) for name, seconds in probe().items()}
+                found |= {name: median_of(distributed.of_all(seconds)) for name, seconds in probe().items()}
             if "shared" in threads:
                 torch.set_num_threads(threads["shared"])
                 found["shared"] = updates()
@@ -102,11 +102,6 @@ def main(file: str, *words: str) -> None:
         measured = {"sizes": sizes(), "seconds": median_of(rounds), "spread": spread(rounds), "took": took}
         write_json(Path(file), {"environment": describe_environment(), **measured})
     distributed.stop()
-
-
-def over_ranks(seconds: Any) -> Any:
-    """Return the median over all ranks of a number, or of each number in a dictionary."""
-    return median_of(distributed.of_all(seconds))
 
 
 def median_of(found: Sequence[Any]) -> Any:

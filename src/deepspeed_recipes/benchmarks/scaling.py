@@ -81,11 +81,19 @@ def recipe_of(bench: Bench, ranks: Sequence[int], kind: str, count: int) -> Reci
 
 
 def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) -> dict[str, float]:
-    """Train with `count` ranks; return tokens per second and the seconds of a step."""
+    """Train with `count` ranks; return tokens per second and the seconds of a step.
+
+    Raises:
+        RuntimeError: the run failed; the message ends with its last output.
+    """
     folder = RunFolder(bench.folder / f"{kind}-{count}-{turn}")
     write_recipe(folder, recipe_of(bench, ranks, kind, count))
     environment = overhead.environment_of(replace(bench, ranks=count))
-    execute(deepspeed_command(folder, count), environment if bench.gpus else environment | {"OMP_NUM_THREADS": "1"})
+    environment |= {} if bench.gpus else {"OMP_NUM_THREADS": "1"}
+    command = deepspeed_command(folder, count)
+    done = children.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     timed = [row for row in read_jsonl(folder.metrics) if row["step"] >= overhead.WARM_UP]
     intervals = [{key: b[key] - a[key] for key in ("step", "seconds", "tokens")} for a, b in pairwise(timed)]
     last = timed[-1]
@@ -94,19 +102,6 @@ def run(bench: Bench, ranks: Sequence[int], kind: str, count: int, turn: int) ->
         "peak_gib": last.get("gpu_peak_gib", last["host_peak_gib"]),
         "step_seconds": statistics.median(one["seconds"] / one["step"] for one in intervals),
     }
-
-
-def execute(command: list[str], environment: dict[str, str]) -> str:
-    """Run a command and return what it printed.
-
-    Raises:
-        RuntimeError: the command failed; the message ends with its last output.
-    """
-    pipe = subprocess.PIPE
-    done = children.run(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return done.stdout
 
 
 def predicted(bench: Bench, ranks: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -190,20 +190,17 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
         yield f"generation_config.json: eos_token_id is {now['end_tokens']}, and was {wanted['end_tokens']}"
     if other := wanted["chat_template"] != now["chat_template"]:
         yield "chat_template.jinja is another one"
-    if any(folder.glob("tokenizer*")):  # GGUF files have their own
-        yield from _tokenized(wanted, folder, answers_only=other)
-
-
-def _tokenized(wanted: JsonView, folder: Path, answers_only: bool) -> Iterator[str]:
-    """Yield a cause if a folder's tokenizer makes other tokens of the texts, or of their answers alone."""
+    if not any(folder.glob("tokenizer*")):  # GGUF files have their own
+        return
     from ..training import export
 
     tokenizer = export.load_tokenizer(folder)
-    answers_only |= "strftime_now" in (tokenizer.chat_template or "")  # a prompt with today's date
-    for text, now in zip(wanted["texts"], expected.sequences(tokenizer), strict=True):
-        old, new = (one["tokens"][one["start"] * answers_only :] for one in (text, now))
+    # The prompts differ with the template, and where it writes today's date.
+    answers_only = other or "strftime_now" in (tokenizer.chat_template or "")
+    for text, sequence in zip(wanted["texts"], expected.sequences(tokenizer), strict=True):
+        old, new = (one["tokens"][one["start"] * answers_only :] for one in (text, sequence))
         if old != new:
-            yield f"the tokenizer makes other tokens of {now['answer']!r}"
+            yield f"the tokenizer makes other tokens of {sequence['answer']!r}"
             return
 
 

@@ -114,17 +114,13 @@ def stamp(name: str) -> None:
 
 
 def _key() -> str:
-    versions = {name: _version(name) for name in ("torch", "deepspeed")}
+    versions: dict[str, str | None] = dict.fromkeys(("torch", "deepspeed"))
+    for name in versions:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
     # Ops are compiled for the processor's own instructions.
     found = {"python": sys.implementation.cache_tag, **versions, "processor": " ".join(sorted(system.cpu_flags()))}
     return json.dumps(found, indent=2)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def shipped(op: Op) -> bool:

@@ -13,7 +13,7 @@ from ..training import distributed
 from ..training.model import lora as adapters
 from ..training.model_folder.base_model import ADAPTER
 from . import plain, techniques
-from .techniques import LORA, SETTINGS, Kind, Technique
+from .techniques import LORA, Kind, Technique
 
 LOSS = 1e-5
 """Relative bound for a loss. fp32 sums in another order differ by less."""
@@ -27,7 +27,7 @@ WITHIN = 4
 """Allowed multiple of the plain loop's own rounding, on devices where that is more than the bounds above."""
 
 
-def make(folder: str, kinds: list[Kind], settings: plain.Settings = SETTINGS) -> None:
+def make(folder: str, kinds: list[Kind]) -> None:
     """Write the models, the data and the plain loop's results for `kinds` to `folder`.
 
     One process. `plain.train` runs on the ranks' device, in fp32; its distance from itself in fp64 is its rounding.

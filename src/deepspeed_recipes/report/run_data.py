@@ -79,6 +79,9 @@ def read(path: Path) -> RunData:
     log = run.ranks / "rank-0.log"
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     found = [line.strip() for line in (*lines, *str(_object(run.summary).get("warning") or "").splitlines())]
+    # The samples of all ranks are in several files while a run trains, and after it failed.
+    sampled = [row for path in (run.system, *run.ranks.glob(run.system_of("*").name)) for row in _objects(path)]
+    known = [row for row in sampled if isinstance(row.get("time"), int | float) and isinstance(row.get("rank"), int)]
     return RunData(
         folder=run,
         recipe=read_recipe(run),
@@ -95,7 +98,7 @@ def read(path: Path) -> RunData:
         ranks=tuple(_object(file) for file in sorted(run.ranks.glob("rank-*.json"), key=rank_of)),
         command=run.command.read_text(encoding="utf-8", errors="replace") if run.command.is_file() else "",
         profile=_object(run.path / PROFILE),
-        system=samples(run),
+        system=tuple(sorted(known, key=lambda row: row["time"])),
         warnings=tuple(redact(line) for line in dict.fromkeys(found) if line.startswith("warning:"))[:MOST_WARNINGS],
     )
 
@@ -106,13 +109,6 @@ def rows(path: Path) -> tuple[Row, ...]:
     if not all(isinstance(row.get("step"), int) for row in found):
         raise UserError(f"{path}: a line without a step; was it written by a run?")
     return found
-
-
-def samples(run: RunFolder) -> tuple[Row, ...]:
-    """Return the samples of all ranks, which are in several files while a run trains and after it failed."""
-    found = [row for path in (run.system, *run.ranks.glob(run.system_of("*").name)) for row in _objects(path)]
-    known = [row for row in found if isinstance(row.get("time"), int | float) and isinstance(row.get("rank"), int)]
-    return tuple(sorted(known, key=lambda row: row["time"]))
 
 
 def _objects(path: Path) -> tuple[Row, ...]:

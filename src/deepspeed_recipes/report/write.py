@@ -94,18 +94,13 @@ def at_end(run: RunFolder) -> None:
 
 
 def index(folder: Path) -> Path:
-    """Write the index of the runs `NAME/DATE/` in a folder, the newest first, and return its path."""
-    path = folder / "index.html"
-    html(path, listing(folder))
-    return path
-
-
-def listing(folder: Path) -> Document:
-    """Return a table of all runs with a recipe.json."""
+    """Write the index of the runs `NAME/DATE/` in a folder, those with a recipe.json, the newest first; return it."""
     found = sorted(folder.glob("*/*/recipe.json"), key=lambda file: (file.parent.name, file.parent.parent.name))
     rows = tuple(tuple(_row(folder, file.parent)) for file in reversed(found))
     count = Note(f"{len(rows)} run{'' if len(rows) == 1 else 's'}, the newest first.")
-    return Document("Runs", str(folder), (Section("All runs", (count, Table(INDEX, rows))),))
+    path = folder / "index.html"
+    html(path, Document("Runs", str(folder), (Section("All runs", (count, Table(INDEX, rows))),)))
+    return path
 
 
 def _row(folder: Path, path: Path) -> Iterator[Cell]:

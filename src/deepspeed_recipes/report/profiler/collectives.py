@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from statistics import mode
-from typing import Any
 
 from ...recipe.files import JsonView
 from .shares import computing, is_collective, on_gpu
@@ -153,16 +152,12 @@ def _entries(name: str, calls: list[Event], trace: RankTrace) -> list[JsonView]:
 def _bytes(arguments: JsonView, entry: JsonView, trace: RankTrace) -> int:
     """Return the size in bytes of a call's largest argument, which is a tensor or a list of tensors."""
     sizes, kinds = arguments.get("Input Dims", ()), arguments.get("Input type", ())
-    largest, which = max(((_elements(size), kind) for size, kind in zip(sizes, kinds, strict=False)), default=(0, ""))
+    known = [(size, kind) for size, kind in zip(sizes, kinds, strict=False) if size]
+    counts = ((sum(map(prod, size)) if isinstance(size[0], list) else prod(size), kind) for size, kind in known)
+    largest, which = max(counts, default=(0, ""))
     name = which if which.lower() in BYTES else entry.get("dtype", "")
     otherwise: int = trace.about.get("weight_bytes", 4)
     return largest * BYTES.get(name.lower(), otherwise)
-
-
-def _elements(size: list[Any]) -> int:
-    if not size:
-        return 0
-    return sum(prod(one) for one in size) if isinstance(size[0], list) else prod(size)
 
 
 def _on_gpu(trace: RankTrace) -> Iterator[tuple[str, tuple[int, ...], int, tuple[float, float]]]:
