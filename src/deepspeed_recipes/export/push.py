@@ -125,10 +125,6 @@ def _check(name: str, path: Path, commit: str) -> None:
             raise UserError(f"{path}: names a path on this machine; write the folder again with ds-recipes export.")
 
 
-HUBS_OWN = {".gitattributes"}
-"""Files that the Hub itself adds to a new repository."""
-
-
 @dataclass(frozen=True)
 class Target:
     """The repository before the push."""
@@ -160,8 +156,8 @@ def look(name: str, files: Sequence[File], private: bool) -> Target:
             found = HfApi().repo_info(name)
         except RepositoryNotFoundError:
             return Target(name, None)
-    ours = {file.name for file in files}
-    others = sorted({file.rfilename for file in found.siblings or ()} - ours - HUBS_OWN)
+    ours = {".gitattributes", *(file.name for file in files)}  # the Hub itself adds the first to a new repository
+    others = sorted({file.rfilename for file in found.siblings or ()} - ours)
     if others:
         shown = ", ".join(others[:_NAMED]) + weights.more(others, _NAMED)
         raise UserError(f"{name} exists, with other files: {shown}; choose another name.")

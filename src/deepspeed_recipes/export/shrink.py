@@ -66,7 +66,15 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     `layers` are kept evenly spaced, including the first and the last. `intermediate` is the new width of the
     feed-forward layers, each of which keeps the neurons whose weights have the largest norms. None keeps all.
     """
-    folder = _local(source)
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            wanted = ["config.json", INDEX, "*.safetensors", *COPIED, *LICENCES]
+            folder = Path(snapshot_download(source, allow_patterns=wanted))
+        except Exception as error:  # the Hub's client raises its own, its transport's, and ValueError for a bad name
+            raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
+    elif not (folder / "config.json").is_file():
+        raise UserError(f"{source}: this folder has no config.json; give a Hugging Face model folder.")
     weights.check_intact(folder)
     config = config_of(folder)
     sizes = text_of(config)
@@ -101,18 +109,6 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
 def spaced(before: int, after: int) -> list[int]:
     """Return the numbers of `after` of the `before` layers, evenly spaced, including the first and the last."""
     return [round(index * (before - 1) / (after - 1)) for index in range(after)]
-
-
-def _local(source: str) -> Path:
-    if Path(source).is_dir():
-        if not (Path(source) / "config.json").is_file():
-            raise UserError(f"{source}: this folder has no config.json; give a Hugging Face model folder.")
-        return Path(source)
-    try:
-        wanted = ["config.json", INDEX, "*.safetensors", *COPIED, *LICENCES]
-        return Path(snapshot_download(source, allow_patterns=wanted))
-    except Exception as error:  # the Hub's client raises its own, its transport's, and ValueError for a bad name
-        raise UserError(f"{source}: no such folder, and not on the Hub: {first_line(error)}") from error
 
 
 def _chosen(source: str, sizes: JsonView, layers: int | None, intermediate: int | None) -> tuple[list[int], int]:

@@ -1,6 +1,5 @@
 """Proves the techniques and runs the scripts for known defects, one after another, on this machine's ranks."""
 
-import contextlib
 import json
 import os
 import re
@@ -57,17 +56,6 @@ class Workshop:
     most: int
     gpus: int
     folder: Path
-
-
-@contextlib.contextmanager
-def workshop(most: int, gpus: int) -> Iterator[Workshop]:
-    """Yield ranks and a folder that is removed at the end; `gpus` is 0 for ranks on CPUs."""
-    os.environ |= rank_environment(most, gpus)
-    # Otherwise torch detects GPUs with CUDA's runtime, and no fork could use one afterwards; NVML detects them too.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    with children.scratch("proof-") as folder, Ranks() as ranks:
-        os.environ |= {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-        yield Workshop(ranks, most, gpus, folder)
 
 
 def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
@@ -195,24 +183,23 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
         files.check_writable("--reports", reports, folder=True)
     begun, to_screen = time.monotonic(), result_file == "-"
     console = Console(stderr=to_screen)
-    proven: list[Finding] = []
-    found: list[Finding] = []
-    with workshop(ranks, gpus) as shop, console.status("preparing") as status:
+    os.environ |= rank_environment(ranks, gpus)
+    # Otherwise torch detects GPUs with CUDA's runtime, and no fork could use one afterwards; NVML detects them too.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with children.scratch("proof-") as folder, Ranks() as forks, console.status("preparing") as status:
+        os.environ |= {"HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
+        shop = Workshop(forks, ranks, gpus, folder)
         compile_ops(techniques, gpus)
         prepare(shop, techniques)
-        for technique in announced(status, techniques):
-            proven.append(prove(shop, technique))
-        for defect in announced(status, looked_for):
-            found.append(look_for(shop, defect))
-        environment = read_json(shop.folder / "environment.json") | {
-            "ranks": ranks,
-            "backend": "nccl" if gpus else "gloo",
-        }
+        proven = [prove(shop, technique) for technique in announced(status, techniques)]
+        found = [look_for(shop, defect) for defect in announced(status, looked_for)]
+        environment = read_json(folder / "environment.json")
+    environment |= {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
     if not to_screen:
         print_findings(console, environment, proven, found)
     if reports:
-        for folder in write_reports(reports, environment, list(zip(looked_for, found, strict=True))):
-            console.print(f"report: {folder}", highlight=False, soft_wrap=True)
+        for written in write_reports(reports, environment, list(zip(looked_for, found, strict=True))):
+            console.print(f"report: {written}", highlight=False, soft_wrap=True)
     if result_file:
         result = {
             "environment": dict(environment),

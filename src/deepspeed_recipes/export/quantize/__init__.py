@@ -7,7 +7,6 @@ from typing import Literal
 from ...recipe.errors import UserError
 
 Option = Literal["--quantize", "--gguf"]
-Quantizer = Literal["llm-compressor", "bitsandbytes", "llama.cpp", "deepspeed-recipes"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Kind:
     option: Option
     name: str
     title: str
-    quantizer: Quantizer
+    quantizer: Literal["llm-compressor", "bitsandbytes", "llama.cpp", "deepspeed-recipes"]
     """The library that writes it: bitsandbytes in the training environment, the others in the serving environment."""
     scheme: str
     """The library's name for it."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipe.errors import UserError
+from ...recipe.files import Json
 from ...recipe.run_folder import read_json
 from ...training.model_folder import base_model, record
 from ..evaluate import candidates
@@ -79,7 +80,7 @@ def find(name: Path, called: str | None, adapters: Sequence[str]) -> Served:
     base = whole(folder)
     for adapter in found:
         other = whole(adapter.folder)
-        if other != base and not _same(other, base):
+        if other != base and (_identity(base) is None or _identity(other) != _identity(base)):
             raise UserError(f"--adapter {adapter.name}: its base model is {other}, but {base} is served; leave it out.")
         mine, first = _shared(adapter.folder, base), _shared(found[0].folder, base)
         if title := next((title for title in first if mine[title] != first[title]), ""):
@@ -129,12 +130,8 @@ def _adapter(name: str, folder: Path) -> Adapter:
     return Adapter(name, folder, max(int(config["r"]), *(config.get("rank_pattern") or {}).values(), 1))
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Return True if two folders have the same model, judged by configurations and file sizes."""
-    if not all((place / "config.json").exists() for place in (one, other)):
-        return False
-    first, second = (
-        (read_json(place / "config.json"), {file.name: file.stat().st_size for file in place.glob("*.safetensors")})
-        for place in (one, other)
-    )
-    return first == second
+def _identity(model: Path) -> tuple[Json, dict[str, int]] | None:
+    """Return the configuration and file sizes by which copies of a model are the same, or None if it is not here."""
+    if not (model / "config.json").exists():
+        return None
+    return read_json(model / "config.json"), {file.name: file.stat().st_size for file in model.glob("*.safetensors")}

@@ -114,16 +114,14 @@ def size(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{max(1, count / 1e6):.0f} MB"
 
 
-NSYS = "https://developer.nvidia.com/nsight-systems"
-
-
 def check_nsys(gpus: int, here: bool) -> None:
     """Refuse a run that Nsight Systems cannot profile."""
     if not here:
         raise UserError("--nsys: profiles the ranks of this machine only; remove --hostfile, --slurm or --kubernetes.")
     if shutil.which("nsys") is None:
         raise UserError(
-            f"--nsys: nsys is not on PATH; install Nsight Systems ({NSYS}), or use --profile without --nsys."
+            "--nsys: nsys is not on PATH; install Nsight Systems (https://developer.nvidia.com/nsight-systems), or use "
+            "--profile without --nsys."
         )
     if not gpus:
         raise UserError(
