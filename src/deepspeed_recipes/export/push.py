@@ -173,7 +173,11 @@ def push(target: Target, files: Sequence[File], private: bool) -> str:
         if target.commit is None:
             api.create_repo(target.name, private=private)
         try:
-            added = [CommitOperationAdd(file.name, content(file, target.name)) for file in files]
+            contents: dict[str, str | bytes] = {file.name: str(file.path) for file in files}
+            if CARD in contents:  # with the model's name on the Hub
+                text = Path(str(contents[CARD])).read_text(encoding="utf-8")
+                contents[CARD] = text.replace(f'"{UNPUBLISHED}"  # or this folder', f'"{target.name}"').encode()
+            added = [CommitOperationAdd(name, content) for name, content in contents.items()]
             done = api.create_commit(
                 target.name, added, commit_message="Publish the model", parent_commit=target.commit
             )
@@ -183,14 +187,6 @@ def push(target: Target, files: Sequence[File], private: bool) -> str:
                     api.delete_repo(target.name)
             raise
     return str(done.commit_url)
-
-
-def content(file: File, name: str) -> str | bytes:
-    """Return the path of the file to upload or, for the card, its text with the model's name on the Hub."""
-    if file.name != CARD:
-        return str(file.path)
-    text = file.path.read_text(encoding="utf-8")
-    return text.replace(f'"{UNPUBLISHED}"  # or this folder', f'"{name}"').encode()
 
 
 def show(folder: Path, name: str, files: Sequence[File], private: bool) -> str:

@@ -68,21 +68,17 @@ def distance(expected: torch.Tensor, found: torch.Tensor) -> dict[str, float]:
     return apart
 
 
-def allowed(kind: Kind, rounding: dict[str, float]) -> dict[str, float]:
-    """Return the bounds of `distance` for a kind of technique."""
-    if kind == "bf16":
-        return {"loss": NEAR, "grad_norm": NEAR}
-    fixed = {"loss": LOSS, "grad_norm": NORM, "weights": 1.0}
-    return {key: max(bound, WITHIN * rounding[key]) for key, bound in fixed.items()}
-
-
 def compare(run: str, reference: str, kind: Kind, output: str) -> None:
     """Write the distance of a run from the plain loop, and the allowed distance; one process."""
     folder = RunFolder(Path(run))
     plain_loop = torch.load(reference, weights_only=True)
     rounding = torch.load(Path(reference).with_name("dense.pt"), weights_only=True)["rounding"]
     found = distance((plain_loop["records"], plain_loop["weights"]), (read_jsonl(folder.metrics), exported(folder)))
-    bounds = allowed(kind, rounding)
+    if kind == "bf16":
+        bounds = {"loss": NEAR, "grad_norm": NEAR}
+    else:
+        fixed = {"loss": LOSS, "grad_norm": NORM, "weights": 1.0}  # as `distance` measures each
+        bounds = {key: max(bound, WITHIN * rounding[key]) for key, bound in fixed.items()}
     write_json(Path(output), {"found": {key: found[key] for key in bounds}, "allowed": bounds})
 
 

@@ -197,9 +197,13 @@ def run(only: str | None, asked: int | None, result_file: str | None, reports: P
     environment |= {"ranks": ranks, "backend": "nccl" if gpus else "gloo"}
     if not to_screen:
         print_findings(console, environment, proven, found)
-    if reports:
-        for written in write_reports(reports, environment, list(zip(looked_for, found, strict=True))):
-            console.print(f"report: {written}", highlight=False, soft_wrap=True)
+    for defect, finding in zip(looked_for, found, strict=True):
+        if reports and finding.state == "present":
+            own = reports / defect.name
+            own.mkdir(parents=True, exist_ok=True)
+            (own / SCRIPT).write_text(defect.script, encoding="utf-8")
+            (own / REPORT).write_text(report(defect, finding, environment), encoding="utf-8")
+            console.print(f"report: {own}", highlight=False, soft_wrap=True)
     if result_file:
         result = {
             "environment": dict(environment),
@@ -247,8 +251,8 @@ def announced(status: Status, what: Sequence[Named]) -> Iterator[Named]:
 
 
 COLOURS = {"equal": "green", "absent": "green", "present": "yellow", "different": "bold red", "failed": "bold red"}
-STACK = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
 REPORT = "report.md"
+STACK = ("torch", "deepspeed", "transformers", "accelerate", "peft", "trl")
 
 
 def print_findings(
@@ -298,19 +302,6 @@ def summary(techniques: Sequence[Finding], defects: Sequence[Finding]) -> str:
 def exit_status(techniques: Sequence[Finding]) -> int:
     """Return the exit status: 1 if a technique trains something else, or fails."""
     return int(any(one.state in ("different", "failed") for one in techniques))
-
-
-def write_reports(folder: Path, environment: Json, defects: Sequence[tuple[Defect, Finding]]) -> list[Path]:
-    """Write a report and its script for every defect that is present, each in its own folder; return the folders."""
-    written = []
-    for defect, finding in defects:
-        if finding.state == "present":
-            own = folder / defect.name
-            own.mkdir(parents=True, exist_ok=True)
-            (own / SCRIPT).write_text(defect.script, encoding="utf-8")
-            (own / REPORT).write_text(report(defect, finding, environment), encoding="utf-8")
-            written.append(own)
-    return written
 
 
 def report(defect: Defect, finding: Finding, environment: Json) -> str:

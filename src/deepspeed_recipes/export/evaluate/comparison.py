@@ -97,22 +97,18 @@ def lines(found: Json) -> Iterator[str]:
                 f"{one['name']}: {one['cut_off']} of {examples} answers were cut off at data.max_new_tokens of the run "
                 "and count as wrong"
             )
+    shares = all(value in (0, 1) for one in found["models"] for value in one["values"])
     for one in found["pairs"]:
         yield ""
-        yield sentence(found, one)
-
-
-def sentence(found: Json, one: Json) -> str:
-    """Return the difference between two models as a sentence."""
-    shares = all(value in (0, 1) for model in found["models"] for value in model["values"])
-    if not one["better"] and not one["worse"]:
-        return f"{one['second']} and {one['first']}: equal on all {found['examples']} examples"
-    test = "McNemar's test, exact" if shares else "sign test"
-    p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
-    return (
-        f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
-        f"({p}, {test})"
-    )
+        if not one["better"] and not one["worse"]:
+            yield f"{one['second']} and {one['first']}: equal on all {examples} examples"
+            continue
+        test = "McNemar's test, exact" if shares else "sign test"
+        p = f"p = {one['p']:.4f}" if one["p"] >= 1e-4 else f"p = {one['p']:.0e}"
+        yield (
+            f"{one['second']}: better than {one['first']} on {one['better']} examples and worse on {one['worse']} "
+            f"({p}, {test})"
+        )
 
 
 def wilson(right: int, examples: int) -> tuple[float, float]:

@@ -272,19 +272,14 @@ def conclude(folder: Path, predict: Predict = lambda about: {}) -> Json:
     others = [read_json(file) for file in folder.glob(f"rank-*{OTHERS}")]
     times = [one["median"] for one in others if one["count"]]  # of steps that no rank recorded
     found = as_json(ranks, cause(ranks, about), about, median(times) if times else None)
-    return found | {"traffic": traffic(found, predict(about))}
-
-
-def traffic(found: JsonView, predicted: Mapping[tuple[str, tuple[int, ...]], int]) -> list[Json]:
-    """Return the first rank's collectives per step, by kind and group, with the planner's bytes."""
-    steps = len(found["steps"])
-    rows = []
+    # The first rank's collectives per step, with the planner's bytes.
+    predicted, steps, traffic = predict(about), len(found["steps"]), []
     for one in sorted(found["ranks"][0]["collectives"], key=lambda one: -one["bytes"]):
-        row = {key: one[key] / steps for key in ("count", "bytes", "seconds", "waited")}
-        planned = {"predicted_bytes": predicted.get((one["kind"], tuple(one["ranks"])))}
-        named = {"kind": one["kind"], "ranks": one["ranks"]}
-        rows.append(named | row | {"bytes_per_second": one["bytes_per_second"]} | planned)
-    return rows
+        row = {"kind": one["kind"], "ranks": one["ranks"]}
+        row |= {key: one[key] / steps for key in ("count", "bytes", "seconds", "waited")}
+        row["bytes_per_second"] = one["bytes_per_second"]
+        traffic.append(row | {"predicted_bytes": predicted.get((one["kind"], tuple(one["ranks"])))})
+    return found | {"traffic": traffic}
 
 
 WIDTH = 50
