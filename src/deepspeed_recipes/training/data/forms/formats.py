@@ -153,8 +153,13 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
     suitable = [form for form in found if _reads(method, form)]
     found = [form for form in found if form != "prompt"]  # its one field is in most forms, known or not
     first = (suitable or found)[:1]
-    if first and FORMS[first[0]][0] == "conversations" and method != "kto":
-        _refuse_judged(where, example)
+    judged = keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None  # half of the answers may be bad
+    if judged and first and FORMS[first[0]][0] == "conversations" and method != "kto":
+        raise UserError(
+            f"{where}: a 'label' of yes or no marks answers that were judged good or bad, for the variant kto_lora.\n"
+            "For another method keep those whose label is true and remove the label, or make pairs of 'chosen' and "
+            "'rejected' for dpo_lora; data.form, set to the form without the label, trains on all of them as they are."
+        )
     if suitable:
         return suitable[0]
     for kind, fields in FORMS.values():
@@ -231,16 +236,6 @@ def _reads(method: str, form: str) -> bool:
     return FORMS[form][0] == wanted or (wanted == "prompts" and FORMS[form][0] == "conversations")
 
 
-def _refuse_judged(where: str, example: Example) -> None:
-    """Refuse KTO's forms, whose fields include those of other forms: half of the answers are bad examples."""
-    if keys.yes_or_no(example.get("label"), keys.JUDGEMENTS) is not None:
-        raise UserError(
-            f"{where}: a 'label' of yes or no marks answers that were judged good or bad, for the variant kto_lora.\n"
-            "For another method keep those whose label is true and remove the label, or make pairs of 'chosen' and "
-            "'rejected' for dpo_lora; data.form, set to the form without the label, trains on all of them as they are."
-        )
-
-
 def converted(
     located: Iterable[tuple[str, Example]],
     method: str,
@@ -305,8 +300,29 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
             "into several examples."
         )
     if kind == "prompts":
-        return _prompt_of(where, read, given, form)
-    return _flagged(where, read, example, kind) if kind in FLAGGED else read
+        if keys.options(where, given):
+            raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
+        turns, known = read["messages"], read_by(form, method)
+        fields = {name: value for name, value in given.items() if name not in known}
+        return {
+            **read,
+            "given": len(turns) - (turns[-1]["role"] == "assistant"),  # an answer may follow
+            # For reward functions that are written for TRL, and get a text where the data has a text.
+            "text": given["prompt"] if isinstance(given.get("prompt"), str) else None,
+            "fields": json.loads(json.dumps(fields, default=str)),
+        }
+    if kind in FLAGGED:
+        learned = keys.is_learned(where, example, whole=True)
+        if kind == "conversations" and not learned:
+            turns = [turn | NOT_LEARNED if turn["role"] == "assistant" else turn for turn in read["messages"]]
+            return {**read, "messages": turns}
+        sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
+        if not learned or any("train" in turn for turn in sides):
+            raise UserError(
+                f"{where}: a flag excludes this answer from the loss, and the method compares whole answers; remove "
+                "the example, or the flag."
+            )
+    return read
 
 
 def characters(value: object, other: int = 0) -> int:
@@ -330,22 +346,6 @@ def first_form(located: Iterable[tuple[str, Example]], method: str, asked: str) 
         except UserError as error:
             first = first or error
     raise first or UserError(NO_EXAMPLES)
-
-
-def _flagged(where: str, read: Example, example: Example, kind: Examples) -> Example:
-    """Return a conversation with its turns marked by its flags, or refuse flags of answers that are compared."""
-    if kind == "conversations":
-        if keys.is_example_learned(where, example):
-            return read
-        turns = [turn | NOT_LEARNED if turn["role"] == "assistant" else turn for turn in read["messages"]]
-        return read | {"messages": turns}
-    sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
-    if not keys.is_example_learned(where, example) or any("train" in turn for turn in sides):
-        raise UserError(
-            f"{where}: a flag excludes this answer from the loss, and the method compares whole answers; remove the "
-            "example, or the flag."
-        )
-    return read
 
 
 FOR_REWARD, ODD, ODD_AT = "reward: ", "inconsistent: ", "inconsistent at: "
@@ -373,7 +373,13 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         role = ROLES.get(str(turn.get("role", turn.get("from"))).lower())
         read_here = known if role in ("tool", "call") else known - {"name"}  # templates write a tool's name only
         found += [f"turns.{key}" for key, value in turn.items() if value not in (None, []) and key not in read_here]
-        found += keys.unread_of_parts(turn.get("content"))
+        content = turn.get("content")
+        for part in content if isinstance(content, list) else ():  # such as OpenAI's `detail`, Qwen's `max_pixels`
+            if isinstance(part, dict):
+                link = part.get("image_url")
+                others = [key for key, value in part.items() if key not in keys.OF_PART and value not in keys.EMPTY]
+                others += [key for key in link if key != "url"] if isinstance(link, dict) else []
+                found += [f"images.{key}" for key in others]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
     rated = {
@@ -488,7 +494,15 @@ def _preference(where: str, example: Example) -> Example:
         pairs = zip(chosen, rejected, strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        _check_repeated(where, example, prompt)
+        # `messages` and `conversations` may repeat a whole conversation, with its answer; these fields may not.
+        again = next((name for name in ASKING if example.get(name) not in keys.EMPTY), None)
+        asked = read_side(where, example, again, "user") if prompt and again else []
+        contents = [turn["content"].strip() for turn in prompt]
+        if any(turn["content"].strip() not in contents for turn in asked):
+            raise UserError(
+                f"{where}: {again!r} is not in the turns with which 'chosen' and 'rejected' start; correct it, or "
+                "remove it to train on those turns."
+            )
     sides: Json = {}
     for field, answer in (("chosen", chosen), ("rejected", rejected)):
         if not prompt or not answer or answer[0]["role"] != "assistant":
@@ -520,22 +534,6 @@ def _check_end(where: str, field: str, answer: list[Turn]) -> None:
         )
 
 
-def _check_repeated(where: str, pair: Example, start: list[Turn]) -> None:
-    """Refuse a field `prompt` that does not repeat a turn, or the turns, with which both conversations start.
-
-    `messages` and `conversations` may repeat a whole conversation, with its answer.
-    """
-    field = next((name for name in ASKING if pair.get(name) not in keys.EMPTY), None)
-    if not start or field is None:
-        return
-    contents = [turn["content"].strip() for turn in start]
-    if any(turn["content"].strip() not in contents for turn in read_side(where, pair, field, "user")):
-        raise UserError(
-            f"{where}: {field!r} is not in the turns with which 'chosen' and 'rejected' start; correct it, or remove "
-            "it to train on those turns."
-        )
-
-
 def _judged(where: str, example: Example, form: str = "prompt_completion") -> Example:
     label = keys.yes_or_no(example.get("label"), keys.JUDGEMENTS)
     if label is None:
@@ -560,53 +558,30 @@ def _prompt(where: str, example: Example) -> Example:
     return {"messages": turns, "tools": read_tools(where, example), "given": len(turns)}
 
 
-def _prompt_of(where: str, conversation: Example, example: Example, form: str) -> Example:
-    """Return a conversation as a prompt, its `given` turns, and the answer that may follow."""
-    turns = conversation["messages"]
-    if keys.options(where, example):
-        raise UserError(f"{where}: has arguments for the chat template, which prompts do not use; remove them.")
-    read = read_by(form, "grpo")
-    fields = {name: value for name, value in example.items() if name not in read}
-    return {
-        **conversation,
-        "given": len(turns) - (turns[-1]["role"] == "assistant"),
-        # For reward functions that are written for TRL, and get a text where the data has a text.
-        "text": example["prompt"] if isinstance(example.get("prompt"), str) else None,
-        "fields": json.loads(json.dumps(fields, default=str)),
-    }
-
-
 def _text(where: str, example: Example) -> Example:
     return {"text": read_string(where, example, "text", empty=True)}
 
 
-def _labelled_text(where: str, example: Example) -> Example:
-    text = read_string(where, example, "text")
-    return {"text": text, "messages": None, "tools": None, "label": _class(where, example)}
-
-
 def _labelled(where: str, example: Example, field: str = "prompt") -> Example:
-    """Return a field's turns with their class; if a prompt has a `completion`, that answer is classified."""
-    turns = _asked(where, example) if field == "prompt" else read_turns(where, example, field)
-    if field == "prompt" and example.get("completion"):
-        turns += read_side(where, example, "completion", "assistant")
-    turns = with_system(where, example, turns)
-    turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
-    return {"text": None, "messages": turns, "label": _class(where, example), **read_arguments(where, example)}
-
-
-def _class(where: str, example: Example) -> str:
-    """Return the name of an example's class."""
+    """Return a text, or a field's turns, with their class; a prompt's `completion`, if it has one, is classified."""
+    text = read_string(where, example, "text") if field == "text" else None
+    turns = None
+    if field != "text":
+        turns = _asked(where, example) if field == "prompt" else read_turns(where, example, field)
+        if field == "prompt" and example.get("completion"):
+            turns += read_side(where, example, "completion", "assistant")
+        turns = with_system(where, example, turns)
+        turns = [{name: value for name, value in turn.items() if name not in NOT_LEARNED} for turn in turns]
     label = example.get("label")
-    if isinstance(label, bool | int):
-        return str(label).lower()
-    if not isinstance(label, str) or not label.strip():
+    if not isinstance(label, bool | int | str) or not str(label).strip():
         found = "missing" if "label" not in example else "empty" if label in (None, "") else f"{label!r}"
         raise UserError(
             f"{where}: 'label' is {found}; it must be the class, as text or a whole number: add it, or remove the "
             "example."
         )
-    return label.strip()
+    label = label.strip() if isinstance(label, str) else str(label).lower()
+    arguments = {"tools": None} if field == "text" else read_arguments(where, example)
+    return {"text": text, "messages": turns, "label": label, **arguments}
 
 
 def _anchor_positive(where: str, example: Example, anchor: str = "anchor") -> Example:
@@ -631,7 +606,7 @@ CONVERSIONS: dict[str, Callable[[str, Example], Example]] = {
     "judged_sharegpt": partial(_judged, form="sharegpt"),
     "judged_alpaca": partial(_judged, form="alpaca"),
     "text": _text,
-    "labelled_text": _labelled_text,
+    "labelled_text": partial(_labelled, field="text"),
     "labelled_prompt": _labelled,
     "labelled_messages": partial(_labelled, field="messages"),
     "anchor_positive": _anchor_positive,

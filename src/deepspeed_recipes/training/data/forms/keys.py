@@ -109,44 +109,27 @@ def refuse_parts(where: str, parts: Iterable[object]) -> None:
             )
 
 
-def unread_of_parts(content: object) -> list[str]:
-    """Return the keys of a turn's images that nothing reads, such as OpenAI's `detail` and Qwen's `max_pixels`."""
-    found = []
-    for part in content if isinstance(content, list) else ():
-        if isinstance(part, dict):
-            found += [f"images.{key}" for key, value in part.items() if key not in OF_PART and value not in EMPTY]
-            link = part.get("image_url")
-            found += [f"images.{key}" for key in link if key != "url"] if isinstance(link, dict) else []
-    return found
+def is_learned(where: str, flagged: JsonView, whole: bool = False) -> bool:
+    """Return whether an assistant's turn, or a `whole` example, is in the loss by its flags.
 
-
-def is_learned(where: str, turn: JsonView) -> bool:
-    """Return whether an assistant's turn is in the loss by its flags, none of which may concern a part of it."""
-    if turn.get(DETAIL):
+    None of a turn's flags may concern a part of it.
+    """
+    given = {name: flagged[name] for name in FLAGS if flagged.get(name) not in EMPTY}
+    if whole and str(given.get(MEASURED)).lower() not in ("true", "false"):
+        given.pop(MEASURED, None)
+    if flagged.get(DETAIL) and not whole:
         raise UserError(
             f"{where} has {DETAIL!r}, flags of parts of a turn; a turn is learned whole or not at all: write 'train' "
             "for all of it, or make a turn of each part."
         )
-    given = {name: turn[name] for name in FLAGS if turn.get(name) not in EMPTY}
-    return all([_flag(where, name, value) is FLAGS[name] for name, value in given.items()])
-
-
-def is_example_learned(where: str, example: JsonView) -> bool:
-    """Return whether a whole conversation is in the loss according to its flags."""
-    given = {name: example[name] for name in FLAGS if example.get(name) not in EMPTY}
-    if str(given.get(MEASURED)).lower() not in ("true", "false"):
-        given.pop(MEASURED, None)
-    return all([_flag(f"{where}: the example", name, value) is FLAGS[name] for name, value in given.items()])
-
-
-def _flag(where: str, name: str, value: object) -> bool:
-    found = yes_or_no(value, WORDS)
-    if found is None:
+    found = {name: yes_or_no(value, WORDS) for name, value in given.items()}
+    if unclear := next((name for name, one in found.items() if one is None), None):
         raise UserError(
-            f"{where} has {name!r} {value!r}; every token in the loss counts alike, so it must be 1 (or true), or 0 "
-            "(or false) to leave the text out of the loss: round it, or remove it."
+            f"{where}{': the example' if whole else ''} has {unclear!r} {given[unclear]!r}; every token in the loss "
+            "counts alike, so it must be 1 (or true), or 0 (or false) to leave the text out of the loss: round it, or "
+            "remove it."
         )
-    return found
+    return all(one is FLAGS[name] for name, one in found.items())
 
 
 def options(where: str, example: JsonView) -> Json | None:

@@ -31,6 +31,8 @@ SPEAKERS = (*COLUMNS, "name", "who", "type")
 """Keys of turns that may say who speaks."""
 TEXTS = ("text", "msg", "message", "utterance", "body")
 """Keys of turns that hold what is said."""
+NO_TEXTS = re.compile(r"(^|_)(id|uuid|ts|at|on)$|time|date|^(created|lang|language|url|refusal)$")
+"""Keys of turns that hold something else: a date, a number, an identifier."""
 CALL = ("id", "type", "index", "function", "name", "arguments")
 """Keys of a tool call."""
 
@@ -91,9 +93,19 @@ def with_system(where: str, example: Example, turns: list[Turn]) -> list[Turn]:
 def read_side(where: str, example: Example, field: str, role: str) -> list[Turn]:
     """Return the turns of a field that holds a list of turns, one turn, or a string by `role`."""
     value = example.get(field)
-    if isinstance(value, str) and (turns := _turns_as_text(value)):
-        value = turns
-        example = {**example, field: turns}
+    if isinstance(value, str) and _DIALOGUE.match(value):
+        parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", value)[1:]
+        turns = [said(role.lower(), content.strip()) for role, content in zip(parts[::2], parts[1::2], strict=True)]
+        waits = turns[1:] and turns[-1] == {"role": "assistant", "content": ""}  # for the answer, which follows
+        example = {**example, field: turns[:-1] if waits else turns}
+    elif isinstance(value, str) and value.lstrip().startswith(("[{", "{")) and re.search('"(role|from)"', value):
+        with contextlib.suppress(UserError):  # otherwise it is no JSON in a table's cell, but text
+            found = parsed("", value)
+            named = ({"role", "content"}, {"from", "value"})
+            turns = found if isinstance(found, list) else [found]
+            if all(isinstance(turn, dict) and any(one <= {*turn} for one in named) for turn in turns):
+                example = {**example, field: found}
+    value = example.get(field)
     if isinstance(value, dict):
         return [_turn(f"{where}: {field!r}", value)]
     if not isinstance(value, str):
@@ -107,24 +119,6 @@ _DIALOGUE = re.compile(r"\s*Human:.*?\n\nAssistant:|\n\n(?:Human|Assistant):", r
 """The beginning of a dialogue in the format of Anthropic's hh-rlhf, whole or in part."""
 
 
-def _turns_as_text(text: str) -> Any:
-    """Return the turn or the turns that a text holds, as JSON in a table's cell or as hh-rlhf's, or None."""
-    if _DIALOGUE.match(text):
-        parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)[1:]
-        turns = [said(role.lower(), content.strip()) for role, content in zip(parts[::2], parts[1::2], strict=True)]
-        waits = turns[1:] and turns[-1] == {"role": "assistant", "content": ""}  # for the answer, which follows
-        return turns[:-1] if waits else turns
-    if not text.lstrip().startswith(("[{", "{")) or not any(f'"{name}"' in text for name in ("role", "from")):
-        return None
-    try:
-        found = parsed("", text)
-    except UserError:
-        return None
-    turns = found if isinstance(found, list) else [found]
-    named = ({"role", "content"}, {"from", "value"})
-    return found if all(isinstance(turn, dict) and any(one <= {*turn} for one in named) for turn in turns) else None
-
-
 def read_turns(where: str, example: Example, field: str, expected: str = "a list of turns") -> list[Turn]:
     """Return the turns of a field that holds a list of turns, possibly as JSON text, as in a table's cell."""
     turns = example.get(field)
@@ -132,22 +126,22 @@ def read_turns(where: str, example: Example, field: str, expected: str = "a list
         turns = parsed(f"{where}: {field!r}", turns)
     if not isinstance(turns, list) or not turns:
         raise wrong(where, example, field, expected)
-    numbered = [(number, turn) for number, turn in enumerate(turns, start=1) if not _is_empty_system(turn)]
+    numbered = []
+    for number, turn in enumerate(turns, start=1):
+        one = turn if isinstance(turn, dict) else {}
+        role, content = one.get("role") or one.get("from"), one.get("content") or one.get("value") or ""
+        # Tools write an empty system prompt for conversations without one.
+        if not (isinstance(role, str) and ROLES.get(role.lower()) == "system" and not str(content).strip()):
+            numbered.append((number, turn))
     if not numbered:
         raise wrong(where, example, field, expected)
     speakers = [turn.get("role", turn.get("from")) for _, turn in numbered if isinstance(turn, dict)]
     turns = [_turn(f"{where}: turn {number} of {field!r}", turn, speakers) for number, turn in numbered]
-    return _in_call_order(turns)
-
-
-def _in_call_order(turns: list[Turn]) -> list[Turn]:
-    """Return the turns with the results of tool calls in the order of their calls, as their ids or names say.
-
-    Most templates render no ids: to the model, the first result is the first call's.
-    """
-    turns = [*turns]
+    # Most templates render no ids: to the model, the first result is the first call's. So results get the order of
+    # the calls, as their ids or names say.
     for at, calls, results in _called(turns):
-        for key, called in (("tool_call_id", [call.get("id") for call in calls]), ("name", _names(calls))):
+        ids, names = [call.get("id") for call in calls], [call["function"]["name"] for call in calls]
+        for key, called in (("tool_call_id", ids), ("name", names)):
             answered = [turn.get(key) for turn in results]
             if {*answered} <= {*called} - {None} and len({*answered}) == len(answered) and len({*called}) == len(calls):
                 turns[at : at + len(results)] = sorted(results, key=lambda turn: called.index(turn[key]))
@@ -162,10 +156,6 @@ def _called(turns: list[Turn]) -> Iterator[tuple[int, list[Json], list[Turn]]]:
             yield at, turn["tool_calls"], [*takewhile(lambda one: one["role"] == "tool", turns[at:])]
 
 
-def _names(calls: list[Json]) -> list[str]:
-    return [call["function"]["name"] for call in calls]
-
-
 def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
     """Return the mistakes in an example's tool calls: against its `tools`, and against the results that follow.
 
@@ -176,7 +166,15 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
     for field in fields:
         if "call" not in str(example.get(field)):  # most examples, which are not read twice
             continue
-        turns = read_side(where, {**example, field: _without_images(example[field])}, field, "assistant")
+        value = example[field]
+        if isinstance(value, list) and all(isinstance(turn, dict) for turn in value):
+            # Text recipes refuse questions with images or their placeholders.
+            asked = [ROLES.get(str(turn.get("role", turn.get("from"))).lower()) == "user" for turn in value]
+            value = [
+                {key: "." if user and key in ("content", "value") else one for key, one in turn.items()}
+                for user, turn in zip(asked, value, strict=True)
+            ]
+        turns = read_side(where, {**example, field: value}, field, "assistant")
         for at, calls, results in _called(turns):
             ids = [call["id"] for call in calls if "id" in call]
             answered = [turn["tool_call_id"] for turn in results if turn.get("tool_call_id")]
@@ -206,17 +204,6 @@ def misfits(where: str, example: Example, fields: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _without_images(value: Any) -> Any:
-    """Return turns whose questions hold neither images nor their placeholders, which text recipes refuse."""
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        return value
-    asked = [ROLES.get(str(turn.get("role", turn.get("from"))).lower()) == "user" for turn in value]
-    return [
-        {key: "." if user and key in ("content", "value") else one for key, one in turn.items()}
-        for user, turn in zip(asked, value, strict=True)
-    ]
-
-
 _WRITTEN = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """A call that an answer spells out, as in Hermes's data."""
 
@@ -232,14 +219,6 @@ def _parameters(function: Json) -> tuple[Iterable[str] | None, list[str]]:
         required = [one for one in required if isinstance(one, str)] if isinstance(required, list) else []
         return None if others or not isinstance(known, dict) else known, required
     return schema if schema and all(isinstance(one, dict) for one in schema.values()) else None, []  # as xLAM's
-
-
-def _is_empty_system(turn: object) -> bool:
-    """Return whether a turn is a system prompt without a text, which tools write for conversations without one."""
-    if not isinstance(turn, dict):
-        return False
-    role, content = (turn.get(one) or turn.get(other) or "" for one, other in (("role", "from"), ("content", "value")))
-    return isinstance(role, str) and ROLES.get(role.lower()) == "system" and not str(content).strip()
 
 
 def renamed_turns(where: str, value: Any, keys: Mapping[str, str], roles: Mapping[str, str], join: bool) -> Any:
@@ -285,14 +264,6 @@ def _joined(before: object, turn: object) -> Turn | None:
     return None
 
 
-def _may_be_text(key: str, value: str) -> bool:
-    """Return whether a turn's key may hold what is said: no date, number or identifier."""
-    if key in TEXTS:
-        return True
-    other = re.search(r"(^|_)(id|uuid|ts|at|on)$|time|date|^(created|lang|language|url|refusal)$", key.lower())
-    return not other and bool(re.search(r"[^\W\d_]{2}", value)) and not re.fullmatch(r"[\da-fA-F-]{8,}", value)
-
-
 def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
     """Return a turn in OpenAI's form; `speakers` are those of its conversation, for a message that renames them."""
     if not isinstance(turn, dict):
@@ -310,39 +281,7 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
     text_key = "value" if "from" in turn else "content"
     speaker = turn.pop("from", None) if "role" not in turn else turn.pop("role")
     content = turn.pop("value", "") if "content" not in turn else turn.pop("content")
-    unnamed = not isinstance(speaker, str)
-    known = {*READ, *keys.FLAGS} - ({"name"} if unnamed else set())
-    others = [key for key, value in turn.items() if isinstance(value, str) and value and key not in known]
-    if unnamed or (content == "" and others and not turn.keys() & {*READ, "function_call"}):
-        missing = ["role"] * (speaker is None) + ["content"] * (content == "")
-        who = next(filter(others.__contains__, SPEAKERS), None)
-        who = who or next((key for key in others if turn[key].lower() in ROLES), None)
-        written = [key for key in others if key not in (*SPEAKERS, who) and _may_be_text(key, turn[key])]
-        named = [key for key in written if key in TEXTS] or written
-        columns = {"role": who, "content": named[0] if len(named) == 1 else "KEY_OF_THE_TEXT"}
-        if ("role" in missing and who is None) or not written:
-            columns = {}  # such as a question with its answer, of which neither says who speaks
-        pairs = ",".join(f"{columns[field]}:{field}" for field in missing if field in columns)
-        raise UserError(
-            f"{where} needs a 'role' and a 'content', both strings."
-            + (
-                f" Rename the keys of turns: data.columns={pairs}."
-                if pairs
-                else f" It has {fields_of(turn)}; {REWRITE}."
-            )
-        )
-    role = ROLES.get(speaker.lower())
-    if role is None:
-        spoken = {one.lower(): one for one in [speaker, *speakers][::-1] if isinstance(one, str)}
-        roles = [ROLES.get(name) for name in spoken]
-        free = [one for one in ("user", "assistant") if one not in roles] or ["assistant"]
-        names = [spoken[name] for name in reversed(spoken) if name not in ROLES][: len(free)]
-        names += ["NAME"] * (len(free) - len(names))
-        pairs = ",".join(f"{name}:{one}" for name, one in zip(names, free, strict=True))
-        raise UserError(
-            f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}. Rename others: "
-            f"data.roles={pairs}."
-        )
+    role = _role(where, turn, speaker, content, speakers)
     if isinstance(content, list):
         keys.refuse_parts(where, content)
         content = "".join(part["text"] for part in content)
@@ -358,27 +297,58 @@ def _turn(where: str, turn: object, speakers: Iterable[object] = ()) -> Turn:
         raise UserError(f"{where} ({speaker}) has 'tool_calls'; only the assistant calls tools: correct the role.")
     if turn.get("tool_calls"):
         turn["tool_calls"] = _calls(where, turn["tool_calls"])
-    reasons = _check_reasoning(where, role, turn)
-    if not (content.strip() or turn.get("tool_calls") or reasons or role == "tool"):
+    reasoning = ""
+    for name in filter(turn.__contains__, REASONING):
+        if turn[name] in ("", False):
+            del turn[name]
+        elif role != "assistant" or not isinstance(turn[name], str):
+            raise UserError(f"{where} has {name!r}, which must be a string, and only the assistant's turns have it.")
+        elif not reasoning:
+            reasoning = name
+        elif turn.pop(name).strip() != turn[reasoning].strip():
+            raise UserError(f"{where} has {reasoning!r} and {name!r}, which mean the same; remove one of them.")
+    if not (content.strip() or turn.get("tool_calls") or reasoning or role == "tool"):
         raise UserError(f"{where} ({speaker}) is empty: no {text_key!r}; fill it, or remove the example.")
     learned = role != "assistant" or keys.is_learned(where, turn)
     turn = {key: value for key, value in turn.items() if key not in (*keys.FLAGS, keys.DETAIL)}
     return {"role": role, "content": content, **turn, **({} if learned else NOT_LEARNED)}
 
 
-def _check_reasoning(where: str, role: str, turn: Turn) -> bool:
-    """Return whether a turn has reasoning outside its content; empty and repeated reasoning is removed."""
-    first = ""
-    for name in REASONING:
-        if turn.get(name) in ("", False):
-            del turn[name]
-        elif name in turn and not (role == "assistant" and isinstance(turn[name], str)):
-            raise UserError(f"{where} has {name!r}, which must be a string, and only the assistant's turns have it.")
-        elif name in turn and not first:
-            first = name
-        elif name in turn and turn.pop(name).strip() != turn[first].strip():
-            raise UserError(f"{where} has {first!r} and {name!r}, which mean the same; remove one of them.")
-    return any(name in turn for name in REASONING)
+def _role(where: str, turn: Turn, speaker: Any, content: object, speakers: Iterable[object]) -> str:
+    """Return the role of a turn's speaker, or say how to rename its keys or roles; `turn` has the other keys."""
+    unnamed = not isinstance(speaker, str)
+    known = {*READ, *keys.FLAGS} - ({"name"} if unnamed else set())
+    others = [key for key, value in turn.items() if isinstance(value, str) and value and key not in known]
+    if unnamed or (content == "" and others and not turn.keys() & {*READ, "function_call"}):
+        missing = ["role"] * (speaker is None) + ["content"] * (content == "")
+        who = next(filter(others.__contains__, SPEAKERS), None)
+        who = who or next((key for key in others if turn[key].lower() in ROLES), None)
+        left = [key for key in others if key not in (*SPEAKERS, who)]
+        written = [key for key in left if key in TEXTS] or [
+            key
+            for key in left
+            if not NO_TEXTS.search(key.lower())
+            and re.search(r"[^\W\d_]{2}", turn[key])
+            and not re.fullmatch(r"[\da-fA-F-]{8,}", turn[key])
+        ]
+        columns = {"role": who, "content": written[0] if len(written) == 1 else "KEY_OF_THE_TEXT"}
+        if ("role" in missing and who is None) or not written:
+            columns = {}  # such as a question with its answer, of which neither says who speaks
+        pairs = ",".join(f"{columns[field]}:{field}" for field in missing if field in columns)
+        fix = f"Rename the keys of turns: data.columns={pairs}." if pairs else f"It has {fields_of(turn)}; {REWRITE}."
+        raise UserError(f"{where} needs a 'role' and a 'content', both strings. {fix}")
+    if speaker.lower() in ROLES:
+        return ROLES[speaker.lower()]
+    spoken = {one.lower(): one for one in [speaker, *speakers][::-1] if isinstance(one, str)}
+    roles = [ROLES.get(name) for name in spoken]
+    free = [one for one in ("user", "assistant") if one not in roles] or ["assistant"]
+    names = [spoken[name] for name in reversed(spoken) if name not in ROLES][: len(free)]
+    names += ["NAME"] * (len(free) - len(names))
+    pairs = ",".join(f"{name}:{one}" for name, one in zip(names, free, strict=True))
+    raise UserError(
+        f"{where} has the unknown role {speaker!r}; known roles are {', '.join(ROLES)}. Rename others: "
+        f"data.roles={pairs}."
+    )
 
 
 def _calls(where: str, calls: Any) -> list[Json]:
