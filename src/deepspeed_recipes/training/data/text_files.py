@@ -183,26 +183,26 @@ def read(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, Json]]:
 
     `bad` is called with the errors of single lines and rows, which are otherwise raised.
     """
+    kind = suffix(path)
     try:
-        yield from _read(path, bad)
+        if kind in COLUMNAR:  # without the loader of `datasets`, which takes seconds to import
+            from pyarrow.parquet import ParquetFile
+
+            with damage_named(path, COLUMNAR[kind]):
+                check_table(path, COLUMNAR[kind])
+                parquet = COLUMNAR[kind] == "parquet"
+                batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE) if parquet else _arrow(path)[1]
+                rows = (row for batch in batches for row in batch.to_pylist())
+                yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+        elif kind in SEPARATORS:
+            yield from _table(path, SEPARATORS[kind], bad)
+        elif kind in PLAIN:
+            yield from _plain(path, bad)
+        else:
+            yield from _json(path, bad)
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def _read(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
-    kind = suffix(path)
-    if kind in COLUMNAR:
-        return _columns(path, COLUMNAR[kind])
-    if kind in SEPARATORS:
-        return _table(path, SEPARATORS[kind], bad)
-    if kind in PLAIN:
-        return _plain(path, bad)
-    if kind == ".json":
-        with path.open("rb") as start:
-            if start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-                return _array(path, bad)
-    return _json_lines(path, bad)
 
 
 def suffix(path: Path) -> str:
@@ -213,17 +213,6 @@ def suffix(path: Path) -> str:
 def is_columnar(path: Path) -> bool:
     """Return whether a file is one that pyarrow reads."""
     return suffix(path) in COLUMNAR
-
-
-def _columns(path: Path, kind: str) -> Iterator[tuple[str, Json]]:
-    """Yield the rows of a file of columns, without the loader of `datasets`, which takes seconds to import."""
-    from pyarrow.parquet import ParquetFile
-
-    with damage_named(path, kind):
-        check_table(path, kind)
-        batches = ParquetFile(path).iter_batches(batch_size=READ_AT_ONCE) if kind == "parquet" else _arrow(path)[1]
-        rows = (row for batch in batches for row in batch.to_pylist())
-        yield from ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def rows(path: Path) -> int:
@@ -314,35 +303,34 @@ def _lines(path: Path, bad: Bad | None = None) -> Iterator[tuple[str, str]]:
             yield where, text
 
 
-def _json_lines(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
-    for where, line in _lines(path, bad):
-        if line.strip():
-            try:
-                row = _object(where, from_json(line))
-            except (ValueError, RecursionError) as error:
-                others = "" if suffix(path) in SUFFIXES else f" (raw text has the suffix {', '.join(PLAIN)})"
-                expected = f"one JSON object per line is expected{others}."
-                refuse(UserError(f"{where}: not JSON ({_reason(error)}); {expected}"), bad)
-            except UserError as error:
-                refuse(error, bad)
-            else:
-                yield where, row
-
-
-def _array(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
-    text = "".join(line for _, line in _lines(path))
-    try:
-        rows = from_json(text)
-    except (ValueError, RecursionError) as error:
-        line = getattr(error, "lineno", 1)
-        raise UserError(f"{path}:{line}: not JSON ({_reason(error)}); an array of objects is expected.") from None
-    for number, row in enumerate(rows, start=1):
+def _json(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
+    """Yield the objects of a file with one per line, or of a `.json` file with an array of them."""
+    array = False
+    located: Iterator[tuple[str, Any]] = ((where, line) for where, line in _lines(path, bad) if line.strip())
+    if suffix(path) == ".json":
+        with path.open("rb") as start:
+            array = start.read(1024).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if array:
         try:
-            found = _object(f"{path}: row {number}", row)
+            rows = from_json("".join(line for _, line in _lines(path)))
+        except (ValueError, RecursionError) as error:
+            line = getattr(error, "lineno", 1)
+            raise UserError(f"{path}:{line}: not JSON ({_reason(error)}); an array of objects is expected.") from None
+        located = ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
+    for where, found in located:
+        try:
+            row = found if array else from_json(found)
+            if not isinstance(row, dict):
+                fix = "; an array of objects is read from a .json file" if isinstance(row, list) else ""
+                raise UserError(f"{where}: a {type(row).__name__}, not a JSON object{fix}.")
+        except (ValueError, RecursionError) as error:
+            others = "" if suffix(path) in SUFFIXES else f" (raw text has the suffix {', '.join(PLAIN)})"
+            expected = f"one JSON object per line is expected{others}."
+            refuse(UserError(f"{where}: not JSON ({_reason(error)}); {expected}"), bad)
         except UserError as error:
             refuse(error, bad)
         else:
-            yield f"{path}: row {number}", found
+            yield where, row
 
 
 def from_json(text: str) -> Any:
@@ -374,13 +362,6 @@ def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return getattr(error, "msg", None) or str(error).partition(";")[0]
-
-
-def _object(where: str, row: object) -> Json:
-    if not isinstance(row, dict):
-        fix = "; an array of objects is read from a .json file" if isinstance(row, list) else ""
-        raise UserError(f"{where}: a {type(row).__name__}, not a JSON object{fix}.")
-    return row
 
 
 def _plain(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
