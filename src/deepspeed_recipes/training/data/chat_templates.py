@@ -4,7 +4,7 @@ import contextlib
 import copy
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -251,7 +251,7 @@ def _by_template(
 ) -> Marked:
     known = control_tokens(tokenizer, template)
     if known.occur(messages, tools) or _left_out(messages):
-        chat, spans = _with_spans(tokenizer, template, known, messages, tools, options)
+        chat, spans = with_spans(tokenizer, template, known, messages, tools, options)
         ids, places = known.encode(tokenizer, chat)
         return ids, [any(first < end and start < last for first, last in spans) for start, end in places]
     how = {"chat_template": template, "return_dict": True, "return_assistant_tokens_mask": True}
@@ -261,24 +261,7 @@ def _by_template(
     return tokens["input_ids"], [bool(assistant) for assistant in tokens["assistant_masks"]]
 
 
-def renderer(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, images: Collection[str]
-) -> tuple[str, Callable[..., Rendered]]:
-    """Return the template that a run trains with, and the function that renders a conversation in it.
-
-    The function returns the text, in which control tokens that people wrote are marked (for `ControlTokens.encode`),
-    and the spans of the assistant's turns that are learned, found as in `marker`. `images` are the tokens that
-    represent an image in the model's input; in the text of an example such a token is text.
-    """
-    marker(recipe, tokenizer)
-    template = training_template(tokenizer)
-    known = control_tokens(tokenizer, template or tokenizer.chat_template, images)
-    if template is None:
-        return tokenizer.chat_template, partial(_turn_by_turn, tokenizer, known)
-    return template, partial(_with_spans, tokenizer, template, known)
-
-
-def _with_spans(
+def with_spans(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     known: ControlTokens,
@@ -286,6 +269,10 @@ def _with_spans(
     tools: list[Json] | None,
     options: JsonView | None = None,
 ) -> Rendered:
+    """Render a conversation in a template that marks the assistant's tokens, with the spans of the learned turns.
+
+    Control tokens that people wrote are marked in the text, for `known.encode`.
+    """
     arguments = tokenizer.special_tokens_map | (options or {})
 
     def render(turns: Turns, described: object) -> Rendered:
@@ -323,14 +310,17 @@ def _left_out(messages: Turns) -> set[int]:
     return {number for number, turn in enumerate(messages) if turn.get("train") is False}
 
 
-def _turn_by_turn(
+def turn_by_turn(
     tokenizer: PreTrainedTokenizerBase,
     known: ControlTokens,
     messages: Turns,
     tools: list[Json] | None,
     options: JsonView | None = None,
 ) -> Rendered:
-    """Render a conversation and each beginning of it, to find the text that each assistant turn adds."""
+    """Return what `with_spans` does for the tokenizer's own template, which marks nothing.
+
+    Each beginning of the conversation is rendered too, to find the text that each assistant turn adds.
+    """
     left_out = _left_out(messages)
     messages, tools = known.mark(messages, tools)
     render = partial(tokenizer.apply_chat_template, tools=tools, tokenize=False, **(options or {}))
@@ -352,7 +342,7 @@ def _by_rendering(
 ) -> Marked:
     """Mark the tokens that each assistant turn adds to the conversation before it and the generation prompt."""
     known = control_tokens(tokenizer, tokenizer.chat_template)
-    whole, spans = _turn_by_turn(tokenizer, known, messages, tools, options)
+    whole, spans = turn_by_turn(tokenizer, known, messages, tools, options)
     ids, places = known.encode(tokenizer, whole)
     starts = [start for start, _ in places]
     control = tokenizer.get_added_vocab().values()

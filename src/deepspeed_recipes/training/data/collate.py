@@ -68,10 +68,11 @@ class Collator:
         lengths = [sequence["seq_lengths"] for sequence in sequences]
         labels = rows([sequence["labels"] for sequence in sequences], width, IGNORED)
         spans: list[list[int]] = [np.repeat(one, one).tolist() for one in lengths] if self.document_lengths else []
+        stretched = [[*one[:-1], width - sum(one[:-1])] for one in lengths]
         return {
             "input_ids": rows([sequence["input_ids"] for sequence in sequences], width, self.pad_token_id),
             "labels": labels,
-            "position_ids": torch.stack([_positions(one, width) for one in lengths]),
+            "position_ids": torch.stack([torch.cat([torch.arange(length) for length in one]) for one in stretched]),
             "tokens": sum(len(sequence["input_ids"]) for sequence in sequences),
             "squared_lengths": sum(length**2 for one in lengths for length in one),
             **(attention.document_boundaries(lengths, width) if self.boundaries else {}),
@@ -99,11 +100,6 @@ def labelled_only(following: torch.Tensor) -> dict[str, torch.Tensor]:
         count = -(-max(1, len(places)) // STEP) * STEP
         places = torch.nn.functional.pad(places, (0, count - len(places)), value=int(others.nonzero()[0]))
     return {"labelled": places, "shift_labels": labels[places][None]}
-
-
-def _positions(lengths: Sequence[int], width: int) -> torch.Tensor:
-    lengths = [*lengths[:-1], width - sum(lengths[:-1])]
-    return torch.cat([torch.arange(length) for length in lengths])
 
 
 KEY = "number"

@@ -7,6 +7,7 @@ needs them; tokens are padded on the right.
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from jinja2 import TemplateError
@@ -29,8 +30,11 @@ Spans = list[tuple[int, int]]
 def conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Json], Json]:
     """Return the function that computes an example's `input_ids` and `labels`; no image is ever in the loss."""
     seen = processor.adopt(processor.of_recipe(recipe), tokenizer)
-    template, render = chat_templates.renderer(recipe, tokenizer, [seen.image_token])
+    template, _ = chat_templates.marker(recipe, tokenizer)
     known = control_tokens(tokenizer, template, [seen.image_token])
+    render = partial(chat_templates.turn_by_turn, tokenizer, known)
+    if chat_templates.training_template(tokenizer):
+        render = partial(chat_templates.with_spans, tokenizer, template, known)
     silent = {one for one in (*seen.image_token_ids, getattr(seen, "image_token_id", None)) if one is not None}
 
     def tokenize(example: Json) -> Json:

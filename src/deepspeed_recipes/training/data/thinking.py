@@ -75,21 +75,20 @@ def unlearned(
 
 def _block(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> range | None:
     """Return the tokens of the first reasoning block with content; it may have begun in the prompt."""
-    found = (_between(tokenizer, tokens, begin, close) for begin, close in BLOCKS)
-    return next((block for block in found if block is not None), None)
 
-
-def _between(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int], begin: str, close: str) -> range | None:
     def says(words: str, first: int, last: int) -> bool:
         return words in tokenizer.decode(tokens[first:last], skip_special_tokens=False)
 
-    before, closed, _ = tokenizer.decode(tokens, skip_special_tokens=False).partition(close)
-    said = before.partition(begin)[2] if begin in before else before
-    if not closed or not said.strip():
-        return None
-    # Text is not cut where tokens are: bisection finds the number of tokens.
-    stop = bisect_left(range(len(tokens) + 1), True, key=lambda last: says(close, 0, last))
-    if begin not in before:
-        return range(stop)
-    taken = bisect_left(range(stop + 1), True, key=lambda count: says(begin, stop - count, stop))
-    return range(stop - taken, stop)
+    text = tokenizer.decode(tokens, skip_special_tokens=False)
+    for begin, close in BLOCKS:
+        before, closed, _ = text.partition(close)
+        said = before.partition(begin)[2] if begin in before else before
+        if not closed or not said.strip():
+            continue
+        # Text is not cut where tokens are: bisection finds the number of tokens.
+        stop = bisect_left(range(len(tokens) + 1), True, key=lambda last: says(close, 0, last))
+        if begin not in before:
+            return range(stop)
+        taken = bisect_left(range(stop + 1), True, key=lambda count: says(begin, stop - count, stop))
+        return range(stop - taken, stop)
+    return None

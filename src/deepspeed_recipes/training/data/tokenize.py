@@ -114,6 +114,7 @@ def tokenized(
     if not len(kept):
         raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped, int(lengths.max()))}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
+    learnable = (pc.list_flatten(batch["labels"]) for batch in kept.with_format("arrow").iter(1000))
     return packed, Report(
         examples=len(raw),
         dropped=dropped,
@@ -121,7 +122,7 @@ def tokenized(
         extra_pieces=len(documents) - len(raw),
         sequences=len(packed),
         tokens=int(_lengths(kept).sum()),
-        loss_tokens=_learned(kept),
+        loss_tokens=sum(pc.sum(pc.not_equal(labels, IGNORED)).as_py() for labels in learnable),
         forgetting=forgetting,
         lengths=histogram(_lengths(kept)),
         longest=int(lengths.max()),
@@ -233,8 +234,25 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
-    batched = recipe.method.name == "pretrain"
-    tokenize = _checked(_texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer), recipe, tokenizer)
+    # The recipe stays out of the closures, see `_conversation`.
+    batched, path = recipe.method.name == "pretrain", recipe.model.path
+    tokenize = unchecked = _texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer)
+    folder = stored.folder_of(path)
+    rows = weights.embedding_rows(folder) if folder else None
+    if rows is not None and not recipe.model.new_tokens and max(tokenizer.get_vocab().values(), default=-1) >= rows:
+
+        def checked(given: object) -> Json:
+            """Refuse tokens without rows in the embeddings, which special tokens may be."""
+            found = unchecked(given)
+            documents = found["input_ids"] if batched else [found["input_ids"]]
+            if beyond := [token for document in documents for token in document if token >= rows]:
+                raise UserError(
+                    f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "
+                    f"embeddings of model.path={path} have {rows:,} rows; remove it from the data."
+                )
+            return found
+
+        tokenize = checked
     features = SEEN if recipe.model.vision else TOKENS
     unread = [name for name in raw.column_names if name not in features]
     options: Json = {"batched": batched, "remove_columns": unread, "features": features}
@@ -269,29 +287,6 @@ def _state(value: object) -> Any:
             *(_state(cell.cell_contents) for cell in value.__closure__ or ()),
         ]
     return value
-
-
-def _checked(
-    tokenize: Callable[[object], Json], recipe: Recipe, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[Any], Json]:
-    """Return the function with a check of its tokens: special tokens may have no rows in the embeddings."""
-    folder = stored.folder_of(recipe.model.path)
-    rows = weights.embedding_rows(folder) if folder else None
-    if rows is None or recipe.model.new_tokens or max(tokenizer.get_vocab().values(), default=-1) < rows:
-        return tokenize
-    batched, path = recipe.method.name == "pretrain", recipe.model.path
-
-    def look(given: object) -> Json:
-        found = tokenize(given)
-        documents = found["input_ids"] if batched else [found["input_ids"]]
-        if beyond := [token for document in documents for token in document if token >= rows]:
-            raise UserError(
-                f"data.path: {tokenizer.decode(beyond[:1])!r} is token {beyond[0]:,} of the tokenizer, and the "
-                f"embeddings of model.path={path} have {rows:,} rows; remove it from the data."
-            )
-        return found
-
-    return look
 
 
 def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
@@ -375,11 +370,6 @@ def _alone(document: Json) -> Json:
 def _lengths(documents: Dataset) -> np.ndarray:
     columns = (batch["input_ids"] for batch in documents.with_format("arrow").iter(1000))
     return np.concatenate([pc.list_value_length(column).to_numpy() for column in columns])
-
-
-def _learned(documents: Dataset) -> int:
-    columns = (pc.list_flatten(batch["labels"]) for batch in documents.with_format("arrow").iter(1000))
-    return sum(pc.sum(pc.not_equal(column, IGNORED)).as_py() for column in columns)
 
 
 def _nothing_left(recipe: Recipe, examples: int | None, dropped: int, longest: int) -> str:

@@ -128,11 +128,28 @@ def advice(recipe: Recipe, size: Size, world_size: int) -> str | None:
     what += f"{counted(epoch, 'update')} per epoch, {steps} in all"
     if size.sequences < recipe.global_batch_size:
         what += f"; a global batch is {recipe.global_batch_size} sequences"
-    few = recipe.max_steps is None or size.sequences < _least(recipe, world_size)
-    ways = few and [
-        " ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in _ways(recipe, size, world_size)
-    ]
-    return f"warning: {what}. This teaches a model little; use {', or '.join(ways)}." if ways else f"warning: {what}."
+    least = 1  # sequences with which the method trains: some drop those that fill no whole step or pass
+    if recipe.method.rollouts or recipe.method.embeds:
+        least = recipe.global_batch_size
+    elif recipe.method.examples == "judged answers":
+        least = recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
+    if recipe.max_steps is not None and size.sequences >= least:
+        return f"warning: {what}."
+    ways: list[dict[str, int | bool]] = []
+    if batch := _batch(recipe, size.sequences, world_size):
+        ways.append(batch)
+    if recipe.packing and size.documents > size.sequences and (unpacked := changed(recipe, packing=False)):
+        if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
+            ways.append({"packing": False})
+        elif batch := _batch(unpacked, size.documents, world_size):
+            ways.append({"packing": False, **batch})
+    if recipe.max_steps is None:
+        smaller = _batch(recipe, size.sequences, world_size, lambda *_: True) if size.sequences < least else {}
+        if smaller or size.sequences >= least:
+            batch_size = smaller.get("global_batch_size", recipe.global_batch_size)
+            ways.append({**smaller, "epochs": math.ceil(ENOUGH / per_epoch(size.sequences, batch_size))})
+    use = ", or ".join(" ".join(f"{key}={str(value).lower()}" for key, value in way.items()) for way in ways)
+    return f"warning: {what}. This teaches a model little; use {use}." if use else f"warning: {what}."
 
 
 def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) -> Recipe:
@@ -184,34 +201,6 @@ def _suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str])
 
 def _enough(recipe: Recipe, sequences: int) -> bool:
     return recipe.max_steps is not None or in_all(recipe, sequences) >= ENOUGH
-
-
-def _ways(recipe: Recipe, size: Size, world_size: int) -> Iterator[dict[str, int | bool]]:
-    """Yield settings, each of which gives enough updates."""
-    if batch := _batch(recipe, size.sequences, world_size):
-        yield batch
-    if recipe.packing and size.documents > size.sequences and (unpacked := changed(recipe, packing=False)):
-        if size.documents >= recipe.global_batch_size and _enough(unpacked, size.documents):
-            yield {"packing": False}
-        elif batch := _batch(unpacked, size.documents, world_size):
-            yield {"packing": False, **batch}
-    if recipe.max_steps is None:
-        smaller: dict[str, int | bool] = {}
-        if size.sequences < _least(recipe, world_size) and not (
-            smaller := _batch(recipe, size.sequences, world_size, lambda *_: True)
-        ):
-            return
-        batch_size = smaller.get("global_batch_size", recipe.global_batch_size)
-        yield {**smaller, "epochs": math.ceil(ENOUGH / per_epoch(size.sequences, batch_size))}
-
-
-def _least(recipe: Recipe, world_size: int) -> int:
-    """Return the fewest sequences with which a method trains: some drop those that fill no whole step or pass."""
-    if recipe.method.rollouts or recipe.method.embeds:
-        return recipe.global_batch_size
-    if recipe.method.examples == "judged answers":
-        return recipe.micro_batch_size * data_parallel_size(recipe.layout, world_size)
-    return 1
 
 
 def _batch(
