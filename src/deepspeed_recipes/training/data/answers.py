@@ -62,7 +62,7 @@ AT_ONCE = 16
 
 
 def generate(
-    seen: ProcessorMixin | None,
+    seen: ProcessorMixin,
     max_pixels: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -81,14 +81,20 @@ def generate(
 
 
 def _inputs(
-    seen: ProcessorMixin | None,
+    seen: ProcessorMixin,
     max_pixels: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
 ) -> dict[str, torch.Tensor]:
     """Return the model's inputs for questions, padded on the left."""
-    pictures = [_shown(seen, one.prompt, read_all(one.where, one.images, max_pixels), tokenizer) for one in questions]
+    pictures = []
+    for one in questions:
+        images = read_all(one.where, one.images, max_pixels)
+        counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, images)]
+        # The images whose placeholders are in the prompt are the first ones.
+        places = one.prompt.count(tokenizer.convert_tokens_to_ids(seen.image_token))
+        pictures.append([image for at, image in enumerate(images, start=1) if sum(counts[:at]) <= places])
     prompts = [one.prompt for one in questions]
     inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
     ids = inputs["input_ids"]
@@ -127,7 +133,7 @@ def asked(
 
 
 def answered(
-    seen: ProcessorMixin | None,
+    seen: ProcessorMixin,
     max_pixels: int,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -146,12 +152,3 @@ def answered(
         **given, max_new_tokens=max_new_tokens, pad_token_id=tokenizer.pad_token_id, **seeded(dict(how))
     )
     return tokenizer.decode(output[0, len(question.prompt) :], skip_special_tokens=True)
-
-
-def _shown(
-    seen: ProcessorMixin, prompt: Sequence[int], pictures: Sequence[object], tokenizer: PreTrainedTokenizerBase
-) -> list[object]:
-    """Return the images whose placeholders are in a prompt, which are the first images."""
-    places = list(prompt).count(tokenizer.convert_tokens_to_ids(seen.image_token))
-    counts = [text.count(seen.image_token) for text in processor.text_of_pictures(seen, pictures)]
-    return [one for at, one in enumerate(pictures) if sum(counts[: at + 1]) <= places]

@@ -1,6 +1,5 @@
 """Loads a run's datasets: reads, mixes and splits the sources, and prints what goes into training."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -94,45 +93,41 @@ def read_examples(
 
 
 def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
-    """Return (training, held out) according to `data.validation_share`, and print the number of held-out examples."""
+    """Return (training, held out) according to `data.validation_share`, and print the number of held-out examples.
+
+    The draw does not depend on the recipe's seed, so that runs compare.
+    """
     share = recipe.data.validation_share
+
+    def draw(seed: int) -> Sides:
+        return sources.split_few(found, seed) if share == "auto" else sources.split(found, share, seed)
+
+    def has_both(judged: list[sources.Source]) -> bool:
+        return len({label for source in judged for label in source.examples["label"]}) > 1
+
+    training, held_out = draw(HELD_OUT_SEED)
+    # The metric of judged answers compares good ones with bad ones, so a draw that has both is preferred. A draw hashes
+    # every example, so none is repeated in vain: where nothing is held out, or all are judged alike.
+    if held_out and recipe.method.examples == "judged answers" and has_both([*training, *held_out]):
+        for seed in range(HELD_OUT_SEED + 1, HELD_OUT_SEED + 100):
+            if has_both(held_out):
+                break
+            training, held_out = draw(seed)
+    count, out = sources.count(found), sources.count(held_out)
     if share != "auto":
-        training, held_out = _drawn(recipe, lambda seed: sources.split(found, share, seed))
-        say(f"held out: {counted(sources.count(held_out), 'example')}, by data.validation_share")
-        return training, held_out
-    training, held_out = _drawn(recipe, lambda seed: sources.split_few(found, seed))
-    if not held_out:
-        count = sources.count(found)
+        say(f"held out: {counted(out, 'example')}, by data.validation_share")
+    elif held_out:
+        say(
+            f"held out: {out:,} of {counted(count, 'example')}, the same ones whatever the seed; data.validation=FILE "
+            "names others, and data.validation=none holds out none"
+        )
+    else:
         few = f", and {updates.FEW[0]:.0%} of {count} is less than one" if count * updates.FEW[0] < 1 else ""
         fifth = ", and data.validation_share=0.2 holds out a fifth" if few and len(found) == 1 and count >= 5 else ""
         say(
             f"held out: none{few}, so nothing will measure the model on examples that it was not trained on; "
             f"data.validation=FILE names some{fifth}"
         )
-        return training, held_out
-    say(
-        f"held out: {sources.count(held_out):,} of {counted(sources.count(found), 'example')}, the same ones whatever "
-        "the seed; data.validation=FILE names others, and data.validation=none holds out none"
-    )
-    return training, held_out
-
-
-def _drawn(recipe: Recipe, split: Callable[[int], Sides]) -> Sides:
-    """Return (training, held out) of a draw that does not depend on the recipe's seed, so that runs compare.
-
-    The metric of judged answers compares good ones with bad ones, so draws that have both are preferred.
-    """
-
-    def has_both(found: list[sources.Source]) -> bool:
-        return len({label for source in found for label in source.examples["label"]}) > 1
-
-    training, held_out = split(HELD_OUT_SEED)
-    # A draw hashes every example, so none is repeated in vain: where nothing is held out, or all are judged alike.
-    if held_out and recipe.method.examples == "judged answers" and has_both([*training, *held_out]):
-        for seed in range(HELD_OUT_SEED + 1, HELD_OUT_SEED + 100):
-            if has_both(held_out):
-                break
-            training, held_out = split(seed)
     return training, held_out
 
 

@@ -263,7 +263,7 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
     """Yield (place, example) for every example of a source; `bad` gets the errors of lines, or they are raised."""
     path = Path(name)
     if not path.exists():
-        yield from _numbered(name, _as_files(_from_hub(name, split, streaming)))
+        yield from _numbered(name, _from_hub(name, split, streaming))
     elif path.is_file():
         yield from _from_file(path, bad)
     elif any((path / state).exists() for state in text_files.SAVED):
@@ -273,15 +273,22 @@ def _located(name: str, split: str, streaming: bool, bad: text_files.Bad | None 
                 if split not in saved:
                     raise text_files.no_split(path, split, saved)
                 saved = saved[split]
-            yield from _numbered(path, _as_files(saved))
+            yield from _numbered(path, saved)
     else:
         for file in _files(path, split):
             yield from _from_file(file, bad)
 
 
 def _numbered(name: object, found: Examples) -> Located:
-    """Yield (place, row) of a table, in JSON's types and bytes; a `ClassLabel` is its name, or None if it is -1."""
-    classes = {column: kind.names for column, kind in (found.features or {}).items() if isinstance(kind, ClassLabel)}
+    """Yield (place, row) of a table, in JSON's types and bytes; a `ClassLabel` is its name, or None if it is -1.
+
+    Media are undecoded files; `datasets` would decode them, with torchcodec.
+    """
+    features = dict(found.features or {})
+    for column, kind in features.items():
+        if (as_file := _undecoded(kind)) != kind:
+            found = found.cast_column(column, as_file)
+    classes = {column: kind.names for column, kind in features.items() if isinstance(kind, ClassLabel)}
     for number, row in enumerate(found, start=1):
         labels = {column: row[column] for column in classes}
         named = {name: None if at is None or at < 0 else classes[name][at] for name, at in labels.items()}
@@ -307,20 +314,12 @@ def _from_file(path: Path, bad: text_files.Bad | None = None) -> Located:
         text_files.check_table(path, kind)
         examples = load_dataset(kind, data_files=str(path), split="train", streaming=True, **options)
         total, most = 0, max(text_files.UNPACKED_BYTES, text_files.PACKED_TIMES * path.stat().st_size)
-        for where, example in _numbered(path, _as_files(examples)):
+        for where, example in _numbered(path, examples):
             # The columns' sizes are not enough: a dictionary stores equal texts once.
             total += formats.characters(example, other=1)
             if total > most:
                 raise text_files.unpacks(path)
             yield where, example
-
-
-def _as_files(found: Examples) -> Examples:
-    """Return the examples with media as undecoded files; `datasets` would decode them, with torchcodec."""
-    media = {name: as_file for name, kind in (found.features or {}).items() if (as_file := _undecoded(kind)) != kind}
-    for name, kind in media.items():
-        found = found.cast_column(name, kind)
-    return found
 
 
 def _undecoded(kind: object) -> Any:
