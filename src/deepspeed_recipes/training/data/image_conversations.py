@@ -106,9 +106,6 @@ def widened(
     return "".join([*pieces, chat[end:]]), [(moved(first), moved(last)) for first, last in spans]
 
 
-_OF_TOKENS = ("input_ids", "labels", "attention_mask")
-
-
 @dataclass(frozen=True)
 class PictureCollator:
     """Collates single conversations into the model's inputs.
@@ -132,7 +129,8 @@ class PictureCollator:
     def alone(self, sequence: Json) -> dict[str, torch.Tensor]:
         """Return the model's inputs for one sequence except its tokens, without padding."""
         inputs = replace(self, multiple=1)([sequence])
-        return {name: value for name, value in inputs.items() if name not in _OF_TOKENS and torch.is_tensor(value)}
+        of_tokens = ("input_ids", "labels", "attention_mask")
+        return {name: value for name, value in inputs.items() if name not in of_tokens and torch.is_tensor(value)}
 
     def __call__(self, sequences: Sequence[Json]) -> Batch:
         """Return `input_ids`, `labels`, `attention_mask`, [sequences, longest], and the tower's inputs."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -69,15 +69,14 @@ class Stream(TorchIterableDataset):
         self.if_empty = if_empty
 
     def __iter__(self) -> Iterator[Json]:
-        found, epoch = True, 0
-        while found:
-            found = False
+        for epoch in count():
             self.sequences.set_epoch(epoch)
+            empty = True
             for sequence in self.sequences:
-                found = True
+                empty = False
                 yield sequence
-            epoch += 1
-        raise UserError(self.if_empty)
+            if empty:
+                raise UserError(self.if_empty)
 
 
 def alone(recipe: Recipe) -> Recipe:

@@ -179,14 +179,17 @@ def form_of(where: str, example: Example, method: str, asked: str = "auto") -> s
     )
 
 
-_BAD_ANSWER = "rejected non worse worst poor bad losing loser negative k"
-_ASKED = "prompt question query instruction problem inputs input user q"
 _ANSWERED = "completion response output solution answer targets target reply"
 COLUMNS_OF = {
-    **{"prompt": _ASKED, "instruction": _ASKED, "anchor": _ASKED, "completion": _ANSWERED, "output": _ANSWERED},
-    **{"chosen": "chosen preferred accepted better best good winning winner positive j", "rejected": _BAD_ANSWER},
-    **{"positive": f"positive {_ANSWERED}", "text": "text sentence comment body review content"},
-    **{"label": "label judgement topic class category kind is"},
+    **dict.fromkeys(
+        ("prompt", "instruction", "anchor"), "prompt question query instruction problem inputs input user q"
+    ),
+    **dict.fromkeys(("completion", "output"), _ANSWERED),
+    "chosen": "chosen preferred accepted better best good winning winner positive j",
+    "rejected": "rejected non worse worst poor bad losing loser negative k",
+    "positive": f"positive {_ANSWERED}",
+    "text": "text sentence comment body review content",
+    "label": "label judgement topic class category kind is",
 }
 """Words in the names of columns that may be a field, the likeliest first."""
 _NO_TEXT = re.compile(r"(?:^|_)(?:id|uuid|model|score|rating|rank|source|domain|lang|language|type|name)s?(?:$|_)|:|,")
@@ -698,23 +701,19 @@ def prepared(
 
     `reading` is from `reading_of`, and `on_drop` is called for each example that `data.transform` drops.
     """
-    turns = {name: reading[name] for name in ("keys", "roles", "join")}
+    how = {name: reading[name] for name in ("keys", "roles", "join")}
+    fields = TURNS if any(how.values()) else ()
     located = own_code.transformed(located, reading["transform"], on_drop, bad)
     for where, example in renamed_columns(located, reading["columns"], reading["several"]):
-        example = {**example, DEFAULT_SYSTEM: reading["system"]} if reading["system"] else example
-        if any(turns.values()):
-            try:
-                changes = {
-                    name: renamed_turns(f"{where}: {name!r}", example[name], **turns)
-                    for name in TURNS
-                    if name in example
-                }
-            except UserError as error:
-                refuse(error, bad)
-                continue
-            yield where, {**example, **changes}
+        system = {DEFAULT_SYSTEM: reading["system"]} if reading["system"] else {}
+        try:
+            turns = {
+                name: renamed_turns(f"{where}: {name!r}", example[name], **how) for name in fields if name in example
+            }
+        except UserError as error:
+            refuse(error, bad)
         else:
-            yield where, example
+            yield where, {**example, **system, **turns}
 
 
 def reading_of(data: Data) -> Json:

@@ -228,27 +228,20 @@ def renamed_turns(where: str, value: Any, keys: Mapping[str, str], roles: Mappin
     """
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parsed(where, value)
-    if isinstance(value, dict):
-        return _with_role(value, keys, roles)
-    if not isinstance(value, list):
+    if not isinstance(value, list | dict):
         return value
     turns: list[object] = []
-    for turn in value:
-        turn = _with_role(turn, keys, roles)
+    for turn in value if isinstance(value, list) else [value]:
+        if isinstance(turn, dict):
+            turn = {keys.get(key, key): one for key, one in turn.items() if key in keys or key not in keys.values()}
+            key = "role" if isinstance(turn.get("role"), str) else "from"
+            if isinstance(role := turn.get(key), str):
+                turn[key] = roles.get(role.lower(), role)
         if join and turns and (joined := _joined(turns[-1], turn)):
             turns[-1] = joined
         else:
             turns.append(turn)
-    return turns
-
-
-def _with_role(turn: Any, keys: Mapping[str, str], roles: Mapping[str, str]) -> Any:
-    if not isinstance(turn, dict):
-        return turn
-    turn = {keys.get(key, key): value for key, value in turn.items() if key in keys or key not in keys.values()}
-    key = "role" if isinstance(turn.get("role"), str) else "from"
-    role = turn.get(key)
-    return {**turn, key: roles[role.lower()]} if isinstance(role, str) and role.lower() in roles else turn
+    return turns if isinstance(value, list) else turns[0]
 
 
 def _joined(before: object, turn: object) -> Turn | None:
