@@ -286,7 +286,7 @@ def test_a_flag_that_is_not_read_is_noticed(monkeypatch):
     row = {"messages": [*turns[:1], turns[1] | {"train": False}, *turns[2:]], "tools": None}
     drawn = Drawn(row, turns, None, learned={"m3m"}, unlearned={"m1m"}, forgettable=set())
     assert not check("chatml", drawn, Style())
-    monkeypatch.setattr(keys, "is_learned", lambda where, turn: True)
+    monkeypatch.setattr(keys, "is_learned", lambda where, flagged, whole=False: True)
     with pytest.raises(AssertionError):
         check("chatml", drawn, Style())
 

@@ -29,8 +29,6 @@ Marked = tuple[list[int], list[bool]]
 """Tokens, and whether each is the assistant's."""
 Rendered = tuple[str, list[tuple[int, int]]]
 """A conversation as text, and the spans in it that the assistant writes."""
-Mark = Callable[..., Marked]
-"""Called with a conversation's turns, tools, and arguments of the template, or None."""
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 """The project's own template, for base models."""
@@ -103,8 +101,10 @@ def choose(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
             raise UserError(f"model.chat_template={asked}: not a chat template in Jinja: {error}") from error
 
 
-def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Mark]:
+def marker(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Callable[..., Marked]]:
     """Return the template that a run trains with, and the function that marks the assistant's tokens in it.
+
+    The function gets a conversation's turns, its tools, and arguments of the template, or None.
 
     The marks come from the template itself, from TRL's version of it or, where TRL has none, from rendering it turn by
     turn. All three put a thinking model's empty think block into the loss, since the model has to write it first. A

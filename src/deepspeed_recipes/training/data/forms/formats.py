@@ -385,14 +385,13 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
                 found += [f"images.{key}" for key in others]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
-    rated = {
-        name: (other, value > than)
-        for name, value in (example.items() if form == "preference" else ())
-        if RATED.match(name) and isinstance(value, int | float)
-        if isinstance(than := example.get(other := name.replace("chosen", "rejected")), int | float)
-    }
-    found = [name for name in found if name not in {*rated, *(other for other, _ in rated.values())}]
-    odd = [f"{name} is not above {other}" for name, (other, right) in rated.items() if not right]
+    odd = []
+    for name, value in example.items() if form == "preference" else ():
+        than = example.get(other := name.replace("chosen", "rejected"))
+        if RATED.match(name) and isinstance(value, int | float) and isinstance(than, int | float):
+            found = [one for one in found if one not in (name, other)]
+            if not value > than:
+                odd.append(f"{name} is not above {other}")
     with contextlib.suppress(UserError):  # which the conversion raises
         compared = CONVERSIONS[form](where, example) if METHODS[method].examples in COMPARED else {}
         answers = [turn for field in ("chosen", "rejected", "completion") for turn in compared.get(field, ())]
@@ -422,8 +421,8 @@ def unread_line(name: str, counts: Mapping[str, int], template: str) -> str | No
         (FOR_REWARD, "keys that only the reward function gets, with their numbers of examples"),
         (ODD, misfit),
     ):
-        starts = tuple(filter(None, (FOR_REWARD, ODD, ODD_AT)))
-        names = [key for key in found if (key.startswith(start) if start else not key.startswith(starts))]
+        others = (FOR_REWARD, ODD, ODD_AT)
+        names = [key for key in found if (key.startswith(start) if start else not key.startswith(others))]
         names.sort(key=lambda key: -found[key])
         shown = [f"{key.removeprefix(start) or repr(key)} ({found[key]})" for key in names[:NAMED]]
         more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
