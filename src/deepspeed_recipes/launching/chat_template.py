@@ -7,10 +7,8 @@ tokenizer.
 import contextlib
 import importlib.util
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ..recipe.errors import UserError, first_line
 from ..recipe.files import Json, JsonView
@@ -68,10 +66,23 @@ class Rendering:
         """Render an example's conversations if they are the first of their kind; refuse one that loses a text."""
         if self.template is None or len(self.kinds) >= MOST:
             return
-        for turns, prompt in _conversations(example):
-            tools, options = example.get("tools"), example.get("options") or {}
-            features = [None, *map(_features, turns), None]
-            kind = frozenset(pairwise(features)), bool(tools), prompt, str(options)
+        tools, options = example.get("tools"), example.get("options") or {}
+        conversations: list[tuple[Turns, bool]] = []  # each with whether it is a prompt
+        if "prompt" in example:
+            answers = (example[name] for name in ("chosen", "rejected", "completion") if name in example)
+            conversations = [(example["prompt"], True), *((example["prompt"] + turns, False) for turns in answers)]
+        elif "fields" in example:  # the model writes the answers
+            conversations = [(example["messages"][: example["given"]], True)]
+        elif example.get("messages"):
+            conversations = [(example["messages"], False)]
+        for turns, prompt in conversations:
+            features: list[tuple[object, ...] | None] = [None]
+            for turn in turns:
+                content = turn.get("content")
+                special = "</think>" in content if isinstance(content, str) else isinstance(content, list)
+                parts = [name for name in ("tool_calls", *REASONING) if turn.get(name)]
+                features.append((turn["role"], bool(content), special, *parts))
+            kind = frozenset(pairwise([*features, None])), bool(tools), prompt, str(options)
             if kind not in self.kinds:
                 self.kinds.add(kind)
                 self._render(where, turns, tools, options, prompt)
@@ -117,25 +128,6 @@ class Rendering:
             if tokens > self.longest:
                 return f" {enough(tokens)}, since this example then has {tokens} tokens"
         return ""
-
-
-def _conversations(example: JsonView) -> Iterator[tuple[Turns, bool]]:
-    """Yield the conversations of an example, each with whether it is a prompt."""
-    if "prompt" in example:
-        yield example["prompt"], True
-        for answer in ("chosen", "rejected", "completion"):
-            if answer in example:
-                yield example["prompt"] + example[answer], False
-    elif "fields" in example:  # the model writes the answers
-        yield example["messages"][: example["given"]], True
-    elif example.get("messages"):
-        yield example["messages"], False
-
-
-def _features(turn: JsonView) -> tuple[Any, ...]:
-    content = turn.get("content")
-    kind = "</think>" in content if isinstance(content, str) else isinstance(content, list)
-    return turn["role"], bool(content), kind, *[name for name in ("tool_calls", *REASONING) if turn.get(name)]
 
 
 class _Template:

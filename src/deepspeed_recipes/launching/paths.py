@@ -49,7 +49,17 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
     if model.chat_template not in ("auto", "chatml"):
         model = replace(model, chat_template=_absolute("model.chat_template", model.chat_template, mount))
     deepspeed = _absolute("deepspeed", recipe.deepspeed, None, CONFIGS)
-    method = _teacher(recipe.method, mount) if isinstance(recipe.method, Distill) else recipe.method
+    method = recipe.method
+    if isinstance(method, Distill):
+        if method.teacher and not method.served:
+            teacher = _absolute("distill.teacher", method.teacher, mount)
+            if Path(teacher).exists() and not _holds_model(Path(teacher)):
+                trained = _holds_model(RunFolder(Path(teacher)).export)
+                what = f"its model is in {method.teacher}/export" if trained else "give a Hugging Face model folder"
+                raise UserError(f"distill.teacher={method.teacher}: this folder has no config.json; {what}.")
+            method = replace(method, teacher=teacher)
+        if method.cache:  # which may not exist yet
+            method = replace(method, cache=str(Path(method.cache).absolute()))
     located = replace(
         recipe,
         data=data,
@@ -61,18 +71,6 @@ def locate(recipe: Recipe, mount: str | None = None) -> Recipe:
         loss=recipe.loss and _code("loss", recipe.loss, mount),
     )
     return replace(located, code=own_code.digests(located))
-
-
-def _teacher(distill: Distill, mount: str | None) -> Distill:
-    """Return the settings with absolute paths of the teacher's folder and of the cache, which may not exist yet."""
-    if distill.teacher and not distill.served:
-        teacher = _absolute("distill.teacher", distill.teacher, mount)
-        if Path(teacher).exists() and not _holds_model(Path(teacher)):
-            trained = _holds_model(RunFolder(Path(teacher)).export)
-            what = f"its model is in {distill.teacher}/export" if trained else "give a Hugging Face model folder"
-            raise UserError(f"distill.teacher={distill.teacher}: this folder has no config.json; {what}.")
-        distill = replace(distill, teacher=teacher)
-    return replace(distill, cache=str(Path(distill.cache).absolute())) if distill.cache else distill
 
 
 def _holds_model(folder: Path) -> bool:

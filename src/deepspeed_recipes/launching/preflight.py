@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..config import lint
-from ..machine import system
 from ..recipe import compatibility, deepspeed_file, limits, new_tokens, overrides, own_code
 from ..recipe.conversions import from_dict, to_dict
 from ..recipe.deepspeed_file import DeepSpeedFile
@@ -213,19 +212,7 @@ def check_data(recipe: Recipe, listed: bool = False) -> int | None:
         return _checked_data(recipe, listed)
     if importlib.util.find_spec("torch") is None or not all(map(_is_here, code)):  # only the cluster has them
         return None if recipe.data.transform else _checked_data(recipe, listed)
-    return _in_a_process(recipe, listed)
-
-
-def _is_here(function: own_code.Function) -> bool:
-    """Return True unless only other machines have the file; `paths.locate` refuses files that are nowhere."""
-    return Path(function.path).is_file()
-
-
-def _in_a_process(recipe: Recipe, listed: bool) -> int | None:
-    """Try the recipe's own code and check the data in another process, and return the number of training examples.
-
-    The code may import torch, which would keep hundreds of MB in the launcher until the run ends.
-    """
+    # In another process: the code may import torch, which would keep hundreds of MB in the launcher until the run ends.
     done = subprocess.run(
         [sys.executable, "-m", __name__, *["listed"] * listed],
         input=json.dumps(to_dict(recipe)),
@@ -243,33 +230,36 @@ def _in_a_process(recipe: Recipe, listed: bool) -> int | None:
     return found
 
 
+def _is_here(function: own_code.Function) -> bool:
+    """Return True unless only other machines have the file; `paths.locate` refuses files that are nowhere."""
+    return Path(function.path).is_file()
+
+
 def _answer() -> None:
-    """Check the recipe on standard input, and write the number of examples, or an error message, to standard output."""
+    """Try the code of the recipe on standard input and check its data, in a process that `check_data` has started.
+
+    Writes the number of examples, or an error message, to standard output.
+    """
     reply = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # stdout is for the reply, and the code may print, and so may what is imported
     from ..training import own_code as rank_code  # not at the top: imports torch
 
     recipe = from_dict(json.load(sys.stdin))
+    data = recipe.data
     try:
-        rank_code.try_all(with_dimensions(recipe), _references(recipe))
+        # The references for metrics: the last answers of the first examples here, held-out ones if there are any.
+        answers: list[str] = []
+        file = next(filter(Path.is_file, map(Path, names(data.validation) + names(data.path))), None)
+        if file and own_code.functions("data.metric", data.metric) and not recipe.model.vision:
+            located = formats.prepared(text_files.read(file), formats.reading_of(data))
+            found = islice(formats.converted(located, recipe.method.name, data.form), REFERENCES)
+            turns = (example["messages"][-1] for example in found)
+            answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        rank_code.try_all(with_dimensions(recipe), answers)
         json.dump(_checked_data(recipe, "listed" in sys.argv), reply)
     except UserError as error:
         json.dump(str(error), reply)
     reply.close()
-
-
-def _references(recipe: Recipe) -> list[str]:
-    """Return the last answers of the first examples that the launcher can read, held-out ones if there are any."""
-    data, method = recipe.data, recipe.method
-    if not own_code.functions("data.metric", data.metric) or recipe.model.vision:
-        return []
-    for path in map(Path, names(data.validation) + names(data.path)):
-        if path.is_file():
-            located = formats.prepared(text_files.read(path), formats.reading_of(data))
-            found = formats.converted(located, method.name, data.form)
-            turns = (example["messages"][-1] for example in islice(found, REFERENCES))
-            return [turn["content"] for turn in turns if turn["role"] == "assistant"]
-    return []
 
 
 def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
@@ -374,13 +364,6 @@ def few_updates(recipe: Recipe, examples: int | None, ranks: int) -> str | None:
     return updates.advice(recipe, updates.Size(examples, sequences, sequences, None), ranks)
 
 
-def slow_precision(recipe: Recipe, gpus: int) -> str | None:
-    """Return a warning if CPU ranks train in bf16 on a processor without instructions for it."""
-    if gpus or recipe.precision != "bf16" or system.computes_bf16():
-        return None
-    return "precision=bf16: this CPU has no instructions for it; precision=fp32 takes about a tenth of the time"
-
-
 def _check_options(recipe: Recipe) -> None:
     data = recipe.data
     for key, found in own_code.of_recipe(recipe).items():
@@ -433,17 +416,16 @@ def check_file(
     found: Counter[object] = Counter()
     for example in islice(converted, most):
         also(place, example)
-        found[_kind(example)] += 1
+        kind: object = example.get("label")
+        if "fields" in example:
+            kind = len(example["messages"]) > example["given"]
+        elif "negative" in example:
+            kind = len(example["negative"])
+        found[kind] += 1
     if not found and not errors.count:
         why = f"data.transform={data.transform} drops all its examples" if data.transform else "is empty"
         raise UserError(f"{path} {why}; add examples, or name another file.")
     return found
-
-
-def _kind(example: formats.Example) -> object:
-    if "fields" in example:
-        return len(example["messages"]) > example["given"]
-    return len(example["negative"]) if "negative" in example else example.get("label")
 
 
 if __name__ == "__main__":

@@ -83,25 +83,18 @@ class RankMonitor:
         for descriptor, _ in self.poll.poll(1000 * seconds):
             self.poll.unregister(descriptor)
             pid, rank = self.found[descriptor]
-            ended.append((rank, exit_code(pid)))
+            code = None  # no longer known
+            # Only the parent, DeepSpeed's launcher, may wait for the process, but until then /proc has its status.
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
+                code = os.waitstatus_to_exitcode(status)
+            ended.append((rank, code))
         return sorted((one for one in ended if one[1] != 0), key=lambda one: one[1] != -signal.SIGKILL)
 
     def close(self) -> None:
         """Close the descriptors."""
         for descriptor in self.found:
             os.close(descriptor)
-
-
-def exit_code(pid: int) -> int | None:
-    """Return the exit code of a process that has just ended, negative for a signal, or None if it is no longer known.
-
-    Only the parent, DeepSpeed's launcher, may wait for the process, but until then /proc has its status.
-    """
-    try:
-        status = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[-1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return os.waitstatus_to_exitcode(status)
 
 
 def send(number: int, folder: str) -> int:

@@ -5,9 +5,11 @@ An attempt starts DeepSpeed's launcher on this machine or on the hosts that answ
 ranks has changed. The global batch size stays the same.
 """
 
+import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from ..recipe import deepspeed_file, limits, run_folder
@@ -54,11 +56,7 @@ class HostAttempts:
     def __init__(self, pool: HostPool, run: RunFolder, master: str | None) -> None:
         """Check that every host can take part; `master` is the rendezvous address, if the user has given one."""
         environment = rank_environment(pool.most_ranks, 0)
-        extensions, meeting = environment["TORCH_EXTENSIONS_DIR"], master or pool.hosts[0]
-
-        def ask(folder: Path, file: str) -> list[remote.Answer]:
-            return remote.ask_by_ssh(pool, folder, file, meeting, extensions)
-
+        ask = partial(remote.ask_by_ssh, pool, master or pool.hosts[0], environment["TORCH_EXTENSIONS_DIR"])
         answers = remote.check_hosts(pool, run.path, ask)
         environment = rank_environment(pool.most_ranks, len(answers[0]["gpus"]))
         self.environment = environment | remote.network_interfaces(answers, environment)
@@ -69,19 +67,33 @@ class HostAttempts:
 
     def start(self, ranks: int) -> Outcome:
         """Run that many ranks to their end, on the first of the hosts that answer."""
-        pool = hostfile.first_slots(self.alive, ranks)
+        slots: dict[str, tuple[int, ...]] = {}
+        left = ranks
+        for host, there in self.alive.slots.items():
+            if left:
+                slots[host] = there[:left]
+                left -= len(slots[host])
+        pool = hostfile.with_slots(self.alive, slots)
         first = pool.hosts[0]
         # The user's address is the first host's, and is useless if that host is lost.
         master = self.master if self.master and first == self.pool.hosts[0] else self.addresses[first]
         command = deepspeed_command(self.run, ranks, pool, master)
         record(self.run, command)
-        return remote.supervise_hosts(pool, self.run, command, self.environment)
+        environment = remote.launcher_environment(self.run, self.environment)
+        # No rank is a child process here, not even on this machine: pdsh starts them all through ssh.
+        outcome = supervise(command, environment, self.run, pool.ranks, lambda _: remote.RemoteWatcher(pool, self.run))
+        if outcome.status:
+            remote.signal_ranks(pool, self.run, signal.SIGKILL)  # pdsh ends its ssh, which ends no process on the host
+        return outcome
 
     def available(self) -> int:
         """Return the number of ranks that could be started now; a lost host may be back."""
-        self.alive = remote.reachable(self.pool, self.run)
-        lost = [host for host in self.pool.hosts if host not in self.alive.hosts]
-        if not self.alive.hosts:
+        # Where a host answers, this also kills what is left of the last attempt.
+        answers = remote.signal_ranks(self.pool, self.run, signal.SIGKILL)
+        lost = [host for host, answer in zip(self.pool.hosts, answers, strict=True) if answer.returncode]
+        slots = {host: there for host, there in self.pool.slots.items() if host not in lost}
+        self.alive = hostfile.with_slots(self.pool, slots)
+        if not slots:
             raise UserError(f"cannot restart: {', '.join(lost)} {'do' if lost[1:] else 'does'} not answer.")
         if lost:
             print(f"continuing without {', '.join(lost)}", flush=True)

@@ -59,19 +59,18 @@ def answers(nodes: list[Json], folder: str, file: str, extensions: str) -> list[
     tasks = [on(node["id"], rank.describe, folder, file, nodes[0]["address"], extensions) for node in nodes]
     ray.wait(tasks, num_returns=len(tasks), timeout=PATIENCE)
     answered = time.time()
-    return [_answer(task, asked, answered) for task in tasks]
-
-
-def _answer(task: ray.ObjectRef, asked: float, answered: float) -> Json:
-    try:
-        found: Json = ray.get(task, timeout=0)
-    except ray.exceptions.GetTimeoutError:
-        return {"failed": f"no answer within {PATIENCE} s"}
-    except Exception as error:  # the node has no such checkout, or Ray cannot start a process with it
-        last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-        return {"failed": f"different checkout or environment: {last}"}
-    # The clock is in sync if the node's time lies between our times before and after the query.
-    return found | {"clock": max(asked - found["time"], found["time"] - answered, 0.0)}
+    results: list[Json] = []
+    for task in tasks:
+        try:
+            found: Json = ray.get(task, timeout=0)
+            # The clock is in sync if the node's time lies between our times before and after the query.
+            results.append(found | {"clock": max(asked - found["time"], found["time"] - answered, 0.0)})
+        except ray.exceptions.GetTimeoutError:
+            results.append({"failed": f"no answer within {PATIENCE} s"})
+        except Exception as error:  # the node has no such checkout, or Ray cannot start a process with it
+            last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            results.append({"failed": f"different checkout or environment: {last}"})
+    return results
 
 
 def main(address: str, *about: str) -> None:

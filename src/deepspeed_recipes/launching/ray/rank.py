@@ -1,4 +1,4 @@
-"""The functions that Ray's processes run: each worker starts one rank, and tasks describe a node or signal its ranks.
+"""The functions that Ray's processes run: each worker starts one rank, and a task describes a node.
 
 Ray's processes import this module, so it has few imports. The rank is a separate process, the same as under every other
 launcher: it needs its main thread for signals, and its exit status shows how the run ended.
@@ -18,7 +18,7 @@ from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder
 from ...training.rendezvous import free_port
 from ..command import share_of_cores
-from ..ranks import RANK, send
+from ..ranks import RANK
 from ..ssh import host_info
 
 POLL = 0.2
@@ -114,8 +114,3 @@ def describe(folder: str, file: str, peer: str, extensions: str) -> Json:
     """Return the facts about this node that must be equal on all nodes, from `host_info`."""
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     return host_info.collect(Path(folder), file, peer)
-
-
-def signal_ranks(number: int, folder: str) -> int:
-    """Send a signal to the run's ranks on this machine, and return their number."""
-    return send(number, folder)

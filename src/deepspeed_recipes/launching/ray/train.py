@@ -23,7 +23,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ...recipe.errors import first_line
 from ...recipe.files import Json
 from ...recipe.run_folder import RunFolder, write_json
-from .. import command
+from .. import command, ranks
 from ..supervise import FailedRank
 from . import nodes, rank
 from .cluster import LOCAL
@@ -131,17 +131,30 @@ def fit(run: RunFolder, ready: DataParallelTrainer, chosen: list[str]) -> Except
             received = signals.pop()
             # Once per machine, even if Ray has several nodes on it.
             machines = {node["address"]: node["id"] for node in nodes.alive() if node["id"] in chosen}
-            sent = [nodes.on(node, rank.signal_ranks, received, str(run.path)) for node in machines.values()]
+            sent = [nodes.on(node, ranks.send, received, str(run.path)) for node in machines.values()]
             ray.wait(sent, timeout=rank.POLL)
     return errors[0] if errors else None
 
 
 def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
     """Return the nodes that were lost, or the ranks that have failed, the first one first."""
-    found = {number: cause_of(one) for number, one in getattr(error, "worker_failures", {}).items()}
+    found: dict[int, BaseException] = {}
+    for number, one in getattr(error, "worker_failures", {}).items():
+        found[number] = one
+        while not isinstance(found[number], rank.RankFailed):  # a rank's own error is inside Ray's exceptions
+            outer = found[number]
+            inner = getattr(outer, "cause", None) or outer.__cause__ or getattr(outer, "health_check_failure", None)
+            if not isinstance(inner, BaseException):
+                break
+            found[number] = inner
     reported = sorted((one for one in found.values() if isinstance(one, rank.RankFailed)), key=lambda one: one.ended)
-    if error and (lost := lost_nodes(chosen, NODE_LOST if len(reported) < len(found) else 0)):
-        return lost
+    if error:  # Ray detects the loss of a worker before that of its node
+        deadline = time.monotonic() + (NODE_LOST if len(reported) < len(found) else 0)
+        while not (lost := set(chosen) - {node["id"] for node in nodes.alive()}) and time.monotonic() < deadline:
+            time.sleep(rank.POLL)
+        if lost:
+            known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            return [FailedRank(None, None, known.get(node, node)) for node in sorted(lost)]
     # A lost worker has reported nothing: it was killed together with its rank, which makes the other ranks fail.
     gone = []
     for number, one in found.items():
@@ -149,27 +162,6 @@ def failures(error: Exception | None, chosen: list[str]) -> list[FailedRank]:
             place = re.search(r"^\s*ip: (\S+)", str(one), re.MULTILINE)
             gone.append(FailedRank(number, -signal.SIGKILL, place[1] if place else "a node"))
     return gone + [FailedRank(one.rank, one.code, one.host) for one in reported]
-
-
-def lost_nodes(chosen: list[str], patience: float) -> list[FailedRank]:
-    """Return the lost nodes; wait up to `patience` seconds, since Ray detects the loss of a worker first."""
-    deadline = time.monotonic() + patience
-    while True:
-        gone = sorted(set(chosen) - {node["id"] for node in nodes.alive()})
-        if gone or time.monotonic() >= deadline:
-            known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-            return [FailedRank(None, None, known.get(node, node)) for node in gone]
-        time.sleep(rank.POLL)
-
-
-def cause_of(error: BaseException) -> BaseException:
-    """Return a rank's own error from inside Ray's exceptions."""
-    while not isinstance(error, rank.RankFailed):
-        inner = getattr(error, "cause", None) or error.__cause__ or getattr(error, "health_check_failure", None)
-        if not isinstance(inner, BaseException):
-            break
-        error = inner
-    return error
 
 
 if __name__ == "__main__":

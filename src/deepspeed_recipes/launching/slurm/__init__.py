@@ -186,7 +186,20 @@ def allocation(
         wrong = " ".join(dict.fromkeys(re.findall(r"[^\w.,-]", partition)))
         raise UserError(f"--partition {partition!r}: not a partition's name, because of {wrong!r}; sinfo lists them.")
     nodes = 1 if nodes is None else nodes
-    known = _partitions_here(dry_run)
+    known = None
+    if shutil.which("sinfo") and shutil.which("sbatch"):
+        try:
+            known = list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
+        except UserError as error:
+            if not dry_run:
+                raise UserError(
+                    f"--slurm: {error}\nThis machine reaches no SLURM cluster; use a login node, or --write-only to "
+                    "write the job for one."
+                ) from None
+    elif not dry_run:
+        raise UserError(
+            "--slurm: sbatch is not installed here; use a login node, or --write-only to write the job for one."
+        )
     if known is None:
         return Allocation(name, nodes, ranks or 1, True, partition, limit)
     wanted = next((one for one in known if partition in (None, one.name)), None)
@@ -198,25 +211,6 @@ def allocation(
     if wanted.gpus and ranks and ranks > wanted.gpus:
         raise UserError(f"--gpus {ranks}: nodes in partition {wanted.name} have only {wanted.gpus}.")
     return Allocation(name, nodes, ranks or wanted.gpus or 2, wanted.gpus > 0, partition, limit)
-
-
-def _partitions_here(dry_run: bool) -> list[Partition] | None:
-    """Return this cluster's partitions, or None in a dry run without a cluster."""
-    if not shutil.which("sinfo") or not shutil.which("sbatch"):
-        if dry_run:
-            return None
-        raise UserError(
-            "--slurm: sbatch is not installed here; use a login node, or --write-only to write the job for one."
-        )
-    try:
-        return list(partitions(ask("sinfo", "-h", "-o", "%P|%D|%G")))
-    except UserError as error:
-        if dry_run:
-            return None
-        raise UserError(
-            f"--slurm: {error}\nThis machine reaches no SLURM cluster; use a login node, or --write-only to write the "
-            "job for one."
-        ) from None
 
 
 def ask(*command: str) -> str:

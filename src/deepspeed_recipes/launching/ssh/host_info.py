@@ -1,5 +1,6 @@
 """Facts about one host, printed as JSON before a run: `python -m ...ssh.host_info FOLDER FILE PEER`."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,8 +27,13 @@ def collect(folder: Path, file: str, peer: str) -> Json:
     """
     gpus = (output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     os.environ["DS_ACCELERATOR"] = "cuda" if gpus else "cpu"  # so that `software.ops` does not import torch
-    # Without a peer, the address under which ssh has reached this host.
-    address = route_to(peer) if peer else (os.environ.get("SSH_CONNECTION", "").split() or [""] * 4)[2]
+    address = ""  # there may be no route, or a name that cannot be resolved
+    if peer:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
+            route.connect((peer, 9))  # sends nothing, and only gets the route from the kernel
+            address = str(route.getsockname()[0])
+    elif connection := os.environ.get("SSH_CONNECTION", "").split():
+        address = connection[2]  # under which ssh has reached this host
     interface, speed = network(address)
     return {
         "commit": output("git", "-C", str(PACKAGE), "rev-parse", "--short=9", "HEAD") or "",
@@ -57,16 +63,6 @@ def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that have to be the same on all ranks."""
     python = {"python": ".".join(map(str, sys.version_info[:3]))}
     return python | dict.fromkeys(software.NEEDED, "missing") | software.installed(software.NEEDED)
-
-
-def route_to(peer: str) -> str:
-    """Return the address from which this host reaches `peer`; empty if it has no route or cannot resolve the name."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
-            route.connect((peer, 9))  # sends nothing, and only gets the route from the kernel
-            return str(route.getsockname()[0])
-    except OSError:
-        return ""
 
 
 def network(address: str) -> tuple[str, int]:

@@ -89,7 +89,20 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        _check_plain(f"{hostfile}:{number}", words[0])
+        if re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", words[0]) and {"@", ":"} & {*words[0]}:
+            # DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`.
+            user, _, address = words[0].rpartition("@")
+            host, _, port = address.partition(":")
+            settings = [f"User {user}"] if user else []
+            if ":" in port:  # an IPv6 address
+                host, settings = "NAME", [f"HostName {address}", *settings]
+            elif port:
+                settings.append(f"Port {port}")
+            raise UserError(
+                f"{hostfile}:{number}: {words[0]}: a hostfile has names and IPv4 addresses only; write `{host} "
+                f"slots=8`, and add to ~/.ssh/config, which ssh and pdsh both read: `Host {host}`, and below it "
+                f"`{'` and `'.join(settings)}`."
+            )
         count = re.fullmatch(r"slots=(\d{1,4})", words[1]) if len(words) == 2 else None
         if not count or ":" in words[0] or not HOST.fullmatch(words[0]):
             raise UserError(
@@ -103,23 +116,6 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
     if not slots:
         raise UserError(f"{hostfile}: no hosts; write one `name slots=8` per line.")
     return slots
-
-
-def _check_plain(place: str, word: str) -> None:
-    """Refuse user names, ports and IPv6 addresses: DeepSpeed's filters split at `@` and `:`, and pdsh splits at `:`."""
-    if not re.fullmatch(rf"([\w.-]+@)?{HOST.pattern}(?<!:)", word) or not {"@", ":"} & {*word}:
-        return
-    user, _, address = word.rpartition("@")
-    host, _, port = address.partition(":")
-    lines = [f"User {user}"] if user else []
-    if ":" in port:
-        host, lines = "NAME", [f"HostName {address}", *lines]
-    elif port:
-        lines.append(f"Port {port}")
-    raise UserError(
-        f"{place}: {word}: a hostfile has names and IPv4 addresses only; write `{host} slots=8`, and add to "
-        f"~/.ssh/config, which ssh and pdsh both read: `Host {host}`, and below it `{'` and `'.join(lines)}`."
-    )
 
 
 def _filtered(
@@ -161,18 +157,6 @@ def check_command(folder: Path, master: str | None) -> None:
             raise UserError(
                 f"{what} {path!r}: with --hostfile a path may have letters, digits and @+=:,./_- only; choose another."
             )
-
-
-def first_slots(pool: HostPool, ranks: int) -> HostPool:
-    """Return the pool with only its first `ranks` slots."""
-    if ranks == pool.ranks:
-        return pool
-    slots: dict[str, tuple[int, ...]] = {}
-    for host, there in pool.slots.items():
-        if ranks:
-            slots[host] = there[:ranks]
-            ranks -= len(slots[host])
-    return with_slots(pool, slots)
 
 
 def with_slots(pool: HostPool, slots: Mapping[str, tuple[int, ...]]) -> HostPool:

@@ -9,7 +9,6 @@ import json
 import re
 import select
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -24,8 +23,8 @@ from ...recipe.files import Json, JsonView
 from ...recipe.project import IMPORT_ROOT, python_path
 from ...recipe.run_folder import RunFolder
 from .. import command
-from ..supervise import FailedRank, Outcome, supervise
-from .hostfile import HostPool, with_slots
+from ..supervise import FailedRank
+from .hostfile import HostPool
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """With BatchMode a host that requires a password counts as unreachable, as it is for pdsh."""
@@ -66,13 +65,6 @@ def signal_ranks(pool: HostPool, folder: RunFolder, number: int) -> list[subproc
     """Send a signal to the run's ranks on every host; SIGKILL also kills the launchers above them."""
     command = module_command("deepspeed_recipes.launching.ranks", "signal", str(number), str(folder.path))
     return run_on_each(pool.hosts, lambda _: command)
-
-
-def reachable(pool: HostPool, folder: RunFolder) -> HostPool:
-    """Return the pool without the hosts that do not answer; on the others, kill the run's remaining processes."""
-    answers = signal_ranks(pool, folder, signal.SIGKILL)
-    alive = [host for host, answer in zip(pool.hosts, answers, strict=True) if answer.returncode == 0]
-    return with_slots(pool, {host: pool.slots[host] for host in alive})
 
 
 EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
@@ -138,16 +130,6 @@ ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "Co
 """A host that does not answer for 15 to 20 s is lost. A connection shared with other logins would not detect it."""
 CLOSE_TIMEOUT = 5
 """Seconds within which a host must end its watcher."""
-
-
-def supervise_hosts(pool: HostPool, folder: RunFolder, command: list[str], environment: Mapping[str, str]) -> Outcome:
-    """Run DeepSpeed's launcher for a pool and return how it ended; no rank outlives it on any host."""
-    launcher = launcher_environment(folder, environment)
-    # No rank is a child process here, not even on this machine: pdsh starts them all through ssh.
-    outcome = supervise(command, launcher, folder, pool.ranks, lambda _: RemoteWatcher(pool, folder))
-    if outcome.status:
-        signal_ranks(pool, folder, signal.SIGKILL)  # pdsh ends its ssh, which ends no process on the host
-    return outcome
 
 
 class RemoteWatcher:
@@ -255,11 +237,11 @@ def check_hosts(pool: HostPool, folder: Path, ask: Callable[[Path, str], list[An
     return answers
 
 
-def ask_by_ssh(pool: HostPool, folder: Path, file: str, meeting: str, extensions: str) -> list[Answer]:
+def ask_by_ssh(pool: HostPool, meeting: str, extensions: str, folder: Path, file: str) -> list[Answer]:
     """Return each host's answer over ssh, or `{"failed": REASON}`.
 
-    `file` was written in `folder`; `meeting` is the rendezvous address, `extensions` the folder of built ops on every
-    host.
+    `meeting` is the rendezvous address, `extensions` the folder of built ops on every host; `file` was written in
+    `folder`.
     """
 
     def command(host: str) -> str:
