@@ -14,6 +14,6 @@ def launch(page: str) -> None:
     """Run the launcher on a page that was started as a script (`python recipes/llama3.py 8b lora ...`), and exit."""
     here = os.path.dirname(os.path.realpath(page))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here]  # a page may have a library's name
-    from .commands.main import run_page
+    from .commands.main import run
 
-    sys.exit(run_page(page, sys.argv[1:]))
+    sys.exit(run("script", [page, *sys.argv[1:]], os.path.basename(page)))

@@ -45,7 +45,26 @@ def main(words: Sequence[str] | None = None) -> int:
         for name, _ in arguments.argument:
             if name not in hf_trainer.ARGUMENTS:
                 print(f"--argument {name}: ignored; the Trainer does not compare it with the file")
-    reports = [report for file in arguments.files for report in check_all(file, facts, arguments)]
+    reports: list[Report] = []
+    for file in arguments.files:
+        if Path(file).suffix not in accelerate.SUFFIXES:
+            reports.append(check(file, facts, arguments))
+            continue
+        try:
+            document = accelerate.read(Path(file))
+        except Unreadable as error:
+            reports.append(unreadable(file, error, arguments))
+            continue
+        _refuse_arguments(file, document.value)
+        findings, json_file = accelerate.judge(document, Path(file))
+        findings = [*findings, *_compared(document, facts)]
+        if arguments.format == "text":
+            show(file, findings, None)
+        reports.append(Report(file, tuple(findings)))
+        if json_file:  # the DeepSpeed file that accelerate's names, for its ranks
+            ranks = document.value.get("num_processes")
+            known = ranks if isinstance(ranks, int) and ranks > 0 else None
+            reports.append(check(str(json_file), replace(facts, world_size=facts.world_size or known), arguments))
     if arguments.format == "json":
         print(json.dumps([report.as_json() for report in reports], indent=2, default=str))
     elif arguments.format == "sarif":
@@ -118,27 +137,6 @@ def argument(text: str) -> tuple[str, object]:
 
 
 argument.__name__ = "NAME=VALUE"
-
-
-def check_all(file: str, facts: Facts, arguments: argparse.Namespace) -> list[Report]:
-    """Check one file and, if it is accelerate's YAML, also the DeepSpeed file that it names, for its ranks."""
-    if Path(file).suffix not in accelerate.SUFFIXES:
-        return [check(file, facts, arguments)]
-    try:
-        document = accelerate.read(Path(file))
-    except Unreadable as error:
-        return [unreadable(file, error, arguments)]
-    _refuse_arguments(file, document.value)
-    findings, json_file = accelerate.judge(document, Path(file))
-    findings = [*findings, *_compared(document, facts)]
-    if arguments.format == "text":
-        show(file, findings, None)
-    reports = [Report(file, tuple(findings))]
-    if json_file:
-        ranks = document.value.get("num_processes")
-        known = ranks if isinstance(ranks, int) and ranks > 0 else None
-        reports.append(check(str(json_file), replace(facts, world_size=facts.world_size or known), arguments))
-    return reports
 
 
 def _refuse_arguments(file: str, values: JsonView) -> None:

@@ -43,8 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.base:
         found = [candidates.base_of(found[0]), *found]
     compared = {"tasks": measure_tasks(python, found, options)} if python else measure(found, options)
-    for one in found:
-        keep(one, compared)
+    for run in [one.run for one in found if one.run]:
+        before = read_json(run.evaluation, {})  # results by the run's own metric and by tasks are kept together
+        kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
+        write_json(run.evaluation, kept | compared)
+        write.at_end(run)
     return 0
 
 
@@ -113,16 +116,3 @@ def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Na
     else:
         print("\n\n".join("\n".join(comparison.lines(task)) for task in compared))
     return compared
-
-
-def keep(one: Candidate, compared: Json) -> None:
-    """Write the comparison into the folder of a model's run, and update the run's report.
-
-    Results by the run's own metric and by tasks are kept together.
-    """
-    if one.run is None:
-        return
-    before = read_json(one.run.evaluation, {})
-    kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
-    write_json(one.run.evaluation, kept | compared)
-    write.at_end(one.run)

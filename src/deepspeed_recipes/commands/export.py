@@ -148,8 +148,15 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
 
     parts = [Part(str(name), source, 1.0 if weight is None else weight)]
     for other in others:
-        path, _, factor = other.rpartition("=")
-        parts.append(Part(path, find_model(Path(path)) if path else Path(), _number(other, factor)))
+        path, equals, factor = other.rpartition("=")
+        folder = find_model(Path(path)) if path else Path()
+        try:
+            times = float(factor)
+        except ValueError:
+            times = math.nan
+        if not equals or not math.isfinite(times):
+            raise UserError(f"--add {other}: write RUN=WEIGHT, for instance {other.partition('=')[0]}=0.5.")
+        parts.append(Part(path, folder, times))
     check(parts)
     from ..training import export
     from ..training.model_folder import base_model
@@ -165,13 +172,3 @@ def add(name: Path, source: Path, weight: float | None, others: Sequence[str], o
         kind = export.write(folder, output, merge)
     print(f"{output}: {kind}, the sum of {', '.join(f'{part.weight:g} x {part.name}' for part in parts)}")
     return 0
-
-
-def _number(typed: str, factor: str) -> float:
-    try:
-        value = float(factor)
-    except ValueError:
-        value = math.nan
-    if "=" not in typed or not math.isfinite(value):
-        raise UserError(f"--add {typed}: write RUN=WEIGHT, for instance {typed.partition('=')[0]}=0.5.")
-    return value

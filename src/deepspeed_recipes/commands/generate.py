@@ -207,7 +207,13 @@ def of_images(options: argparse.Namespace) -> Answer:
     Images are made smaller as they were in training.
     """
     check_folder(options.model, options.adapter)
-    place = _with_processor(options.model, options.adapter)
+    places = [folder for folder in (options.adapter, options.model) if folder is not None]
+    bases = [base_model.find(folder) for folder in places if (folder / base_model.ADAPTER).exists()]
+    having = [one for one in (*places, *bases) if any((one / name).exists() for name in PROCESSORS)]
+    on_hub = [base for base in bases if not base.exists()]  # `processor.load` refuses a text model
+    if not (having or on_hub):
+        raise UserError(f"--image: {options.model} is a text model, without an image processor; leave out --image.")
+    place = str((having or on_hub)[0])
     from ..training.data import answers, images
     from ..training.model import processor
 
@@ -228,19 +234,6 @@ def of_images(options: argparse.Namespace) -> Answer:
         yield answers.answered(seen, max_pixels, model, tokenizer, asked, options.max_new_tokens, how)
 
     return ask
-
-
-def _with_processor(folder: Path, adapter: Path | None) -> str:
-    """Return the folder or Hub id with the image processor of a vision-language model."""
-    places = [place for place in (adapter, folder) if place is not None]
-    bases = [base_model.find(place) for place in places if (place / base_model.ADAPTER).exists()]
-    for place in (*places, *bases):
-        if any((place / name).exists() for name in PROCESSORS):
-            return str(place)
-    for base in bases:
-        if not base.exists():  # a Hub id: `processor.load` refuses a text model
-            return str(base)
-    raise UserError(f"--image: {folder} is a text model, without an image processor; leave out --image.")
 
 
 def answer(folder: Path, adapter: Path | None, prompt: str, max_new_tokens: int, how: Json | None = None) -> str:

@@ -51,7 +51,15 @@ def listing(as_json: bool, only: str | None = None) -> str:
     module = pages.known_page(pages.split(only)[0]) if only else None
     modules = [module] if module else list(map(pages.page, pages.families()))
     if as_json:
-        return json.dumps([entry for module in modules for entry in _entries(module)], indent=2)
+        entries: list[Json] = []
+        for module in modules:
+            recipes, impossible = built(module)
+            entries += [entry(recipe) for name in recipes for recipe in recipes[name]]
+            entries += [
+                {"recipe": f"{pages.name(module)}-{size}", "size": size, "variant": name, "impossible": why}
+                for (name, size), why in impossible.items()
+            ]
+        return json.dumps(entries, indent=2)
     if module:
         return tables(module)
     lines = []
@@ -59,15 +67,6 @@ def listing(as_json: bool, only: str | None = None) -> str:
         lines += [f"{pages.family_of(module)}: {pages.about(module)}", f"  {'sizes':<13} {', '.join(module.SIZES)}"]
         lines += [f"  {name:<13} {pages.about(pages.variant(module, name))}" for name in pages.variants(module)]
     return "\n".join(lines)
-
-
-def _entries(module: ModuleType) -> list[Json]:
-    """Return the entries of a page in the JSON list: of its recipes, and of those that its sizes make impossible."""
-    recipes, impossible = built(module)
-    return [entry(recipe) for name in recipes for recipe in recipes[name]] + [
-        {"recipe": f"{pages.name(module)}-{size}", "size": size, "variant": name, "impossible": why}
-        for (name, size), why in impossible.items()
-    ]
 
 
 def built(module: ModuleType) -> tuple[dict[str, list[Recipe]], dict[tuple[str, str], str]]:
@@ -106,10 +105,20 @@ def tables(module: ModuleType) -> str:
     recipes, impossible = built(module)
     recipes = {name: of_sizes for name, of_sizes in recipes.items() if of_sizes}
     about = [(name, pages.about(pages.variant(module, name))) for name in recipes]
+    variants = [VARIANTS]
+    for name, of_sizes in recipes.items():
+        sizes: dict[str, list[str]] = {}
+        for recipe in of_sizes:
+            sizes.setdefault(recipe.deepspeed, []).append(recipe.size)
+        # The sizes are named if they have different files.
+        files = [f"{file} ({', '.join(own)})" if len(sizes) > 1 else file for file, own in sizes.items()]
+        first = of_sizes[0]
+        method = METHODS.get(first.method.name, first.method.name.upper())
+        variants.append((name, method, "adapters" if first.lora else "all weights", ", ".join(files)))
     blocks = [
         f"{pages.family_of(module)}: {pages.about(module)}",
         _table([SIZES, *(size_row(module, size) for size in module.SIZES)]),
-        _table([VARIANTS, *(_variant(name, of_sizes) for name, of_sizes in recipes.items())]),
+        _table(variants),
         _table(about),
         _hardware(list(module.SIZES), recipes),
     ]
@@ -141,16 +150,6 @@ def size_row(module: ModuleType, size: str) -> tuple[str, ...]:
     weights = str(path.relative_to(PACKAGE)) if path.is_relative_to(PACKAGE) else model.path
     counts = (pages.human(model.parameters), f"{context:,}" if context else NONE)
     return (size, *dimensions, *counts, pages.licence(module, size) or NONE, weights)
-
-
-def _variant(name: str, recipes: Sequence[Recipe]) -> tuple[str, ...]:
-    """Return a variant's row, which names the sizes if they have different DeepSpeed files."""
-    method, adapters = recipes[0].method.name, recipes[0].lora is not None
-    sizes: dict[str, list[str]] = {}
-    for recipe in recipes:
-        sizes.setdefault(recipe.deepspeed, []).append(recipe.size)
-    files = [f"{file} ({', '.join(own)})" if len(sizes) > 1 else file for file, own in sizes.items()]
-    return name, METHODS.get(method, method.upper()), "adapters" if adapters else "all weights", ", ".join(files)
 
 
 def _hardware(sizes: Sequence[str], recipes: dict[str, list[Recipe]]) -> str:

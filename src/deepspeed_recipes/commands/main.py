@@ -73,11 +73,6 @@ _NO_GPU = "Setting accelerator to CPU"
 """DeepSpeed's line on stdout without a GPU, which would appear in the middle of a command's output or JSON."""
 
 
-def run_page(page: str, words: Sequence[str]) -> int:
-    """Run a page as a script and return its exit status."""
-    return run("script", [page, *words], Path(page).name)
-
-
 def run(name: str, words: Sequence[str] | None = None, typed: str | None = None) -> int:
     """Run one command and return its exit status.
 

@@ -13,7 +13,7 @@ full --draft`. The other actions need the training stack, and `compare` and `tem
 import inspect
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -55,7 +55,18 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.action == "check":
         return int(check_pages(names))
     if options.action == "compare":
-        return int(compare_pages(names))
+        models: list[tuple[str, Model]] = []
+        for name in names:
+            family, _, size = name.partition("-")
+            sizes = {size: pages.find(name, "full").model} if size else pages.known_page(family).SIZES
+            models += [(f"{family}-{key}", model) for key, model in sizes.items()]
+        differing = False
+        for name, model in models:
+            found = compare(model)
+            differing |= bool(found)
+            source = f"the folder {model.path}" if Path(model.path).is_dir() else "the Hub"
+            print(f"{name}: {'differs from' if found else 'matches'} {source}", *found, sep="\n  ", flush=True)
+        return int(differing)
     print(f"{names[0]}: {verdict(names[0])}")
     return 0
 
@@ -103,87 +114,50 @@ def check_pages(names: Sequence[str]) -> bool:
 
 def problems(module: ModuleType) -> list[str]:
     """Return the problems of a page, one sentence each."""
-    checks = (_placeholders, _first_lines, _parameters, _lengths, _commands)
-    return [problem for check in checks for problem in check(module)]
+    from ..planning.model_profile.lookup import profile_of  # takes seconds, and `new` does not need it
 
-
-def _placeholders(module: ModuleType) -> Iterator[str]:
-    lines = inspect.getsource(module).splitlines()
-    for number, line in enumerate(lines, start=1):
+    found: list[str] = []
+    doc, page_name = module.__doc__ or "", Path(str(module.__file__)).stem
+    for number, line in enumerate(inspect.getsource(module).splitlines(), start=1):
         if PLACEHOLDER in line:
-            yield f"line {number}: replace the {PLACEHOLDER}: {line.strip()}"
-
-
-def _first_lines(module: ModuleType) -> Iterator[str]:
-    name = Path(str(module.__file__)).stem
-    if not (module.__doc__ or "").startswith(f"{name}: "):
-        yield f"the docstring has to begin with the page's name, `{name}: `, and describe the family"
+            found.append(f"line {number}: replace the {PLACEHOLDER}: {line.strip()}")
+    if not doc.startswith(f"{page_name}: "):
+        found.append(f"the docstring has to begin with the page's name, `{page_name}: `, and describe the family")
     things = {pages.family_of(module): module} | {one: pages.variant(module, one) for one in pages.variants(module)}
     for one, thing in things.items():
         line = pages.about(thing)
         if len(line) <= 20 or not line.endswith((".", ".)")):
-            yield (
+            found.append(
                 f"{one}: the first line of the docstring, which --list prints, has to be a sentence of more than 20 "
                 f"characters that ends with a full stop: {line!r}"
             )
-
-
-def _parameters(module: ModuleType) -> Iterator[str]:
-    from ..planning.model_profile.lookup import profile_of  # takes seconds, and `new` does not need it
-
     for size, model in module.SIZES.items():
         counted = profile_of(model.config).parameters
         if abs(counted - model.parameters) > TOLERANCE * model.parameters:
-            yield f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}"
-
-
-def _lengths(module: ModuleType) -> Iterator[str]:
+            found.append(f"{size}: parameters={model.parameters:,}, but its dimensions give {counted:,}")
     recipes, _ = built(module)  # an inherited variant may be impossible for the sizes of the page
     for size, model in module.SIZES.items():
         most = positions(model.config)
         of_size = (recipe for each in recipes.values() for recipe in each if recipe.size == size)
         if long := next((recipe for recipe in of_size if recipe.sequence_length > most), None):
-            yield f"{size} {long.variant}: sequence_length={long.sequence_length}, but the model has {most:,} positions"
-
-
-def _commands(module: ModuleType) -> Iterator[str]:
-    """Check the run line and the change line: each names this page, and the launcher accepts it."""
-    doc = module.__doc__ or ""
+            what = f"sequence_length={long.sequence_length}, but the model has {most:,} positions"
+            found.append(f"{size} {long.variant}: {what}")
+    # The run line and the change line: each names this page, and the launcher accepts it.
     commands = [shlex.split(line, comments=True) for line in LAUNCH.findall(doc)]
     if len(commands) < 2 or not any("=" in word for word in commands[1]):
-        yield "the docstring needs a command that runs the page, and a command that sets a key with key=value"
-    for recipe, variant, *changes in commands:
-        page, size = pages.split(recipe)
+        found.append("the docstring needs a command that runs the page, and a command that sets a key with key=value")
+    for typed, variant, *changes in commands:
+        page, size = pages.split(typed)
         size = size or next(iter(module.SIZES))
-        if Path(page).stem != Path(str(module.__file__)).stem:
-            yield f"the command for {recipe} names another page"
-            continue
-        if size not in module.SIZES or variant not in pages.variants(module):
-            yield f"the command for {recipe} {variant}: there is no such size or variant"
-            continue
-        try:
-            overrides.apply(pages.build(module, size, variant), [change for change in changes if "=" in change])
-        except UserError as error:
-            yield f"the command for {recipe} {variant}: {error}"
-
-
-def compare_pages(names: Sequence[str]) -> bool:
-    """Print a verdict on each of the pages `FAMILY[-SIZE]`, and return True if a page differs from the Hub."""
-    differing = False
-    for name, model in _models(names):
-        found = compare(model)
-        differing |= bool(found)
-        source = f"the folder {model.path}" if Path(model.path).is_dir() else "the Hub"
-        print(f"{name}: {'differs from' if found else 'matches'} {source}", *found, sep="\n  ", flush=True)
-    return differing
-
-
-def _models(names: Sequence[str]) -> list[tuple[str, Model]]:
-    found = []
-    for name in names:
-        family, _, size = name.partition("-")
-        sizes = {size: pages.find(name, "full").model} if size else pages.known_page(family).SIZES
-        found += [(f"{family}-{key}", model) for key, model in sizes.items()]
+        if Path(page).stem != page_name:
+            found.append(f"the command for {typed} names another page")
+        elif size not in module.SIZES or variant not in pages.variants(module):
+            found.append(f"the command for {typed} {variant}: there is no such size or variant")
+        else:
+            try:
+                overrides.apply(pages.build(module, size, variant), [change for change in changes if "=" in change])
+            except UserError as error:
+                found.append(f"the command for {typed} {variant}: {error}")
     return found
 
 

@@ -121,7 +121,16 @@ def numbers_of(arguments: argparse.Namespace) -> Numbers:
         else:
             raise UserError(f"precision={text}: must be one of {', '.join(PRECISIONS)}.")
     numbers = Numbers(**values)
-    return numbers if batch is None else accumulate(numbers, batch)
+    if batch is None:
+        return numbers
+    replicas = numbers.world_size // (numbers.tensor * numbers.pipeline * numbers.sequence)
+    step = numbers.micro_batch_size * max(1, replicas)
+    if batch % step:
+        raise UserError(
+            f"{GLOBAL}={batch}: must be a multiple of {step} (micro_batch_size {numbers.micro_batch_size} x "
+            f"data-parallel size {replicas})."
+        )
+    return dataclasses.replace(numbers, gradient_accumulation_steps=batch // step)
 
 
 def number(key: str, text: str, whole: bool) -> int | float:
@@ -134,18 +143,6 @@ def number(key: str, text: str, whole: bool) -> int | float:
     if value < least or value != value:
         raise UserError(f"{key}={text}: must be at least {least}.")
     return value
-
-
-def accumulate(numbers: Numbers, batch: int) -> Numbers:
-    """Return the numbers with the accumulation steps that the global batch needs."""
-    replicas = numbers.world_size // (numbers.tensor * numbers.pipeline * numbers.sequence)
-    step = numbers.micro_batch_size * max(1, replicas)
-    if batch % step:
-        raise UserError(
-            f"{GLOBAL}={batch}: must be a multiple of {step} (micro_batch_size {numbers.micro_batch_size} x "
-            f"data-parallel size {replicas})."
-        )
-    return dataclasses.replace(numbers, gradient_accumulation_steps=batch // step)
 
 
 def architecture(name: str) -> Json:

@@ -13,11 +13,14 @@ command, starts it and returns its exit status. On Ctrl-C or SIGTERM the run wri
 """
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from ...launching.options import LaunchOptions
+from ...recipe import pages
 from ...recipe.errors import UserError
 from .. import list
-from .options import options_of, parse
+from .options import AUTO, auto_words, parse
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +40,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     if typed.write:
         raise UserError(f"--write {typed.write}: only with --from FILE, whose translation it keeps.")
-    options = options_of(typed)
+    if not typed.recipe:
+        raise UserError(
+            "name a recipe and a variant, e.g. `ds-recipes launch tiny full`; `ds-recipes launch --list` lists all."
+        )
+    given = {field.name: getattr(typed, field.name) for field in fields(LaunchOptions) if hasattr(typed, field.name)}
+    if typed.recipe == AUTO:
+        given["model"], given["variant"], given["overrides"] = auto_words([typed.variant, *typed.overrides])
+    if not given["variant"]:
+        raise UserError(pages.choices(typed.recipe))
+    options = LaunchOptions(**given | {"overrides": tuple(given["overrides"]), "words": tuple(typed.words)})
     try:
         from .run import run  # not at the top: the planner and the report take longer to import than --list to print
 

@@ -51,11 +51,24 @@ def warning(recipe: Recipe, page: Recipe, given: Collection[str]) -> str | None:
         return None
     about = "" if found.exact else "about "
     size = [f"{about}{pages.human(round(found.parameters))} parameters"] if found.parameters else []
+    # What fits has the same architecture, or else the family in the name, at the nearest size.
+    own = [(name, model) for name, model in _models() if model.config.get("model_type") in found.kinds]
+    title = Path(recipe.model.path).name.lower()
+    alike = [(name, model) for name, model in _models() if re.match(r"[a-z]+", name)[0] in title]  # type: ignore[index]
+    near = [
+        (name, distance)
+        for name, model in own or alike
+        if recipe.variant in pages.variants(pages.page(pages.split(name)[0]))
+        and (distance := _distance(found, model)) <= math.log(FAR)
+    ]
+    advice = " Set these for your model."
+    if near:
+        name, _ = min(near, key=lambda one: one[1])
+        advice = f"\nWhat fits: ds-recipes launch {name} {recipe.variant} model.path={recipe.model.path}"
     return (
         f"warning: a borrowed recipe: {' '.join(overrides.as_typed(recipe, borrowed))} are the settings of "
         f"{pages.typed(page)}, a {theirs.config.get('model_type')} with {pages.human(theirs.parameters)} parameters; "
-        f"{recipe.model.path} is {' with '.join([*found.kinds[:1], *size]) or 'another model'}."
-        f"{_advice(recipe, found)}"
+        f"{recipe.model.path} is {' with '.join([*found.kinds[:1], *size]) or 'another model'}.{advice}"
     )
 
 
@@ -94,23 +107,6 @@ def _models() -> Iterator[tuple[str, Model]]:
     for family in pages.families():
         if not family.startswith("tiny"):
             yield from ((f"{family}-{size}", model) for size, model in pages.page(family).SIZES.items())
-
-
-def _advice(recipe: Recipe, found: Found) -> str:
-    """Return the recipe that fits: the same architecture, or else the family in the name, at the nearest size."""
-    own = [(name, model) for name, model in _models() if found.kinds and model.config.get("model_type") in found.kinds]
-    title = Path(recipe.model.path).name.lower()
-    alike = [(name, model) for name, model in _models() if re.match(r"[a-z]+", name)[0] in title]  # type: ignore[index]
-    having = [
-        (name, model)
-        for name, model in own or alike
-        if recipe.variant in pages.variants(pages.page(pages.split(name)[0]))
-        and _distance(found, model) <= math.log(FAR)
-    ]
-    if not having:
-        return " Set these for your model."
-    name, _ = min(having, key=lambda one: _distance(found, one[1]))
-    return f"\nWhat fits: ds-recipes launch {name} {recipe.variant} model.path={recipe.model.path}"
 
 
 TAKEN = ("learning_rate", "schedule.kind", "weight_decay", "global_batch_size", "sequence_length", "deepspeed")

@@ -10,13 +10,12 @@ import textwrap
 import types
 import typing
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ...launching.options import IMAGE, VOLUME, LaunchOptions
-from ...recipe import compatibility, overrides, pages
+from ...launching.options import IMAGE, VOLUME
+from ...recipe import compatibility, overrides
 from ...recipe.bounds import typed
 from ...recipe.conversions import dataclass_in
 from ...recipe.errors import UserError, first_sentence
@@ -120,20 +119,6 @@ AUTO = "auto"
 """The word on the command line in place of a recipe's name."""
 VARIANT = "lora"
 """The variant that `auto` takes by default: LoRA fits the most hardware, and the model forgets least."""
-
-
-def options_of(typed: argparse.Namespace) -> LaunchOptions:
-    """Return the options of a run."""
-    if not typed.recipe:
-        raise UserError(
-            "name a recipe and a variant, e.g. `ds-recipes launch tiny full`; `ds-recipes launch --list` lists all."
-        )
-    given = {field.name: getattr(typed, field.name) for field in fields(LaunchOptions) if hasattr(typed, field.name)}
-    if typed.recipe == AUTO:
-        given["model"], given["variant"], given["overrides"] = auto_words([typed.variant, *typed.overrides])
-    if not given["variant"]:
-        raise UserError(pages.choices(typed.recipe))
-    return LaunchOptions(**given | {"overrides": tuple(given["overrides"]), "words": tuple(typed.words)})
 
 
 def auto_words(typed: list[str | None]) -> tuple[str, str, list[str]]:

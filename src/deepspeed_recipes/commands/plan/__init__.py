@@ -43,9 +43,9 @@ from rich.console import Console
 
 from ...planning import table
 from ...planning.search import extremes, model_recipe, strategies, suggestions
-from ...planning.search.plans import Plan, PlanRequest, SearchResult, Workload, in_words
+from ...planning.search.plans import PlanRequest, SearchResult, Workload, in_words
 from ...recipe import overrides
-from ...recipe.errors import UserError, counted
+from ...recipe.errors import UserError, cannot_write, counted
 from ...recipe.project import program
 from ...training.data import updates
 from . import files, serving, which_gpu, workload
@@ -86,8 +86,11 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"{program('plan')}: {suggestions.sentence(request, result)}", file=sys.stderr)
         return 1
     if arguments.write:
-        with files.system_errors_of("--write", arguments.write):
+        try:
             files.write(request, result.best, arguments.write)
+        except OSError as error:
+            reason = cannot_write(error, arguments.write) or f"{arguments.write}: cannot be written ({error.strerror})."
+            raise UserError(f"--write {reason}") from None
     return 0
 
 
@@ -102,7 +105,13 @@ def _remarks(
     if arguments.longest:
         yield extremes.longest_in_words(request, result.best)
     if arguments.deadline and work:
-        yield _deadline_met(result.best, work, workload.deadline(arguments.deadline), arguments.nodes)
+        wanted, taken = workload.deadline(arguments.deadline), work.hours(result.best)
+        slowest = taken * result.best.speed / result.best.speed_range[0]
+        late = f", but up to {in_words(slowest)} within the range: take more GPUs to be safe" * (slowest > wanted)
+        cluster = result.best.cluster
+        gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
+        least = f" on {arguments.nodes} nodes or more" if arguments.nodes > 1 else ""  # fewer were not tried
+        yield f"The fewest GPUs that finish within {in_words(wanted)}{least}: {gpus}, in {in_words(taken)}{late}."
     if work and (steps := work.steps(result.best)) < updates.ENOUGH:
         made = f"{steps} step{'s' * (steps > 1)} of {result.best.recipe.global_batch_size} sequences"
         yield (
@@ -110,19 +119,6 @@ def _remarks(
             "epochs, or a shorter sequence_length."
         )
     yield from suggestions.remarks(request, result.best)
-
-
-def _deadline_met(plan: Plan, workload: Workload, hours: float, nodes: int) -> str:
-    """Return the number of GPUs and the time, with a warning if the slow end of the range misses the deadline.
-
-    Clusters of fewer than `nodes` were not tried.
-    """
-    taken, cluster = workload.hours(plan), plan.cluster
-    slowest = taken * plan.speed / plan.speed_range[0]
-    late = f", but up to {in_words(slowest)} within the range: take more GPUs to be safe" if slowest > hours else ""
-    gpus = f"{counted(cluster.gpus, 'GPU')} ({cluster.nodes} x {cluster.gpus_per_node})"
-    least = f" on {nodes} nodes or more" if nodes > 1 else ""
-    return f"The fewest GPUs that finish within {in_words(hours)}{least}: {gpus}, in {in_words(taken)}{late}."
 
 
 def answer(arguments: argparse.Namespace, request: PlanRequest, work: Workload | None) -> SearchResult:

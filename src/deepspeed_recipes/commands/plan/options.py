@@ -11,7 +11,7 @@ from pathlib import Path
 from ...planning.cost.training_setup import KNOWN
 from ...planning.hardware import machine_file
 from ...planning.hardware.cluster import Cluster, cluster, of_cpus, this_machine, with_measurements
-from ...planning.hardware.machine_file import CPU, Machine
+from ...planning.hardware.machine_file import CPU
 from ...planning.search import forecast, model_recipe, plans, strategies
 from ...planning.search.plans import PlanRequest
 from ...recipe import limits, overrides
@@ -149,8 +149,18 @@ def request_of(arguments: argparse.Namespace) -> PlanRequest:
 
 def hardware_of(arguments: argparse.Namespace) -> Cluster:
     """Return the machines that the command line names."""
-    if machine := _cpu_machine(arguments):
-        return plans.corrected(of_cpus(machine, arguments.gpus))
+    on_cpu = (arguments.gpu or "").upper() == CPU
+    if arguments.gpu_memory is None and (on_cpu or not arguments.gpu):
+        found = machine_file.read(arguments.machine) if arguments.machine else forecast.cpus_here()
+        measured_cpu = found is not None and found.device == CPU
+        if on_cpu and not measured_cpu:
+            where = f"{found.file} was measured on {found.device}" if found else "this machine's CPU was not measured"
+            raise UserError(f"--gpu cpu: {where}, and all rates of a CPU are; run ds-recipes doctor --measure there.")
+        if found and measured_cpu and (on_cpu or arguments.machine or this_machine() is None):
+            for option, given in (("nodes", arguments.nodes != 1), ("network", arguments.network)):
+                if given:
+                    raise UserError(f"--{option}: CPU ranks are planned on a single machine; leave it out.")
+            return plans.corrected(of_cpus(found, arguments.gpus))
     gpu, gpus = arguments.gpu, arguments.gpus
     if arguments.machine and gpu is None and arguments.gpu_memory is None:
         measured = machine_file.read(arguments.machine)
@@ -165,23 +175,6 @@ def hardware_of(arguments: argparse.Namespace) -> Cluster:
         raise UserError(f"--network {arguments.network:g}: must be above 0, in Gbit/s of one node.")
     machine = hardware.machine and replace(hardware.machine, network_gbs=0.0)  # what was measured does not count
     return replace(hardware, network_gbs=arguments.network / 8, machine=machine)
-
-
-def _cpu_machine(arguments: argparse.Namespace) -> Machine | None:
-    """Return the measurements of the machine whose CPU ranks are planned for, or None if the plan is for GPUs."""
-    asked = (arguments.gpu or "").upper() == CPU
-    if arguments.gpu_memory is not None or (arguments.gpu and not asked):
-        return None
-    found = machine_file.read(arguments.machine) if arguments.machine else forecast.cpus_here()
-    if asked and (found is None or found.device != CPU):
-        where = f"{found.file} was measured on {found.device}" if found else "this machine's CPU was not measured"
-        raise UserError(f"--gpu cpu: {where}, and all rates of a CPU are; run ds-recipes doctor --measure there.")
-    if found is None or found.device != CPU or not (asked or arguments.machine or this_machine() is None):
-        return None
-    for option, given in (("nodes", arguments.nodes != 1), ("network", arguments.network)):
-        if given:
-            raise UserError(f"--{option}: CPU ranks are planned on a single machine; leave it out.")
-    return found
 
 
 def recipe_of(arguments: argparse.Namespace) -> tuple[Recipe, frozenset[str]]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ...planning.cost.states import stage_ranges
 from ...planning.hardware.cluster import Cluster
-from ...planning.model_profile.profile import LayerProfile, ModelProfile
+from ...planning.model_profile.profile import ModelProfile
 from ...planning.search import strategies
 from ...planning.table import columns, hardware_in_words
 from ...recipe.errors import UserError
@@ -117,6 +117,11 @@ def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: flo
     config = recipe.model.config
     latent = config["kv_lora_rank"] + config["qk_rope_head_dim"] if config.get("kv_lora_rank") else 0
     heads = profile.key_value_heads
+    held = []  # the bytes of each layer's weights, with `width` per weight in linear layers and experts
+    for layer in profile.layers:
+        linear = sum(inputs * outputs for inputs, outputs in layer.linears)
+        narrow = min(layer.parameters, linear + layer.expert_parameters)
+        held.append(width * narrow + 2 * (layer.parameters - narrow))
     found = []
     for nodes in range(1, hardware.nodes + 1):
         for tensor in (1, 2, 4, 8, 16):
@@ -128,7 +133,7 @@ def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: flo
                 outside = (0 if index else profile.embedding_parameters + profile.tower_parameters) + (
                     profile.head_parameters if index == nodes - 1 else 0
                 )
-                weights = 2 * outside + sum(_layer_bytes(layer, width) for layer in layers)
+                weights = 2 * outside + sum(held[at] for at in span)
                 # A latent, and heads fewer than GPUs, are on each of them.
                 spread = 1 if latent else min(tensor, heads)
                 kept = ((layer, latent or profile.cached_per_token(layer)) for layer in layers if layer.attention_width)
@@ -136,12 +141,6 @@ def _splits(profile: ModelProfile, recipe: Recipe, hardware: Cluster, width: flo
                 stages.append((weights / tensor, cache / spread))
             found.append(Split(tensor, nodes, *(max(each) for each in zip(*stages, strict=True))))
     return sorted(found, key=lambda split: (split.gpus, split.pipeline))
-
-
-def _layer_bytes(layer: LayerProfile, width: float) -> float:
-    """Return the bytes of a layer's weights with `width` bytes per weight in linear layers and experts."""
-    narrow = min(layer.parameters, sum(inputs * outputs for inputs, outputs in layer.linears) + layer.expert_parameters)
-    return width * narrow + 2 * (layer.parameters - narrow)
 
 
 def _as_json(whole: Split, split: Split | None, hardware: Cluster, requests: int) -> dict[str, object]:

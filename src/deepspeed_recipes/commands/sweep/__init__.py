@@ -197,33 +197,26 @@ def read_space(words: Sequence[str]) -> Space:
         lowest, dots, highest = text.partition("..")
         comma = ";" if key in with_commas else ","
         if dots and _is_number(lowest) and _is_number(highest):
-            ranges[key] = _range(key, lowest, highest, known[key])
+            low, high = (overrides.parse(key, end, known[key]) for end in (lowest, highest))
+            if not isinstance(low, int | float) or isinstance(low, bool) or low >= high:
+                raise UserError(f"{key}={lowest}..{highest}: a range goes from a lower to a higher number.")
+            ranges[key] = lowest, highest
         elif comma in text:
-            lists[key] = _list(key, text, comma, known[key])
+            values = tuple(value.strip() for value in text.split(comma) if value.strip())
+            parsed = [overrides.parse(key, value, known[key]) for value in values]
+            if len(values) < 2:
+                raise UserError(
+                    f"{key}={redact(text)}: has only one value; list at least two, or leave the {comma!r} out."
+                )
+            if twice := next((values[at] for at, value in enumerate(parsed) if value in parsed[:at]), None):
+                raise UserError(f"{key}={redact(text)}: {twice} is listed twice.")
+            lists[key] = values
         else:
             overrides.parse(key, text, known[key])
             fixed.append(word)
     if not lists and not ranges:
         raise UserError("nothing to sweep over: list the values of a key, e.g. learning_rate=1e-4,3e-4,1e-3.")
     return Space(lists, ranges, tuple(fixed))
-
-
-def _list(key: str, text: str, comma: str, hint: object) -> tuple[str, ...]:
-    values = tuple(value.strip() for value in text.split(comma) if value.strip())
-    parsed = [overrides.parse(key, value, hint) for value in values]
-    if len(values) < 2:
-        raise UserError(f"{key}={redact(text)}: has only one value; list at least two, or leave the {comma!r} out.")
-    for at, value in enumerate(parsed):
-        if value in parsed[:at]:
-            raise UserError(f"{key}={redact(text)}: {values[at]} is listed twice.")
-    return values
-
-
-def _range(key: str, lowest: str, highest: str, hint: object) -> tuple[str, str]:
-    low, high = (overrides.parse(key, text, hint) for text in (lowest, highest))
-    if not isinstance(low, int | float) or isinstance(low, bool) or low >= high:
-        raise UserError(f"{key}={lowest}..{highest}: a range goes from a lower to a higher number.")
-    return lowest, highest
 
 
 def grid(space: Space, most: int) -> list[list[str]]:

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 from ....recipe import deepspeed_file, files, limits, overrides, pages
 from ....recipe.errors import UserError, first_line, of_system, redact
@@ -29,6 +30,9 @@ VARIANTS = {
 TYPICAL = "llama3-8b"
 """A recipe whose checks hold for models without a page, except for the keys that only some models have."""
 OF_SOME_MODELS = ("model.", "data.max_pixels=", "layout.expert=", "router_aux_loss_coef=")
+OF_LLAMA_FACTORY = {"stage", "finetuning_type", "template", "dataset_dir"}
+OF_TRAINING_ARGUMENTS = {"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"}
+"""Keys of which a file has at least one; LLaMA-Factory's have `model_name_or_path` as well."""
 SWIFT = {"train_type", "tuner_type"}
 """Keys that only ms-swift's files have."""
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -70,11 +74,16 @@ def translate(file: Path, gpus: int) -> Translation:
     if isinstance(given := values.get("deepspeed"), str) and not Path(given).is_file():  # of the tool's checkout
         places = (folder / given for folder in (file.parent, *file.parent.parents))
         values["deepspeed"] = str(next(filter(Path.is_file, places), given))
-    known = next((tool for tool in (llama_factory, axolotl, trl) if tool.is_one(values)), None)
-    if known is None or (known is trl and SWIFT & values.keys()):
+    if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
+        tool: ModuleType = llama_factory
+    elif "base_model" in values:
+        tool = axolotl
+    elif OF_TRAINING_ARGUMENTS & values.keys() and not SWIFT & values.keys():
+        tool = trl
+    else:
         raise UserError(f"{file}: {_unknown(values)}")
     try:
-        found: Translation = known.translate(values, gpus, file.parent)
+        found: Translation = tool.translate(values, gpus, file.parent)
         found.gpus = gpus
         return found
     except UserError as error:
@@ -217,7 +226,13 @@ def _refused(found: Translation, start: Recipe, changes: list[str]) -> Recipe | 
 def report(found: Translation, file: Path) -> list[str]:
     """Return the lines that show a translation: the command, then what has become of every key."""
     words = command_of(found)
-    lines = [f"{found.tool}: {file}", "", *_wrapped([*command("launch").split(), *words, *_data(found)])]
+    typed = [""]  # the command over several lines, each ended by a backslash except the last
+    for word in map(shlex.quote, [*command("launch").split(), *words, *_data(found)]):
+        if len(typed[-1]) + len(word) > WIDTH:
+            typed[-1] += " \\"
+            typed.append("   ")
+        typed[-1] += f" {word}"
+    lines = [f"{found.tool}: {file}", "", typed[0].lstrip(), *typed[1:]]
     usual = [f"{key}={found.overrides[key]}" for key in sorted(found.by_default) if key in found.overrides]
     same = [name for name, ours in found.translated.items() if ours == f"{name}={_short(found.values.get(name))}"]
     changed = {name: ours for name, ours in found.translated.items() if name not in same}
@@ -314,14 +329,3 @@ def _launch(page: Path, found: Translation) -> str:
 def _short(value: object) -> str:
     text = redact(str(value if not isinstance(value, bool) else str(value).lower()))
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _wrapped(words: list[str]) -> list[str]:
-    """Return a command over several lines, each ended by a backslash except the last."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if len(lines[-1]) + len(word) > WIDTH:
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    lines[0] = lines[0].lstrip()
-    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]

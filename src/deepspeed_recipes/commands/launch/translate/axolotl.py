@@ -27,11 +27,6 @@ LANGUAGE = re.compile(
 """Patterns for all linear layers of the language model in Axolotl's files for models with a vision tower."""
 
 
-def is_one(values: JsonView) -> bool:
-    """Return True if a file is Axolotl's."""
-    return "base_model" in values
-
-
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
     found = Translation("Axolotl", _flat(values), DEFAULTS)
@@ -102,26 +97,20 @@ def _method(found: Translation, values: JsonView) -> None:
             found.set(f"{found.method}.beta", beta or 0.1, "rl_beta", "dpo_beta", "orpo_alpha")
         if found.method == "simpo" and values.get("cpo_alpha") != 0:
             found.lack("cpo_alpha", "1 unless set: SimPO does not imitate the better answer here, as with cpo_alpha: 0")
-        if found.method == "grpo":
-            _grpo(found, values.get("trl") or {})
+        settings = (values.get("trl") or {}) if found.method == "grpo" else {}
+        for name, value in settings.items():
+            if name == "reward_funcs":
+                functions = [one.rpartition(".") for one in value]
+                files = [f"{module.replace('.', '/')}.py:{function}" for module, _, function in functions]
+                found.set("reward", files, "trl.reward_funcs")
+            elif (key := key_of(name, "grpo")).startswith("grpo.") and value is not None:
+                found.set(key, value, f"trl.{name}")
+            elif value not in (None, False):
+                found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
     elif rl:
         found.lack("rl", f"{rl}: there are {', '.join(METHODS)}")
     elif values.get("pretraining_dataset") or (_kinds(values) and _kinds(values) <= {"completion", "pretrain"}):
         found.method = "pretrain"
-
-
-def _grpo(found: Translation, settings: JsonView) -> None:
-    for name, value in settings.items():
-        if name == "reward_funcs":
-            files = [
-                f"{module.replace('.', '/')}.py:{function}"
-                for module, _, function in (one.rpartition(".") for one in value)
-            ]
-            found.set("reward", files, "trl.reward_funcs")
-        elif (key := key_of(name, "grpo")).startswith("grpo.") and value is not None:
-            found.set(key, value, f"trl.{name}")
-        elif value not in (None, False):
-            found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
 
 
 def _adapter(found: Translation) -> None:

@@ -23,13 +23,6 @@ OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
-def is_one(values: JsonView) -> bool:
-    """Return True if a file is LLaMA-Factory's."""
-    return "model_name_or_path" in values and bool(
-        {"stage", "finetuning_type", "template", "dataset_dir"} & set(values)
-    )
-
-
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file for a run on `gpus` GPUs; `dataset_dir` is in the current folder or `place`."""
     found = Translation("LLaMA-Factory", values, DEFAULTS)

@@ -55,15 +55,13 @@ def settings(found: Translation, gpus: int) -> None:
         found.note("adam_beta1", "0.9, as always")
     if found.given("data_seed"):
         found.lack("data_seed", "one seed is for the order of the data, too")
-    _schedule(found)
-    _optimizer(found)
-    _precision(found)
+    _optimization(found)
     _saving(found)
-    _trackers(found)
     _sharding(found)
 
 
-def _schedule(found: Translation) -> None:
+def _optimization(found: Translation) -> None:
+    """Translate schedule, optimizer and precision."""
     name = _typed(found, "lr_scheduler_type", "lr_scheduler")
     kind = str(found.take("lr_scheduler_type", "lr_scheduler"))
     kind = {"wsd": "warmup_stable_decay"}.get(kind, kind)
@@ -90,11 +88,8 @@ def _schedule(found: Translation) -> None:
     steps, ratio = found.take("warmup_steps"), found.take("warmup_ratio")
     if kind == "constant":
         found.need_none(("warmup_steps", "warmup_ratio"), "a constant rate has no warm-up")
-        return
-    found.set("schedule.warmup", steps or ratio or 0.0, *(("warmup_steps",) if steps else ("warmup_ratio",)))
-
-
-def _optimizer(found: Translation) -> None:
+    else:
+        found.set("schedule.warmup", steps or ratio or 0.0, "warmup_steps" if steps else "warmup_ratio")
     name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
     if kind in OUR_OPTIMIZERS:
@@ -109,9 +104,6 @@ def _optimizer(found: Translation) -> None:
         found.lack(name, why_impossible(kind) or "there are adamw, adamw_8bit and muon")
     if kind.startswith("paged"):
         found.remarks.append(f"{name}: {kind}: {PAGED}")
-
-
-def _precision(found: Translation) -> None:
     half = [name for name in ("fp16", "float16") if found.given(name) and found.values[name] != "auto"]
     brain = [name for name in ("bf16", "pure_bf16", "bfloat16") if found.given(name)]
     if half and all(found.values[name] == "auto" for name in brain):
@@ -124,7 +116,18 @@ def _precision(found: Translation) -> None:
         found.set("precision", "fp32", "bf16")
 
 
+OF_TRACKERS = {
+    "use_wandb": "wandb",
+    "wandb_project": "wandb",
+    "use_tensorboard": "tensorboard",
+    "use_mlflow": "mlflow",
+    "use_trackio": "trackio",
+}
+"""Axolotl's keys that turn a tracker on."""
+
+
 def _saving(found: Translation) -> None:
+    """Translate what a run measures, logs and keeps, and its trackers."""
     streamed = any(found.given(name) for name in found.values if name.startswith(("pretraining_dataset", "streaming")))
     for name, steps, key in (
         ("save_strategy", "save_steps", "save_steps"),
@@ -174,26 +177,13 @@ def _saving(found: Translation) -> None:
     if folder := found.take("output_dir"):
         found.options += ["--output-dir", str(folder)]
         found.note("output_dir", f"--output-dir {folder}")
-
-
-OF_TRACKERS = {
-    "use_wandb": "wandb",
-    "wandb_project": "wandb",
-    "use_tensorboard": "tensorboard",
-    "use_mlflow": "mlflow",
-    "use_trackio": "trackio",
-}
-"""Axolotl's keys that turn a tracker on."""
-
-
-def _trackers(found: Translation) -> None:
     named = found.take("report_to")
     names = [named] if isinstance(named, str) else list(named or ())
     known = [name for name in names if name in ("wandb", "tensorboard", "mlflow", "trackio")]
     for name in set(names) - set(known) - {"none", "all"}:
         found.leave("report_to", f"{name}: there are wandb, tensorboard, mlflow and trackio")
-    off = "wandb" if found.values.get("use_wandb") is False else None
-    switches = [key for key, tracker in OF_TRACKERS.items() if found.given(key) and tracker != off]
+    refused = "wandb" if found.values.get("use_wandb") is False else None
+    switches = [key for key, tracker in OF_TRACKERS.items() if found.given(key) and tracker != refused]
     known = list(dict.fromkeys([*known, *(OF_TRACKERS[key] for key in switches)]))
     if "all" not in names:  # nothing is tracked in the other tools unless the file asks for it
         found.set("tracking", ",".join(known) or "none", "report_to", *(key for key in switches if "use_" in key))

@@ -21,11 +21,6 @@ METHODS: dict[str, Json] = TRL["methods"]
 PEFT_TARGETS = "q_proj,v_proj"
 
 
-def is_one(values: JsonView) -> bool:
-    """Return True if a file has the names of TrainingArguments."""
-    return bool({"model_name_or_path", "per_device_train_batch_size", "num_train_epochs", "output_dir"} & set(values))
-
-
 def translate(values: JsonView, gpus: int, place: Path) -> Translation:
     """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
@@ -170,7 +165,19 @@ def _data(found: Translation) -> None:
     if not found.given("dataset_name"):
         _mixture(found)
     elif found.take("eval_strategy", "evaluation_strategy") not in (None, "no", False):
-        _held_out(found, Path(found.take("dataset_name")), found.take("dataset_test_split") or "test")
+        # The split that TRL's scripts evaluate, if it can be named here.
+        dataset, split = Path(found.take("dataset_name")), found.take("dataset_test_split") or "test"
+        on_hub = len(dataset.parts) == 2 and not dataset.exists() and not dataset.suffix[1:].isalpha()
+        named = dataset / split
+        place = named if on_hub or named.is_dir() else min(dataset.glob(f"{split}.*"), default=None)
+        if place:
+            found.set("data.validation", place, "eval_strategy", "evaluation_strategy", "dataset_test_split")
+        else:
+            found.lack(
+                "eval_strategy" if "eval_strategy" in found.values else "evaluation_strategy",
+                f"TRL evaluates the split {split} of {dataset}: give data.validation=FILE or "
+                "data.validation_share=0.05",
+            )
     if "data.validation_share" not in found.overrides:
         found.set("data.validation_share", 0.0)
 
@@ -219,17 +226,6 @@ def _mixture(found: Translation) -> None:
         )
     if configs := [name for one in entries if (name := one.get("config") or one.get("name")) not in (None, "default")]:
         found.lack(f"{source}.config", f"a subset ({configs[0]}) cannot be asked for; save it as files")
-
-
-def _held_out(found: Translation, dataset: Path, split: str) -> None:
-    """Set the held-out data to the split that TRL's scripts evaluate, if it can be named here."""
-    on_hub = len(dataset.parts) == 2 and not dataset.exists() and not dataset.suffix[1:].isalpha()
-    place = dataset / split if on_hub or (dataset / split).is_dir() else min(dataset.glob(f"{split}.*"), default=None)
-    if place is None:
-        why = f"TRL evaluates the split {split} of {dataset}: give data.validation=FILE or data.validation_share=0.05"
-        found.lack("eval_strategy" if "eval_strategy" in found.values else "evaluation_strategy", why)
-    else:
-        found.set("data.validation", place, "eval_strategy", "evaluation_strategy", "dataset_test_split")
 
 
 def _set_by_the_user(values: JsonView) -> tuple[Json, str]:
