@@ -215,8 +215,4 @@ def show(file: str, findings: list[Finding], objection: str | None) -> None:
         print(f"{file}: DeepSpeed rejects it: {objection}")
     errors = sum(finding.severity == "error" for finding in findings) + (objection is not None)
     warnings = sum(finding.severity == "warning" for finding in findings)
-    print(f"{file}: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number or 'no'} {name}{'s' * (number != 1)}"
+    print(f"{file}: {errors or 'no'} error{'s' * (errors != 1)}, {warnings or 'no'} warning{'s' * (warnings != 1)}")

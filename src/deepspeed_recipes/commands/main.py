@@ -113,8 +113,13 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         return 1
     except Exception as error:
         refused = lasting(error, _written(words))
-        if refused is None and isinstance(error, OSError) and _is_users(error, words):
-            refused = of_system(error)
+        if refused is None and isinstance(error, OSError):
+            # The user's mistake, if it is about a file named on the command line, in it or above it.
+            given = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
+            named = [Path(os.path.abspath(word)) for word in given if word and "\0" not in word]
+            about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
+            if any(file.is_relative_to(place) or place.is_relative_to(file) for file in about for place in named):
+                refused = of_system(error)
         if refused is None and isinstance(error, RuntimeError) and "Symlink loop" in str(error):  # Python below 3.13
             refused = f"{first_line(error)}: remove the links that lead in a circle."
         if refused is None:
@@ -123,20 +128,9 @@ def run(name: str, words: Sequence[str] | None = None, typed: str | None = None)
         return 2
 
 
-_LONG = re.compile(r"\S{300,}")
-
-
 def _said(text: str) -> str:
     """Return text for a terminal: without control characters, and with very long names shortened."""
-    return _LONG.sub(lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
-
-
-def _is_users(error: OSError, words: Sequence[str] | None) -> bool:
-    """Return True if an error is about a file named on the command line, or about a file in or a folder above it."""
-    typed = [word.partition("=")[2] or word for word in (sys.argv[1:] if words is None else words)]
-    named = [Path(os.path.abspath(word)) for word in typed if word and "\0" not in word]
-    about = [Path(os.path.abspath(os.fsdecode(file))) for file in (error.filename, error.filename2) if file]
-    return any(file.is_relative_to(place) or place.is_relative_to(file) for file in about for place in named)
+    return re.sub(r"\S{300,}", lambda found: f"{found[0][:150]}...{found[0][-100:]}", printable(text))
 
 
 def _written(words: Sequence[str] | None) -> str | None:

@@ -16,19 +16,14 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ..recipe import files, overrides, pages
 from ..recipe.compatibility import positions
 from ..recipe.errors import UserError, first_line
-from ..recipe.files import JsonView
 from ..recipe.project import PAGES, command, require
 from ..recipe.recipe import Model
 from .list import built
 from .main import Parser
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 LAUNCH = re.compile(r"^ *(?:python scripts/launch\.py|[\w-]+ launch) (.+)$", re.MULTILINE)
 """A command in a docstring, as typed in a checkout or with an installed package."""
@@ -166,25 +161,21 @@ def compare(model: Model) -> list[str]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
+        theirs = AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
     except (OSError, ValueError) as error:
         raise UserError(
             f"{model.path}: cannot be read: {first_line(error)} (no network, or a licence to accept?)"
         ) from error
-    found = differences(model.config, config)
+    ours = AutoConfig.for_model(**model.config)
+    found = [
+        f"{name}: the page has {getattr(ours, name)}, the Hub {getattr(theirs, name, None)}"
+        for name in model.config
+        if getattr(ours, name, None) != getattr(theirs, name, None)
+    ]
     count = parameters(model.path)
     if count is not None and abs(count / model.parameters - 1) > 0.01:
         found.append(f"parameters: the page has {model.parameters:,}, the Hub {count:,}")
     return found
-
-
-def differences(stated: JsonView, config: "PreTrainedConfig") -> list[str]:
-    """Return the dimensions on a page that differ from a configuration."""
-    from transformers import AutoConfig
-
-    ours = AutoConfig.for_model(**stated)
-    names = [name for name in stated if getattr(ours, name, None) != getattr(config, name, None)]
-    return [f"{name}: the page has {getattr(ours, name)}, the Hub {getattr(config, name, None)}" for name in names]
 
 
 def parameters(path: str) -> int | None:

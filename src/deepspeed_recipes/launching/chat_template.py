@@ -36,7 +36,22 @@ def check(recipe: Recipe) -> None:
     if text is None or text == _read(OWN) or not importlib.util.find_spec("trl"):
         return
     marked = _marked(text)
-    if _ends_in_a_token(text, _folder(recipe)) if marked == text else marked and recipe.model.chat_template == "auto":
+    if marked == text:
+        # A turn that ends in a token which the tokenizer's file lists, if it has one, needs no tokenizer.
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        from ..training.model.shown import bounded
+
+        folder, probe = _folder(recipe), [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+        how = {"return_assistant_tokens_mask": True, **_Template(text, folder).special}
+        unclear = (UserError, TemplateError, KeyError, TypeError, ValueError)
+        with contextlib.suppress(*unclear), bounded("its chat template"):
+            listed = tuple(token["content"] for token in read_json(folder / "tokenizer.json")["added_tokens"])
+            (chat,), (spans,) = render_jinja_template([probe], None, None, text, **how)
+            if any(chat[first:last].rstrip().endswith(listed) for first, last in spans[-1:]):
+                return
+    elif marked and recipe.model.chat_template == "auto":
         return
     from ..training.data import chat_templates  # imports torch, which few runs need to wait for here
 
@@ -160,22 +175,6 @@ class _Template:
             [turns], tools or None, None, chat_template or self.text, **self.special, **options
         )
         return str(rendered[0][0])
-
-
-def _ends_in_a_token(text: str, folder: Path) -> bool:
-    """Return whether the turn that a template marks ends in a token that the tokenizer's file lists, if it has one."""
-    from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    from ..training.model.shown import bounded
-
-    probe = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
-    how = {"return_assistant_tokens_mask": True, **_Template(text, folder).special}
-    with contextlib.suppress(UserError, TemplateError, KeyError, TypeError, ValueError), bounded("its chat template"):
-        listed = tuple(token["content"] for token in read_json(folder / "tokenizer.json")["added_tokens"])
-        (chat,), (spans,) = render_jinja_template([probe], None, None, text, **how)
-        return any(chat[first:last].rstrip().endswith(listed) for first, last in spans[-1:])
-    return False
 
 
 def _folder(recipe: Recipe) -> Path:

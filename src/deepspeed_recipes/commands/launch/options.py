@@ -81,7 +81,9 @@ def keys() -> dict[str, Key]:
         owner = METHODS.get(section) or (dataclass_in(typing.get_type_hints(Recipe)[section]) if section else Recipe)
         assert owner is not None, name
         meaning = _meanings(owner.__module__)[owner.__name__].get(field, "")
-        found[name] = Key(name, type_name(hint), _default(owner, field), meaning)
+        default = next(one.default for one in dataclasses.fields(owner) if one.name == field)
+        shown = "" if default is dataclasses.MISSING else typed(default)
+        found[name] = Key(name, type_name(hint), shown, meaning)
     return found
 
 
@@ -92,13 +94,6 @@ def type_name(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(typing.get_args(hint))
     return {bool: "true | false", int: "whole number", float: "number", str: "text", type(None): "none"}[hint]
-
-
-def _default(owner: type, field: str) -> str:
-    default = next(one.default for one in dataclasses.fields(owner) if one.name == field)
-    if default is dataclasses.MISSING:
-        return ""
-    return typed(default)
 
 
 @functools.cache

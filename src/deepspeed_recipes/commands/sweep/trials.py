@@ -116,7 +116,7 @@ def launch(words: Sequence[str], log: Path) -> int:
 def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int, log: Path) -> Result:
     """Return a trial's row: its numbers if it has finished, otherwise the reason."""
     if not is_finished(place):
-        return Result(trial, overrides, status or 1, reason(place, log))
+        return Result(trial, overrides, status or 1, reason(log))
     summary: Json = read_json(place.summary)
     held_out = [row["loss"] for row in read_jsonl(place.evaluations) if "loss" in row]
     judged = summary.get("after") is not None
@@ -133,7 +133,7 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
     )
 
 
-def reason(place: RunFolder, log: Path) -> str:
+def reason(log: Path) -> str:
     """Return the line of a trial's output with the reason: the launcher's last line, without the launcher's name."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     errors = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
@@ -181,7 +181,8 @@ def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
     metric = found[0].metric
     means = {settings: scores for settings, scores in over_seeds(results).items() if len(scores) > 1}
     same = all(one.score == one.held_out_loss for one in found)
-    heads = [method.title(metric), *(["mean over seeds"] if means else []), *HEADS[same:]]
+    others = ("held-out loss", "training loss", "tokens/s", "seconds")[same:]
+    heads = [method.title(metric), *(["mean over seeds"] if means else []), *others]
     for name in heads:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("")
@@ -199,22 +200,15 @@ def table(results: Sequence[Result], keys: Sequence[str]) -> Table:
                 row.append(f"{mean} \N{PLUS-MINUS SIGN} {spread} ({len(scores)})")
             else:
                 row.append("")
-        shown.add_row(*row, *numbers(one)[same:], "best" if at == 0 else "")
+        given = ((one.held_out_loss, ".4f"), (one.loss, ".4f"), (one.tokens_per_second, ",.0f"), (one.seconds, ".0f"))
+        numbers = ["-" if value is None else f"{value:{form}}" for value, form in given]
+        shown.add_row(*row, *numbers[same:], "best" if at == 0 else "")
     return shown
-
-
-HEADS = ("held-out loss", "training loss", "tokens/s", "seconds")
 
 
 def score(one: Result) -> str:
     """Return a result's score, formatted."""
     return "-" if one.score is None else method.shown(one.metric, one.score)
-
-
-def numbers(one: Result) -> list[str]:
-    """Return the other numbers of a row, in the order of `HEADS`."""
-    given = ((one.held_out_loss, ".4f"), (one.loss, ".4f"), (one.tokens_per_second, ",.0f"), (one.seconds, ".0f"))
-    return ["-" if value is None else f"{value:{form}}" for value, form in given]
 
 
 def draw(results: Sequence[Result], keys: Sequence[str], file: Path) -> bool:

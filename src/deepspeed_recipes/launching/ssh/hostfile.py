@@ -59,9 +59,23 @@ def read(
     if include and exclude:
         raise UserError("--include and --exclude: give one of them, not both.")
     options: tuple[str, ...] = ()
-    if include or exclude:
-        slots = _filtered(slots, include or exclude, bool(include), hostfile)
-        options = ("--include", include) if include else ("--exclude", exclude)
+    if text := include or exclude:
+        flag = "--include" if include else "--exclude"
+        named: dict[str, tuple[int, ...]] = {}
+        for part in text.split("@"):
+            host, _, listed = part.partition(":")
+            if host not in slots:
+                raise UserError(f"{flag} {text}: {host!r} is not in {hostfile}, which has {', '.join(slots)}.")
+            if not re.fullmatch(r"(\d{1,4}(,\d{1,4})*)?", listed) or part.endswith(":"):
+                raise UserError(f"{flag} {text}: slots are numbers separated by commas, as in {host}:0,2.")
+            chosen = set(map(int, listed.split(","))) if listed else set(slots[host])
+            if not chosen <= set(slots[host]):
+                raise UserError(f"{flag} {text}: {host} has slots 0 to {len(slots[host]) - 1} in {hostfile}.")
+            named[host] = tuple(sorted({*named.get(host, ()), *chosen}))
+        if exclude:
+            named = {host: tuple(slot for slot in slots[host] if slot not in named.get(host, ())) for host in slots}
+        slots = {host: named[host] for host in slots if named.get(host)}
+        options = (flag, text)
     if nodes is not None:
         if not 1 <= nodes <= len(slots):
             raise UserError(f"--nodes {nodes}: {hostfile} has {len(slots)} hosts.")
@@ -116,28 +130,6 @@ def parse(hostfile: Path) -> dict[str, tuple[int, ...]]:
     if not slots:
         raise UserError(f"{hostfile}: no hosts; write one `name slots=8` per line.")
     return slots
-
-
-def _filtered(
-    slots: dict[str, tuple[int, ...]], text: str, include: bool, hostfile: Path
-) -> dict[str, tuple[int, ...]]:
-    flag = "--include" if include else "--exclude"
-    named: dict[str, tuple[int, ...]] = {}
-    for part in text.split("@"):
-        host, _, listed = part.partition(":")
-        if host not in slots:
-            raise UserError(f"{flag} {text}: {host!r} is not in {hostfile}, which has {', '.join(slots)}.")
-        if not re.fullmatch(r"(\d{1,4}(,\d{1,4})*)?", listed) or part.endswith(":"):
-            raise UserError(f"{flag} {text}: slots are numbers separated by commas, as in {host}:0,2.")
-        chosen = tuple(sorted({int(slot) for slot in listed.split(",")})) if listed else slots[host]
-        for slot in chosen:
-            if slot not in slots[host]:
-                raise UserError(f"{flag} {text}: {host} has slots 0 to {len(slots[host]) - 1} in {hostfile}.")
-        named[host] = tuple(sorted({*named.get(host, ()), *chosen}))
-    if include:
-        return {host: named[host] for host in slots if host in named}
-    left = {host: tuple(slot for slot in there if slot not in named.get(host, ())) for host, there in slots.items()}
-    return {host: there for host, there in left.items() if there}
 
 
 def launcher_options(pool: HostPool, master: str) -> list[str]:

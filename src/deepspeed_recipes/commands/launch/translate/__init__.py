@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 from ....recipe import deepspeed_file, files, limits, overrides, pages
 from ....recipe.errors import UserError, first_line, of_system, redact
@@ -74,20 +73,19 @@ def translate(file: Path, gpus: int) -> Translation:
     if isinstance(given := values.get("deepspeed"), str) and not Path(given).is_file():  # of the tool's checkout
         places = (folder / given for folder in (file.parent, *file.parent.parents))
         values["deepspeed"] = str(next(filter(Path.is_file, places), given))
-    if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
-        tool: ModuleType = llama_factory
-    elif "base_model" in values:
-        tool = axolotl
-    elif OF_TRAINING_ARGUMENTS & values.keys() and not SWIFT & values.keys():
-        tool = trl
-    else:
-        raise UserError(f"{file}: {_unknown(values)}")
     try:
-        found: Translation = tool.translate(values, gpus, file.parent)
-        found.gpus = gpus
-        return found
+        if "model_name_or_path" in values and OF_LLAMA_FACTORY & values.keys():
+            found = llama_factory.translate(values, gpus, file.parent)
+        elif "base_model" in values:
+            found = axolotl.translate(values, gpus)
+        elif OF_TRAINING_ARGUMENTS & values.keys() and not SWIFT & values.keys():
+            found = trl.translate(values, gpus)
+        else:
+            raise UserError(_unknown(values))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
+    found.gpus = gpus
+    return found
 
 
 def read(file: Path) -> Json:

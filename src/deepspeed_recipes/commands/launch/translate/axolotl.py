@@ -4,7 +4,6 @@ Names and defaults: its src/axolotl/utils/schemas, in the version of July 2026.
 """
 
 import re
-from pathlib import Path
 
 from ....recipe.files import Json, JsonView
 from ....recipe.overrides import OTHER_TOOLS, key_of
@@ -27,8 +26,8 @@ LANGUAGE = re.compile(
 """Patterns for all linear layers of the language model in Axolotl's files for models with a vision tower."""
 
 
-def translate(values: JsonView, gpus: int, place: Path) -> Translation:
-    """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
+def translate(values: JsonView, gpus: int) -> Translation:
+    """Translate the settings of a file for a run on `gpus` GPUs."""
     found = Translation("Axolotl", _flat(values), DEFAULTS)
     found.model = str(found.take("base_model"))
     found.note("base_model", "the model")
@@ -109,8 +108,12 @@ def _method(found: Translation, values: JsonView) -> None:
                 found.lack(f"trl.{name}", f"{value}: no such setting of grpo")
     elif rl:
         found.lack("rl", f"{rl}: there are {', '.join(METHODS)}")
-    elif values.get("pretraining_dataset") or (_kinds(values) and _kinds(values) <= {"completion", "pretrain"}):
-        found.method = "pretrain"
+    else:
+        # Without Axolotl's variants of the types (`chat_template.default`).
+        types = [str(entry["type"]) for _, entry in _entries(values, "datasets") if entry.get("type")]
+        kinds = {one.partition(".")[0].partition(":")[0] for one in types}
+        if values.get("pretraining_dataset") or (kinds and kinds <= {"completion", "pretrain"}):
+            found.method = "pretrain"
 
 
 def _adapter(found: Translation) -> None:
@@ -198,12 +201,6 @@ def _model(found: Translation) -> None:
         found.lack(
             "plugins", f"{', '.join(one.rpartition('.')[2] for one in plugins if one not in ours)}: not available"
         )
-
-
-def _kinds(values: JsonView) -> set[str]:
-    """Return the types of the data sets, without Axolotl's variants of them (`chat_template.default`)."""
-    kinds = {str(entry.get("type") or "") for _, entry in _entries(values, "datasets")}
-    return {kind.partition(".")[0].partition(":")[0] for kind in kinds if kind}
 
 
 def _data(found: Translation, values: JsonView) -> None:

@@ -4,7 +4,6 @@ Names and defaults: its src/llamafactory/hparams and data/README.md, in the vers
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 from ....recipe.errors import UserError
@@ -195,9 +194,14 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
             continue
         entry = listed[word]
         paths.append(str(folder / entry["file_name"]) if "file_name" in entry else str(entry.get("hf_hub_url", word)))
-        for problem in _problems(entry):
-            found.lack(f"{name}: {word}", problem)
         columns = entry.get("columns", {})
+        asked = [one for one in ("subset", "num_samples", "folder", "script_url") if entry.get(one)]
+        problems = [f"{one}: {entry[one]} cannot be asked for; give a file or folder" for one in asked]
+        if not entry.keys() & {"file_name", "hf_hub_url"}:
+            problems.append("neither a file nor a data set on the Hub")
+        problems += [f"{kind} are not read" for kind in ("videos", "audios") if columns.get(kind)]
+        for problem in problems:
+            found.lack(f"{name}: {word}", problem)
         usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
         if found.method == "pretrain":
             usual["prompt"] = "text"
@@ -225,14 +229,3 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         found.set("data.columns", ",".join(f"{column}:{field}" for column, field in renamed.items()), name)
         named = [listed[word].get("columns", {}).values() for word in words if word in listed]
         found.note_shared_names(renamed, named)
-
-
-def _problems(entry: JsonView) -> Iterator[str]:
-    for name in ("subset", "num_samples", "folder", "script_url"):
-        if entry.get(name):
-            yield f"{name}: {entry[name]} cannot be asked for; give a file or folder"
-    if not entry.keys() & {"file_name", "hf_hub_url"}:
-        yield "neither a file nor a data set on the Hub"
-    for kind in ("videos", "audios"):
-        if entry.get("columns", {}).get(kind):
-            yield f"{kind} are not read"

@@ -21,8 +21,8 @@ METHODS: dict[str, Json] = TRL["methods"]
 PEFT_TARGETS = "q_proj,v_proj"
 
 
-def translate(values: JsonView, gpus: int, place: Path) -> Translation:
-    """Translate the settings of a file; the arguments are those of `llama_factory.translate`."""
+def translate(values: JsonView, gpus: int) -> Translation:
+    """Translate the settings of a file for a run on `gpus` GPUs."""
     saved = "_n_gpu" in values or "hub_token" in values or len(values) > 60  # `to_dict` writes every argument
     given, kind = _set_by_the_user(values) if saved else (values, "")
     # TRL's command line has `--no_X` for every switch X that is on by default.
