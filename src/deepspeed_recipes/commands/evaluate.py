@@ -42,7 +42,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [candidates.find(name, options.model) for name in options.models]
     if options.base:
         found = [candidates.base_of(found[0]), *found]
-    compared = {"tasks": measure_tasks(python, found, options)} if python else measure(found, options)
+    if python:
+        from ..export.evaluate import comparison, harness
+
+        measured = []
+        for one in found:
+            print(f"lm-evaluation-harness: {options.tasks} of {one.name}", file=sys.stderr, flush=True)
+            words = harness.command(python, one.model, options.tasks, options.include, options.limit)
+            measured.append((one.name, harness.run(words, environment.variables())))
+        tasks = comparison.of_tasks(measured)
+        text = "\n\n".join("\n".join(comparison.lines(task)) for task in tasks)
+        print(json.dumps(tasks, indent=2) if options.json else text)
+        compared: Json = {"tasks": tasks}
+    else:
+        compared = measure(found, options)
     for run in [one.run for one in found if one.run]:
         before = read_json(run.evaluation, {})  # results by the run's own metric and by tasks are kept together
         kept = before if "tasks" in compared else {key: before[key] for key in before.keys() & {"tasks"}}
@@ -98,21 +111,4 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
                 print(f"warning: {text}", file=sys.stderr, flush=True)
         compared = comparison.of(examples, [(one.name, score.of(one.model, examples)) for one in found])
     print(json.dumps(compared, indent=2) if options.json else printable("\n".join(comparison.lines(compared))))
-    return compared
-
-
-def measure_tasks(python: Path, found: Sequence[Candidate], options: argparse.Namespace) -> list[Json]:
-    """Measure every model with lm-evaluation-harness, print the comparisons and return them."""
-    from ..export.evaluate import comparison, harness
-
-    measured = []
-    for one in found:
-        print(f"lm-evaluation-harness: {options.tasks} of {one.name}", file=sys.stderr, flush=True)
-        words = harness.command(python, one.model, options.tasks, options.include, options.limit)
-        measured.append((one.name, harness.run(words, environment.variables())))
-    compared = comparison.of_tasks(measured)
-    if options.json:
-        print(json.dumps(compared, indent=2))
-    else:
-        print("\n\n".join("\n".join(comparison.lines(task)) for task in compared))
     return compared

@@ -114,9 +114,16 @@ def launch(words: Sequence[str], log: Path) -> int:
 
 
 def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int, log: Path) -> Result:
-    """Return a trial's row: its numbers if it has finished, otherwise the reason."""
+    """Return a trial's row: its numbers if it has finished, otherwise the reason.
+
+    That is the launcher's last line in `log`, without the launcher's name, or the last line of anything.
+    """
     if not is_finished(place):
-        return Result(trial, overrides, status or 1, reason(log))
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+        errors = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
+        last = next((line for line in reversed(lines) if line.strip()), "no output")
+        reason = errors[-1].partition(": ")[2] if errors else last
+        return Result(trial, overrides, status or 1, redact(reason))
     summary: Json = read_json(place.summary)
     held_out = [row["loss"] for row in read_jsonl(place.evaluations) if "loss" in row]
     judged = summary.get("after") is not None
@@ -131,14 +138,6 @@ def result(place: RunFolder, trial: int, overrides: tuple[str, ...], status: int
         tokens_per_second=summary["tokens_per_second"],
         seconds=summary["seconds"],
     )
-
-
-def reason(log: Path) -> str:
-    """Return the line of a trial's output with the reason: the launcher's last line, without the launcher's name."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    errors = [line for line in lines if line.startswith(("launch.py: ", "ds-recipes launch: "))]
-    last = errors[-1:] or [line for line in lines if line.strip()][-1:]
-    return redact(last[0].partition(": ")[2] if errors else last[0]) if last else "no output"
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:

@@ -253,11 +253,8 @@ class RayAttempts:
         found = ask(self.cluster.address, folder, uuid.uuid4().hex, self.environment["TORCH_EXTENSIONS_DIR"])
         answering = [one for one in found if "failed" not in one["answer"]]
         asked = len(self.cluster.nodes)
-        self.alive = replace(
-            selected(self.cluster.address, nodes_of(answering), None, self.cluster.most_ranks),
-            on_gpus=self.cluster.on_gpus,
-        )
-        self.alive = replace(self.alive, nodes=self.alive.nodes[:asked])
+        usable = selected(self.cluster.address, nodes_of(answering), None, self.cluster.most_ranks)
+        self.alive = replace(usable, nodes=usable.nodes[:asked], on_gpus=self.cluster.on_gpus)
         if len(self.alive.nodes) < asked:
             print(f"continuing on {', '.join(node.name for node in self.alive.nodes)}", flush=True)
         return self.alive.ranks
