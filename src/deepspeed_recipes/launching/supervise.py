@@ -44,8 +44,8 @@ def explain(run: RunFolder, failed: Sequence[FailedRank], status: int, ranks: in
     lost = [one.host for one in failed if one.rank is None]
     if lost:
         return f"{', '.join(lost)} stopped answering; the ranks on the other hosts were ended"
-    written = [file for file in run.ranks.glob("rank-*.stack") if file.read_text().startswith(HUNG)]
-    if hung := [int(file.stem.partition("-")[2]) for file in written]:
+    hung = stacks(run)
+    if hung:
         missing = sorted(set(range(ranks)) - set(hung))
         silent = f"; none from rank {', '.join(map(str, missing))}, which was stopped or cut off" if missing else ""
         minutes = starting_recipe(run).hang_minutes
@@ -67,6 +67,12 @@ def ending(code: int | None, status: int) -> str:
     if code >= 0:
         return f"exited with status {code}"
     return f"was killed by {signal.Signals(-code).name}"
+
+
+def stacks(run: RunFolder) -> list[int]:
+    """Return the ranks that have written a stack after a hang."""
+    files = run.ranks.glob("rank-*.stack")
+    return sorted(int(file.stem.partition("-")[2]) for file in files if file.read_text().startswith(HUNG))
 
 
 RANK_MODULE = "deepspeed_recipes.training.run"
