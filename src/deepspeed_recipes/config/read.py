@@ -115,10 +115,6 @@ def parse(data: bytes | str) -> Document:
     """Parse `data`, which is UTF-8; raise `Unreadable`, with line and column, if it is no JSON object."""
     if len(data) > MAX_BYTES:
         raise Unreadable(f"larger than {MAX_BYTES // 2**20} MiB, which no DeepSpeed config is")
-    return _Parser(_decode(data)).document()
-
-
-def _decode(data: bytes | str) -> str:
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
     except UnicodeDecodeError as error:
@@ -130,7 +126,7 @@ def _decode(data: bytes | str) -> str:
         raise Unreadable("the file starts with a byte order mark; save it as UTF-8 without BOM")
     if not text.strip():
         raise Unreadable("the file is empty")
-    return text
+    return _Parser(text).document()
 
 
 class _Parser:
@@ -152,7 +148,8 @@ class _Parser:
         if self.at < len(self.text):
             raise self._stop("text after the end of the config", self.at)
         if not isinstance(value, dict):
-            raise Unreadable(f"expected an object in braces, found {_name(value)}")
+            names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+            raise Unreadable(f"expected an object in braces, found {names.get(type(value), 'a number')}")
         return Document(value, self.places, tuple(self.problems), self.text, self.spans, self.comments)
 
     def _value(self) -> object:
@@ -305,11 +302,6 @@ class _Parser:
         line = self.text[self.at : end if end >= 0 else len(self.text)]
         why = "has an invalid escape" if line.count('"') > 1 else "is not closed on its line"
         return self._stop(f"the string {_show(line[:20])} {why}", self.at)
-
-
-def _name(value: object) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
 
 
 def _short(text: str) -> str:

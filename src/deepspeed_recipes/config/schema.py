@@ -97,17 +97,11 @@ def position(version: str) -> int:
     return (major * 100 + minor) * 100 + patch
 
 
-def section(*path: str | int) -> Json | None:
-    """Return the node of the section at `path` (`section("zero_optimization", "offload_param")`), or None."""
-    node: Json | None = load()["root"]
-    for name in path:
-        node = node and node["keys"].get(name, {}).get("section")
-    return node
-
-
 def entry(path: Key) -> Json:
     """Return the schema's entry for the key at `path`, empty if there is none."""
-    node = section(*path[:-1])
+    node: Json | None = load()["root"]
+    for name in path[:-1]:
+        node = node and node["keys"].get(name, {}).get("section")
     found: Json = node["keys"].get(path[-1], {}) if node else {}
     return found
 

@@ -262,9 +262,15 @@ def refusal(row: str, **values: object) -> UserError:
 def check(case: Case, moment: Moment) -> None:
     """Refuse a case by the rows of a moment that have a remedy; `limits` refuses layouts and names the nearest."""
     for row, values in conflicts(case, moment):
-        if row.remedy:
-            reason, remedy = row.reason.format(**values), row.remedy.format(**values)
-            raise UserError(f"{_shown(case, row)}: {reason}; {remedy}.")
+        if not row.remedy:
+            continue
+        settings = _as_typed(case, row.setting)
+        if row.when not in COMPUTED:  # `lora.init=pissa with model.quantization=nf4`
+            other = _as_typed(case, row.when)
+            settings += f" {other}" if other.startswith("without ") else f" with {other}"
+        elif settings.startswith("without "):
+            settings = f"{settings.removeprefix('without ')} is not set"
+        raise UserError(f"{settings}: {row.reason.format(**values)}; {row.remedy.format(**values)}.")
 
 
 def unread(case: Case, given: Collection[str]) -> Iterator[str]:
@@ -325,15 +331,6 @@ def beside(key: str) -> Iterator[str]:
                         fits, of = _comparison(operator, text), attrgetter(trait.removeprefix("method."))
                         named = "method " + ", ".join(name for name, kind in METHODS.items() if fits(of(kind())))
                     yield f"{one} with {named}: {row.reason}"
-
-
-def _shown(case: Case, row: Row) -> str:
-    """Return a row's settings as typed: `lora.init=pissa with model.quantization=nf4`."""
-    first = _as_typed(case, row.setting)
-    if row.when in COMPUTED:
-        return first.removeprefix("without ") + " is not set" if first.startswith("without ") else first
-    second = _as_typed(case, row.when)
-    return f"{first} {second if second.startswith('without ') else f'with {second}'}"
 
 
 def _as_typed(case: Case, condition: str) -> str:

@@ -34,8 +34,15 @@ def from_dict(values: JsonView, kind: type = Recipe) -> Any:
     if not isinstance(values, Mapping):
         raise UserError(f"recipe.json: {kind.__name__} is {shown(values)}; it has to be an object with keys.")
     if kind is Recipe:
-        values = {**values, "method": _method(values)}
-        values = {name: value for name, value in values.items() if name not in SECTIONS}
+        name = values.get("method", "sft")
+        if not isinstance(name, str) or name not in METHODS:
+            raise UserError(f"method={shown(name)}: must be one of {', '.join(METHODS)}.")
+        # Older versions wrote the sections of all other methods, too.
+        sections = {key: from_dict(values[key], method) for key, method in SECTIONS.items() if key in values}
+        for key, section in sections.items():
+            bounds.check(section, f"{key}.")
+        rest = {key: value for key, value in values.items() if key not in SECTIONS}
+        values = {**rest, "method": sections.get(name) or METHODS[name]()}
     hints = hints_of(kind)
     unknown = sorted(set(values) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
@@ -53,17 +60,6 @@ def from_dict(values: JsonView, kind: type = Recipe) -> Any:
 
 SECTIONS = {name: kind for name, kind in METHODS.items() if dataclasses.fields(kind)}
 """The methods that have settings, by the name of their section."""
-
-
-def _method(values: JsonView) -> Method:
-    """Return the method of a `recipe.json`, which in older versions also has the sections of all other methods."""
-    name = values.get("method", "sft")
-    if not isinstance(name, str) or name not in METHODS:
-        raise UserError(f"method={shown(name)}: must be one of {', '.join(METHODS)}.")
-    settings = {section: from_dict(values[section], kind) for section, kind in SECTIONS.items() if section in values}
-    for section, found in settings.items():
-        bounds.check(found, f"{section}.")
-    return settings.get(name) or METHODS[name]()
 
 
 def dataclass_in(hint: object) -> type | None:

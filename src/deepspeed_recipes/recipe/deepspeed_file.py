@@ -76,12 +76,20 @@ def parse(content: JsonView, name: str = "") -> DeepSpeedFile:
     switch = content.get("zero_optimization")  # true and false are the old spelling of stages 1 and 0
     passes = _block(content, "compile").get("passes")
     stage = int(switch) if isinstance(switch, bool) else _number(zero.get("stage"), 0)
+    # DeepSpeed keeps a weight that it uses again within `stage3_max_reuse_distance` elements, and half of this distance
+    # lies before the end of the model, since the backward pass starts with the last weights. It also gathers ahead, at
+    # least one matrix at each module, up to `stage3_max_live_parameters`. A layer has more modules than matrices, so
+    # the prefetch reaches this limit, and weights that are still whole when the backward pass reaches them are kept
+    # (deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py; measured in tests/test_profile.py).
+    reuse = _number(zero.get("stage3_max_reuse_distance"), KEPT_WEIGHTS)
+    live = _number(zero.get("stage3_max_live_parameters"), KEPT_WEIGHTS)
+    prefetched = live if zero.get("stage3_prefetch_bucket_size") != 0 else 0
     return DeepSpeedFile(
         name=name,
         content=content,
         stage=stage,
         partition_size=_number(zero.get("zero_hpz_partition_size"), 1) if stage == 3 else 1,
-        kept_weights=_kept_weights(zero),
+        kept_weights=max(reuse // 2, prefetched),
         offload_optimizer=_device(zero, "offload_optimizer") if stage >= 2 else "none",
         offload_parameters=_device(zero, "offload_param") if stage == 3 else "none",
         tensor_size=_number(tensor.get("autotp_size"), 1),
@@ -142,20 +150,6 @@ def _number(value: Any, default: int) -> int:
         return int(value)
     except (TypeError, ValueError):
         return default
-
-
-def _kept_weights(zero: JsonView) -> int:
-    """Return the number of weights that stay whole between the forward pass and the backward pass.
-
-    DeepSpeed keeps a weight that it uses again within `stage3_max_reuse_distance` elements, and half of this distance
-    lies before the end of the model, since the backward pass starts with the last weights. DeepSpeed also gathers
-    ahead, at least one matrix at each module, up to `stage3_max_live_parameters`. A layer has more modules than
-    matrices, so the prefetch reaches this limit, and weights that are still whole when the backward pass reaches them
-    are kept (deepspeed 0.19.8, runtime/zero/partitioned_param_coordinator.py; measured in tests/test_profile.py).
-    """
-    reuse = _number(zero.get("stage3_max_reuse_distance"), KEPT_WEIGHTS)
-    live = _number(zero.get("stage3_max_live_parameters"), KEPT_WEIGHTS)
-    return max(reuse // 2, live if zero.get("stage3_prefetch_bucket_size") != 0 else 0)
 
 
 def _device(zero: JsonView, key: str) -> Device:

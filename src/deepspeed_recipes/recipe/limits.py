@@ -177,7 +177,10 @@ def suggestions(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> list[st
     multiple = math.lcm(layout.tensor * layout.pipeline * layout.sequence, layout.expert)
     below = max(1, world_size // multiple) * multiple
     world_sizes = {below, (world_size // multiple + 1) * multiple} - {world_size}
-    found += [_gpus(size) for size in sorted(world_sizes) if _runs(recipe, size, file)]
+    for size in sorted(world_sizes):
+        if _runs(recipe, size, file):
+            one_node = size < 2 * NODE or size % NODE
+            found.append(f"--gpus {size}" if one_node else f"--gpus {NODE} --nodes {size // NODE}")
     if recipe.layout.pipeline > 1 and _layout_limit(recipe, world_size, DeepSpeedFile(stage=1)) is None:
         found.append("deepspeed=pipeline.json")
     return found
@@ -194,11 +197,6 @@ def _runs(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> bool:
     return True
 
 
-def _gpus(count: int) -> str:
-    """Return the options for a number of GPUs: `--gpus` per node, and `--nodes` if one node is not enough."""
-    return f"--gpus {count}" if count < 2 * NODE or count % NODE else f"--gpus {NODE} --nodes {count // NODE}"
-
-
 def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
     """Return the layout that can run and is closest to the recipe's, counted in doublings of its sizes.
 
@@ -211,21 +209,20 @@ def nearest(recipe: Recipe, world_size: int, file: DeepSpeedFile) -> Layout:
         doublings = sum(abs(math.log2(size / asked)) for size, asked in zip(sizes, wanted, strict=True))
         return round(doublings, 9), -math.prod(sizes)
 
-    layouts = sorted(_layouts(world_size), key=distance)
-    recipes = [one for layout in layouts if (one := changed(recipe, layout=layout)) is not None]
+    layouts = [
+        Layout(tensor, pipeline, sequence, expert)
+        for tensor in divisors(world_size)
+        for pipeline in divisors(world_size // tensor)
+        for sequence in divisors(world_size // tensor // pipeline)
+        for expert in divisors(world_size // tensor // pipeline // sequence)
+    ]
+    ordered = sorted(layouts, key=distance)
+    recipes = [one for layout in ordered if (one := changed(recipe, layout=layout)) is not None]
     possible = (one for one in recipes if _layout_limit(one, world_size, file) is None)
     runs = next((one for one in recipes if _runs(one, world_size, file)), None)
     found = runs or next(possible, None)
     assert found is not None, "data parallelism alone is always possible"
     return found.layout
-
-
-def _layouts(world_size: int) -> Iterator[Layout]:
-    for tensor in divisors(world_size):
-        for pipeline in divisors(world_size // tensor):
-            for sequence in divisors(world_size // tensor // pipeline):
-                for expert in divisors(world_size // tensor // pipeline // sequence):
-                    yield Layout(tensor, pipeline, sequence, expert)
 
 
 def divisors(number: int) -> list[int]:

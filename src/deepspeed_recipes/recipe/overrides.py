@@ -1,5 +1,6 @@
 """Applies overrides such as `learning_rate=5e-5 lora.rank=32` to a recipe, and returns two recipes' differences."""
 
+import contextlib
 import dataclasses
 import difflib
 import functools
@@ -8,7 +9,7 @@ import sys
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -97,21 +98,25 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
     They are applied at once, so their order never makes a valid set invalid. Of a `resumed` run's recipe, other data
     changes no other setting.
     """
-    keys = override_keys()
-    values = to_dict(recipe)
-    given = set()
-    assignments = [_of_method(assignment, recipe.method.name) for assignment in assignments]
+    keys, values = override_keys(), to_dict(recipe)
+    assignments = list(assignments)
+    for index, assignment in enumerate(assignments):
+        name, _, text = assignment.partition("=")
+        # The method's own key for another tool's, `kto.beta` for `beta`.
+        if name in OF_METHOD and (own := key_of(name, recipe.method.name)) != name:
+            _say_once(f"{name} is read as {own}")
+            assignments[index] = f"{own}={text}"
     if wrong := [key for key in dict.fromkeys(keys_of(word for word in assignments if "=" in word)) if key not in keys]:
         lines = [unknown(key, list(keys), recipe.method.name) for key in wrong[:MOST_UNKNOWN]]
         if more := wrong[MOST_UNKNOWN:]:
             lines.append(f"unknown, too: {', '.join(more)}.")
         raise UserError("\n".join(lines))
-    before: dict[str, str] = {}
+    given: dict[str, str] = {}
     for assignment in assignments:
         key, equals, text = assignment.partition("=")
-        if before.get(key, text) != text:
-            _say_once(f"{key} is given twice, as {shown(before[key])} and {shown(text)}: the last one counts")
-        before[key] = text
+        if given.get(key, text) != text:
+            _say_once(f"{key} is given twice, as {shown(given[key])} and {shown(text)}: the last one counts")
+        given[key] = text
         if not equals:
             raise UserError(f"{redact(assignment)!r} is not an override; write key=value, e.g. learning_rate=5e-5.")
         section, _, name = key.rpartition(".")
@@ -119,34 +124,43 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
             # Setting a key of `lora` turns adapters on.
             values["lora"] = dataclasses.asdict(Lora())
         (values.setdefault(section, {}) if section else values)[name] = parse(key, text, keys[key])
-        given.add(key)
-    _settle_data(values["data"], given, resumed)
-    if "distill.teacher" in given and values["method"] == "sft":
-        # Supervised fine-tuning with a teacher is distillation.
-        values["method"] = "distill"
-    if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
-        values["max_grad_norm"] = 0.0  # see `recipe._check_optimizer`
-    if values["lora"] is not None and recipe.lora is None and "learning_rate" not in given:
-        values["learning_rate"] = float(f"{recipe.learning_rate * _adapters_rate(recipe):.6g}")
+    _follow(recipe, values, given, resumed)
     changed: Recipe = from_dict(values)
     _check_methods(changed, given)
     return changed
 
 
-def _adapters_rate(recipe: Recipe) -> float:
-    """Return the learning rate of a page's `lora` relative to that of its `full`.
+def _follow(recipe: Recipe, values: Json, given: Collection[str], resumed: bool) -> None:
+    """Change the values that follow from the given keys, unless they are given themselves.
 
-    If the page has none, 10, at which adapters learn as well as all weights, with SFT and with reinforcement learning
-    (Schulman et al. 2025, LoRA Without Regret).
+    With other data, those that fit the page's own are reset: its held-out examples, number of examples and metric. A
+    share of the new data is held out instead; a stream cannot be split.
     """
-    try:
-        full, lora = (pages.find(pages.typed(recipe), variant) for variant in ("full", "lora"))
-    except UserError:
-        return 10.0
-    return lora.learning_rate / full.learning_rate
+    data, own, chosen = values["data"], "data.path" in given and not resumed, "data.validation" in given
+    if own and not chosen:
+        data["validation"] = None
+    if own and "data.max_examples" not in given:
+        data["max_examples"] = None
+    if (own or chosen) and "data.validation_share" not in given:
+        data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
+    if (own or (chosen and not resumed)) and "data.metric" not in given and data["metric"] == "exact_match":
+        data["metric"] = "loss"
+    if "distill.teacher" in given and values["method"] == "sft":
+        # Supervised fine-tuning with a teacher is distillation.
+        values["method"] = "distill"
+    if "optimizer" in given and "max_grad_norm" not in given and values["optimizer"] == "muon":
+        values["max_grad_norm"] = 0.0  # see `Recipe.max_grad_norm`
+    if values["lora"] is not None and recipe.lora is None and "learning_rate" not in given:
+        # As the page's `lora` relative to its `full`, or ten times the rate, at which adapters learn as well as all
+        # weights, with SFT and with reinforcement learning (Schulman et al. 2025, LoRA Without Regret).
+        ratio = 10.0
+        with contextlib.suppress(UserError):
+            full, lora = (pages.find(pages.typed(recipe), variant) for variant in ("full", "lora"))
+            ratio = lora.learning_rate / full.learning_rate
+        values["learning_rate"] = float(f"{recipe.learning_rate * ratio:.6g}")
 
 
-def _check_methods(recipe: Recipe, given: set[str]) -> None:
+def _check_methods(recipe: Recipe, given: Collection[str]) -> None:
     """Refuse settings and metrics of other methods, which the run would ignore or fail to measure."""
     for key in sorted(given):
         wanted = "grpo" if key == "reward" else key.partition(".")[0]
@@ -161,22 +175,6 @@ def _check_methods(recipe: Recipe, given: set[str]) -> None:
     if foreign and "data.metric" in given:
         known = " and ".join(measured)
         raise UserError(f"data.metric={foreign[0]}: {recipe.method.title} measures {known}, not {foreign[0]}.")
-
-
-def _settle_data(data: Json, given: set[str], resumed: bool) -> None:
-    """Reset the settings that fit the page's own data: its held-out examples, number of examples and metric.
-
-    Unless the user has set them, a share of the new data is held out instead; a stream cannot be split.
-    """
-    own, chosen = "data.path" in given and not resumed, "data.validation" in given
-    if own and not chosen:
-        data["validation"] = None
-    if own and "data.max_examples" not in given:
-        data["max_examples"] = None
-    if (own or chosen) and "data.validation_share" not in given:
-        data["validation_share"] = 0.0 if chosen or data["streaming"] else "auto"
-    if (own or (chosen and not resumed)) and "data.metric" not in given and data["metric"] == "exact_match":
-        data["metric"] = "loss"
 
 
 def word(text: str) -> str:
@@ -208,16 +206,6 @@ def key_of(name: str, method: str) -> str:
     """Return our key for another tool's name that takes the same values, or the name; the method's own key first."""
     own = f"{method}.{FOREIGN_NAMES[name].rpartition('.')[2] if name in OF_METHOD else name}"
     return own if own in override_keys() else FOREIGN_NAMES[name] if name in SAME else name
-
-
-def _of_method(text: str, method: str) -> str:
-    """Return an assignment with the method's own key for another tool's (`kto.beta` for `beta`); says so once."""
-    name, _, value = text.partition("=")
-    key = key_of(name, method) if name in OF_METHOD else name
-    if key == name:
-        return text
-    _say_once(f"{name} is read as {key}")
-    return f"{key}={value}"
 
 
 @functools.cache

@@ -125,7 +125,12 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
     shown, written = f"{key}={function}", WRITTEN[key].format(function.name)
     found = defined.get(function.name)
     if found is None:
-        if not _may_be_assigned(function.name, tree):
+        imported_or_assigned = any(
+            (isinstance(node, ast.alias) and (node.asname or node.name) in (function.name, "*"))
+            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == function.name)
+            for node in ast.walk(tree)
+        )
+        if not imported_or_assigned:
             plural = "classes" if key == "callbacks" else "functions"
             has = f"it defines {', '.join(defined)}" if defined else f"it defines no {plural}"
             raise UserError(f"{shown}: no {kind} of that name in the file; {has}.")
@@ -146,16 +151,6 @@ def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
         or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss"))
     ):
         raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
-
-
-def _may_be_assigned(name: str, tree: ast.Module) -> bool:
-    """Return True if the file may define the name by an import or an assignment."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.alias) and ((node.asname or node.name) == name or node.name == "*"):
-            return True
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            return True
-    return False
 
 
 def load(key: str, function: Function) -> Any:

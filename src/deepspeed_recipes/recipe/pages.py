@@ -76,22 +76,13 @@ def split(recipe: str) -> tuple[str, str]:
 
 def known_page(name: str) -> ModuleType:
     """Import the page that the user has named, by its family or its file."""
-    if name.endswith(".py"):
-        path = Path(name).expanduser().resolve()
-        inside = path.parent == PAGES and _is_page(path.stem)
-        return page(path.stem) if inside else _outside(path)
-    if not _is_page(name):
-        raise UserError(_unknown("recipe", name, families()))
-    return page(name)
-
-
-def _is_page(name: str) -> bool:
-    """Return True if a page of the project has this name. Reads one file, whereas `families` reads all."""
-    return name == TEMPLATE or _is_family(name)
-
-
-def _outside(path: Path) -> ModuleType:
-    """Load a page from outside the project."""
+    if not name.endswith(".py"):
+        if not _is_page(name):
+            raise UserError(_unknown("recipe", name, families()))
+        return page(name)
+    path = Path(name).expanduser().resolve()
+    if path.parent == PAGES and _is_page(path.stem):
+        return page(path.stem)
     if not path.is_file():
         raise UserError(f"{path}: no such file.")
     if not _defines_sizes(path):
@@ -114,6 +105,11 @@ def _outside(path: Path) -> ModuleType:
         if not isinstance(model, Model):
             raise UserError(f"{path}: SIZES[{size!r}] has to be a Model, not {type(model).__name__}.")
     return module
+
+
+def _is_page(name: str) -> bool:
+    """Return True if a page of the project has this name. Reads one file, whereas `families` reads all."""
+    return name == TEMPLATE or _is_family(name)
 
 
 def _broken(path: Path, error: Exception) -> str:

@@ -35,20 +35,7 @@ def unread(config: Config, folder: Path) -> Iterator[Hit]:
     kind = "NO" if config.get("distributed_type") is False else kind  # YAML reads a bare NO as false
     if kind not in TYPES:
         return
-    for name, (what, fix) in {**_sections(config, kind), **_options(config, kind)}.items():
-        if config.get(name) not in _UNSET:
-            yield Hit((name,), config.get(name), what, fix, severity="warning")
-    if kind == "DEEPSPEED":
-        yield from _machines(config)
-        if not config.section(DEEPSPEED_KEYS):
-            what = "without deepspeed_config accelerate trains with ZeRO-2"
-            fix = "add deepspeed_config with deepspeed_config_file"
-            yield Hit(("distributed_type",), kind, what, fix, severity="warning")
-
-
-def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
-    """Return the sections that this type does not read, each with the reason and the fix."""
-    found = {}
+    found = {}  # what this type does not read, each with the reason and the fix
     owners = {"deepspeed_config": "DEEPSPEED", "fsdp_config": "FSDP", "megatron_lm_config": "MEGATRON_LM"}
     for section, needs in owners.items():
         if kind != needs:
@@ -64,7 +51,15 @@ def _sections(config: Config, kind: str) -> dict[str, tuple[str, str]]:
         found["fp8_config"] = ("not used without mixed_precision: fp8", "write mixed_precision: fp8, or remove it")
     section, needs = ("parallelism_config", "FSDP") if kind in ALONE else ("mpirun_config", "MULTI_CPU")
     found[section] = (f"not used with distributed_type: {kind}", f"write distributed_type: {needs}, or remove it")
-    return found
+    for name, (what, fix) in (found | _options(config, kind)).items():
+        if config.get(name) not in _UNSET:
+            yield Hit((name,), config.get(name), what, fix, severity="warning")
+    if kind == "DEEPSPEED":
+        yield from _machines(config)
+        if not config.section(DEEPSPEED_KEYS):
+            what = "without deepspeed_config accelerate trains with ZeRO-2"
+            fix = "add deepspeed_config with deepspeed_config_file"
+            yield Hit(("distributed_type",), kind, what, fix, severity="warning")
 
 
 def _options(config: Config, kind: str) -> dict[str, tuple[str, str]]:

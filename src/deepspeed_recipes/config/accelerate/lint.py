@@ -1,6 +1,6 @@
 """Reads and lints accelerate's YAML, and finds the DeepSpeed file that it names."""
 
-from collections.abc import Iterator
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -68,25 +68,17 @@ def judge(document: Document, path: Path) -> tuple[list[Finding], Path | None]:
         Finding("accelerate-duplicate", "error", dotted(one.key), one.line, one.column, None, one.what, "remove one")
         for one in document.problems
     ]
-    for rule, hit in _hits(config, path.parent, file):
+    hits: list[tuple[str, Hit]] = []
+    if rules.sagemaker(config):  # has other keys, for which it has its own rule
+        hits = [("accelerate-environment", hit) for hit in rules.environment(config, path.parent)]
+    else:
+        hits = [(name, hit) for name, rule in rules.RULES.items() for hit in rule(config, path.parent)]
+        with contextlib.suppress(Unreadable):  # the caller checks the JSON as a file of its own
+            json = Config.of(read_json(file)) if file else None
+            if file or not config.has(keys.DEEPSPEED_KEYS, "deepspeed_config_file"):
+                hits += [("accelerate-stage", hit) for hit in rules.stage(config, json)]
+    for rule, hit in hits:
         line, column = place(config, hit)
         severity = hit.severity or "error"
         found.append(Finding(rule, severity, dotted(hit.path), line, column, hit.value, hit.what, hit.fix))
     return sorted(found, key=lambda finding: (finding.severity != "error", finding.line or 0)), file
-
-
-def _hits(config: Config, folder: Path, file: Path | None) -> Iterator[tuple[str, Hit]]:
-    if rules.sagemaker(config):  # has other keys, for which it has its own rule
-        for hit in rules.environment(config, folder):
-            yield "accelerate-environment", hit
-        return
-    for name, rule in rules.RULES.items():
-        for hit in rule(config, folder):
-            yield name, hit
-    try:
-        json = Config.of(read_json(file)) if file else None
-    except Unreadable:  # the caller checks the JSON as a file of its own
-        return
-    if file or not config.has(keys.DEEPSPEED_KEYS, "deepspeed_config_file"):
-        for hit in rules.stage(config, json):
-            yield "accelerate-stage", hit

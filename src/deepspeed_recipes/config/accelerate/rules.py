@@ -112,22 +112,17 @@ def values(config: Config, folder: Path) -> Iterator[Hit]:
     if value not in (None, "auto") and not re.fullmatch(r"0*[1-9]\d{,17}", str(value)):
         yield hit(steps, value, "not a number of steps", "write a whole number above 0, or auto")
     value = config.get(*clipping)
-    norm = _number(value)
-    if value not in (None, "auto") and not (norm is not None and norm >= 0):
+    try:  # accelerate reads the number from the value's text
+        norm = -1.0 if isinstance(value, bool) else float(str(value))
+    except ValueError:
+        norm = -1.0
+    if value not in (None, "auto") and not norm >= 0:
         yield hit(clipping, value, "not a norm", "write a number of at least 0, or auto")
     flags = {"zero3_init_flag": keys.SWITCH, "zero3_save_16bit_model": ("true", "false")}
     for name, words in flags.items():
         value = config.get(DEEPSPEED_KEYS, name)
         if value is not None and str(value).lower() not in words:
             yield hit((DEEPSPEED_KEYS, name), value, "not a switch", "write true or false")
-
-
-def _number(value: object) -> float | None:
-    """Return the number that accelerate reads from a value's text, or None."""
-    try:
-        return None if isinstance(value, bool) else float(str(value))
-    except ValueError:
-        return None
 
 
 def _machines(config: Config) -> float:
@@ -264,7 +259,16 @@ def fsdp(config: Config, folder: Path) -> Iterator[Hit]:
         yield section.hit("fsdp_sync_module_states", what, "remove it")
     if config.on("use_cpu") or str(config.get("distributed_type")).upper() == "MULTI_CPU":
         yield hit(("use_cpu",), True, "on CPUs accelerate silently makes DDP of it", "use GPUs, or ZeRO")
-    yield from _wrapping(section)
+    policy, least = str(section.get("fsdp_auto_wrap_policy") or "NO_WRAP").upper(), section.get("fsdp_min_num_params")
+    if policy == "NO_WRAP":
+        what = "the model is one unit, so that every process gathers all of it at once"
+        yield section.hit("fsdp_auto_wrap_policy", what, "write TRANSFORMER_BASED_WRAP", "warning")
+    if policy == "SIZE_BASED_WRAP" and not least:
+        what = "without fsdp_min_num_params accelerate wraps nothing"
+        fix = "add fsdp_min_num_params: 100000000, or write TRANSFORMER_BASED_WRAP"
+        yield section.hit("fsdp_auto_wrap_policy", what, fix)
+    if policy != "SIZE_BASED_WRAP" and least:
+        yield section.hit("fsdp_min_num_params", f"has no effect with {policy}", "remove it", "warning")
     checkpoints = version == 2 and section.get("fsdp_activation_checkpointing")
     if section.get("fsdp_activation_checkpointing_offload") and not checkpoints:
         what = "needs fsdp_version: 2 and fsdp_activation_checkpointing: true"
@@ -335,19 +339,6 @@ def _hybrid(section: _Fsdp) -> Iterator[Hit]:
             fix = "write distributed_type: MULTI_GPU, and remove fsdp_config"
         what = "FSDP2 ignores it" if moved else "FSDP2 takes true or false"
         yield section.hit(name, what, fix, "warning" if word in ("FULL_SHARD", "1") else "error")
-
-
-def _wrapping(section: _Fsdp) -> Iterator[Hit]:
-    name, least = "fsdp_auto_wrap_policy", "fsdp_min_num_params"
-    policy = str(section.get(name) or "NO_WRAP").upper()
-    if policy == "NO_WRAP":
-        what = "the model is one unit, so that every process gathers all of it at once"
-        yield section.hit(name, what, "write TRANSFORMER_BASED_WRAP", "warning")
-    if policy == "SIZE_BASED_WRAP" and not section.get(least):
-        what = "without fsdp_min_num_params accelerate wraps nothing"
-        yield section.hit(name, what, "add fsdp_min_num_params: 100000000, or write TRANSFORMER_BASED_WRAP")
-    if policy != "SIZE_BASED_WRAP" and section.get(least):
-        yield section.hit(least, f"has no effect with {policy}", "remove it", "warning")
 
 
 def parallelism(config: Config, folder: Path) -> Iterator[Hit]:

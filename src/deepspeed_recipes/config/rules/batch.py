@@ -45,24 +45,14 @@ def _missing(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit((_MICRO,), None, _MISSING, f'add "{_MICRO}": {value}', edits)
 
 
-def _numbers(config: Config, facts: Facts) -> dict[str, float] | None:
-    """Return the known batch sizes as the engine gets them, or None if one of them is invalid.
-
-    The Trainer fills "auto"; accelerate adds an accumulation of 1 where the key is absent.
-    """
+@rule("batch-identity", "error", REJECTED)
+def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
     given = _given(config, facts)
-    if facts.trainer == "hf":
+    if facts.trainer == "hf":  # which fills "auto"; accelerate adds an accumulation of 1 where the key is absent
         given = {_ACCUMULATION: 1, **{name: value for name, value in given.items() if value != "auto"}}
         if config.get(_ACCUMULATION) == "auto":
             del given[_ACCUMULATION]
-    sizes = all(isinstance(value, (int, float)) and value > 0 for value in given.values())
-    return given if sizes else None
-
-
-@rule("batch-identity", "error", REJECTED)
-def _identity(config: Config, facts: Facts) -> Iterator[Hit]:
-    given = _numbers(config, facts)
-    if given is None or _TRAIN not in given:
+    if _TRAIN not in given or not all(isinstance(value, (int, float)) and value > 0 for value in given.values()):
         return
     ranks = facts.world_size
     if ranks is not None:  # DeepSpeed divides a batch by all ranks but those of a pipeline and of a sequence

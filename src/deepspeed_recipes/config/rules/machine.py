@@ -1,5 +1,6 @@
 """Rules about the machine: GPU memory, NVMe folders, swap buffers, GPUDirect."""
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,12 @@ def _trouble(folder: str) -> tuple[str, str] | None:
         return f"{existing} is a file", "write a folder"
     if not os.access(existing, os.W_OK):
         return f"cannot be created: no permission to write in {existing}", "choose a folder that you may write"
-    kind = _file_system(str(existing))
+    best, kind = "", ""  # of the file system: the longest mount point above the folder, and its type
+    with contextlib.suppress(OSError):  # without /proc/mounts
+        for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
+            parts = line.split()
+            if len(parts) > 2 and len(parts[1]) >= len(best) and existing.is_relative_to(parts[1]):
+                best, kind = parts[1], parts[2]
     if kind in _MEMORY_FILE_SYSTEMS:
         return f"is on {kind}, which is memory, so swapping there saves none", "choose a folder on a drive"
     if kind in _NETWORK_FILE_SYSTEMS:
@@ -70,22 +76,6 @@ def _trouble(folder: str) -> tuple[str, str] | None:
             "choose a folder on a local drive",
         )
     return None
-
-
-def _file_system(path: str) -> str:
-    """Return the type of the file system of `path`, empty without /proc/mounts."""
-    best, kind = "", ""
-    try:
-        lines = Path("/proc/mounts").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        parts = line.split()
-        if len(parts) > 2 and len(parts[1]) >= len(best):
-            mount = parts[1].rstrip("/")
-            if path == mount or path.startswith(mount + "/"):
-                best, kind = parts[1], parts[2]
-    return kind
 
 
 @rule("gds-without-cuda", "error", REJECTED)

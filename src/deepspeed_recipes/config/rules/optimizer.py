@@ -83,30 +83,23 @@ def _scheduler(config: Config, facts: Facts) -> Iterator[Hit]:
         yield Hit(("scheduler", "type"), name, what, f"write {', '.join(known['schedulers'])}")
 
 
-_Call = tuple[tuple[str, str], str, Json]
-"""The path of the arguments, the name of the class, and its parameters."""
+def _calls(config: Config) -> Iterator[tuple[tuple[str, str], str, Json]]:
+    """Yield the classes that DeepSpeed builds: the path of the arguments, the class's name and its parameters.
 
-
-def _calls(config: Config) -> Iterator[_Call]:
-    """Yield the classes that DeepSpeed builds. Other rules report unknown classes."""
+    Other rules report unknown classes.
+    """
     optimizer, scheduler = config.text("optimizer", "type") or "", config.text("scheduler", "type") or ""
-    known = schema.load()
-    parameters = _optimizer_parameters(config, optimizer.lower()) or known["torch_optimizers"].get(optimizer)
+    known, name = schema.load(), optimizer.lower()
+    parameters = known["torch_optimizers"].get(optimizer)
+    if classes := known["optimizer_parameters"].get("adam" if name == "adamw" else name):
+        offloads = "cpu" in classes and config.offload_device("offload_optimizer")  # to a class of its own
+        by_torch = "torch" in classes and config.get("optimizer", "params", "torch_adam")
+        parameters = classes["torch" if by_torch else "cpu" if offloads else "gpu"]
     if parameters:
         yield ("optimizer", "params"), optimizer, parameters
     parameters = known["schedulers"].get(scheduler) or known["torch_schedulers"].get(scheduler)
     if parameters:
         yield ("scheduler", "params"), scheduler, parameters
-
-
-def _optimizer_parameters(config: Config, name: str) -> Json | None:
-    """Return the parameters of one of DeepSpeed's optimizers; with offload another class implements it."""
-    classes: dict[str, Json] | None = schema.load()["optimizer_parameters"].get("adam" if name == "adamw" else name)
-    if classes is None:
-        return None
-    if "torch" in classes and config.get("optimizer", "params", "torch_adam"):
-        return classes["torch"]
-    return classes["cpu" if "cpu" in classes and config.offload_device("offload_optimizer") else "gpu"]
 
 
 @rule("unknown-parameter", "error", FAILS_LATER)

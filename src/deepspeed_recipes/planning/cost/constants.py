@@ -194,8 +194,17 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
     plain, zero1, zero3 = (seconds[f"layer {name}"] for name in ("plain", "zero1", "zero3"))
     launches = (seconds["layer plain fp32"] if dtype == "fp32" else plain)["forward"]
     parameter = seconds.get("parameter") or machine.alone["parameter"]  # files before 2026-11-28 have the second only
+    # Attention takes a time per score, and one per score and unit of the heads' width: heads of two widths tell which.
+    scores, taken = machine.sizes["heads"] * machine.sizes["length"] ** 2, seconds["attention"]
+    per_score, before = [], (0.0, 0.0)
+    for which in ("forward", "both"):
+        narrow, wide = (taken[f"{name} {dtype} {which}"] / scores for name in ("narrow", "flash_2"))
+        own, more = narrow - before[0], wide - before[1]
+        per_width = max(0.0, more - own) / (HEAD_WIDTH - NARROW_HEAD)
+        per_score.append((max(0.0, own - NARROW_HEAD * per_width), per_width))
+        before = narrow, wide
     cpu = Cpu(
-        score=_per_score(machine, dtype),
+        score=tuple(per_score),
         updated=parameter[f"{dtype} zero1 step"],
         gradients=tuple(parameter[f"{dtype} {name} backward"] for name in ("plain", "zero1", "zero3")),
         rest=tuple((layer["rest forward"] + layer["rest backward"], layer["rest step"]) for layer in (zero1, zero3)),
@@ -227,19 +236,6 @@ def _on_cpus(machine: Machine, assumed: Constants, gpu: Gpu, dtype: str) -> Cons
         cpu=cpu,
         measured=True,
     )
-
-
-def _per_score(machine: Machine, dtype: str) -> tuple[tuple[float, float], ...]:
-    """Return the seconds of attention per score, and per score and unit of the heads' width, by pass."""
-    scores, taken = machine.sizes["heads"] * machine.sizes["length"] ** 2, machine.seconds["attention"]
-    found, before = [], (0.0, 0.0)
-    for which in ("forward", "both"):
-        narrow, wide = (taken[f"{name} {dtype} {which}"] / scores for name in ("narrow", "flash_2"))
-        own, more = narrow - before[0], wide - before[1]
-        per_width = max(0.0, more - own) / (HEAD_WIDTH - NARROW_HEAD)
-        found.append((max(0.0, own - NARROW_HEAD * per_width), per_width))
-        before = narrow, wide
-    return tuple(found)
 
 
 def _elementwise(machine: Machine, dtype: str, rate: float, launches: float, passes: float, cpu: Cpu) -> float:

@@ -58,8 +58,18 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     room = cluster.gpu.memory_gib * GIB
     moments = (_gpu_moments(profile, shard, setup, room) for shard in {id(shard): shard for shard in stages}.values())
     width, processes = WIDTH[setup.precision], ranks_per_node * COUNTS.process
-    offloaded = [_offloaded_bytes(shard, setup) for shard in stages]
-    host = ranks_per_node * max(on_host for on_host, _ in offloaded)
+    on_host, on_nvme = [], []  # a rank's offloaded states and weights, by stage
+    for shard in stages:
+        parameters = width * shard.parameters / setup.zero_ranks
+        held = states.of_stage(shard, setup, "backward").host
+        one_group = 16.0 * setup.sub_group_size  # in memory with its gradients, if the states are on NVMe
+        own = {"none": 0.0, "cpu": held, "nvme": min(one_group, held)}[setup.offload_optimizer]
+        buffer = float(width * COUNTS.swap_buffer)
+        on_host.append(own + {"none": 0.0, "cpu": parameters, "nvme": buffer}[setup.offload_parameters])
+        # Fp32 weights and Adam's moments.
+        swapped = 12 * shard.trained(setup) / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
+        on_nvme.append(swapped + (parameters if setup.offload_parameters == "nvme" else 0.0))
+    host = ranks_per_node * max(on_host)
     if setup.activation_offloading:
         host += ranks_per_node * max(_kept_bytes(shard, setup) for shard in stages)
     whole = stage_shards(profile, setup, Layout())[0]
@@ -74,21 +84,9 @@ def peak_memory(profile: ModelProfile, setup: TrainingSetup, cluster: Cluster) -
     return Memory(
         moments=max(moments, key=lambda found: max(sum(one.values()) for one in found.values())),
         host_gib=max(processes + read, processes + host + saved) / GIB,  # while weights are loaded, or saved
-        nvme_gib=ranks_per_node * max(on_nvme for _, on_nvme in offloaded) / GIB,
+        nvme_gib=ranks_per_node * max(on_nvme) / GIB,
         checkpoint_gib=checkpoint / GIB,
     )
-
-
-def _offloaded_bytes(shard: StageShard, setup: TrainingSetup) -> tuple[float, float]:
-    """Return one rank's bytes of offloaded states and weights in host memory and on NVMe."""
-    width = WIDTH[setup.precision]
-    parameters, held = width * shard.parameters / setup.zero_ranks, states.of_stage(shard, setup, "backward").host
-    one_group = 16.0 * setup.sub_group_size  # in memory with its gradients, if the states are on NVMe
-    host = {"none": 0.0, "cpu": held, "nvme": min(one_group, held)}[setup.offload_optimizer]
-    host += {"none": 0.0, "cpu": parameters, "nvme": float(width * COUNTS.swap_buffer)}[setup.offload_parameters]
-    # Fp32 weights and Adam's moments.
-    nvme = 12 * shard.trained(setup) / setup.zero_ranks if setup.offload_optimizer == "nvme" else 0.0
-    return host, nvme + (parameters if setup.offload_parameters == "nvme" else 0.0)
 
 
 def _gpu_moments(profile: ModelProfile, shard: StageShard, setup: TrainingSetup, room: float) -> dict[str, Components]:

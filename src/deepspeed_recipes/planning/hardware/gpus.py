@@ -51,14 +51,11 @@ class Gpu:
         return peak / 1e12
 
 
-def _gpu(row: list[str]) -> Gpu:
-    name, kind, *figures, bf16, _ = row
-    gib, gbs, link, pcie, units, network, host = map(float, figures)
-    return Gpu(name, gib, gbs, link, pcie, int(units), network, host, kind, bf16 == "yes")
-
-
 _, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-GPUS = tuple(map(_gpu, _ROWS))
+GPUS = tuple(
+    Gpu(name, *map(float, rates), int(units), float(network), float(host), kind, bf16 == "yes")
+    for name, kind, *rates, units, network, host, bf16, _ in _ROWS
+)
 """The catalogue."""
 DESKTOP = tuple(gpu for gpu in GPUS if gpu.kind != "server")
 """GPUs that are sold for desktop computers and workstations."""

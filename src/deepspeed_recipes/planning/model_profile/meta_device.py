@@ -150,19 +150,6 @@ def _signature(layer: nn.Module, config: PreTrainedConfig, index: int) -> tuple[
     return listed, shapes, classes, settings
 
 
-def _attention_width(layer: nn.Module, config: PreTrainedConfig) -> int:
-    """Return heads x (width of keys + width of values) / 2, or 0 for linear attention."""
-    attention = next(
-        (one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None
-    )
-    attention = attention or getattr(layer, "attention", None)
-    if attention is None:
-        return 0
-    width = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys, values = getattr(attention, "qk_head_dim", width), getattr(attention, "v_head_dim", width)
-    return int(config.num_attention_heads * (keys + values) // 2)
-
-
 def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int) -> LayerProfile:
     """Return the sizes of a layer; the saved bytes are added later."""
     linears = {
@@ -179,6 +166,14 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int) -> La
     styles = tensor_plan(config)
     own = [sum(one.numel() for one in module.parameters(recurse=False)) for module in layer.modules()]
     windows = [vars(module)["sliding_window"] for module in layer.modules() if "sliding_window" in vars(module)]
+    attention = next(
+        (one for name, one in layer.named_modules() if name in ("self_attn", "self_attention", "attn")), None
+    )
+    attention, width = attention or getattr(layer, "attention", None), 0
+    if attention is not None:  # linear attention has other names
+        head = getattr(attention, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        keys, values = getattr(attention, "qk_head_dim", head), getattr(attention, "v_head_dim", head)
+        width = int(config.num_attention_heads * (keys + values) // 2)
     types = getattr(config, "layer_types", None)
     if not windows and (types is None or "sliding" in types[index]):
         windows = [getattr(config, "sliding_window", None)]
@@ -192,7 +187,7 @@ def _layer_profile(layer: nn.Module, config: PreTrainedConfig, index: int) -> La
         expert_parameters=in_all_experts,
         linears=tuple(linears.values()),
         active_weights=matrices - expert_matrices * (1 - used),
-        attention_width=_attention_width(layer, config),
+        attention_width=width,
         window=windows[0] if windows else None,
         experts_per_token=getattr(config, "num_experts_per_tok", 1) if experts else 0,
         largest_module=max(own),

@@ -90,11 +90,18 @@ def search(request: PlanRequest) -> SearchResult:
 
 def _candidates(request: PlanRequest, tier: Sequence[str]) -> Iterator[Plan]:
     """Yield a tier's best plan for each file and layout, or the best tight plan, and all plans that do not fit."""
+    batch, gpus = request.recipe.global_batch_size, request.cluster.gpus
     # Every file with each group of layouts that differ only in sequence parallelism, smallest first.
     for layouts, name in product(_layouts(request), tier):
         wide: list[Plan] = []
         others: list[Plan] = []
-        for recipe in _possible(request, name, layouts):
+        for layout in layouts:
+            data_parallel = data_parallel_size(layout, gpus)
+            if not data_parallel or batch % data_parallel or not _suits(name, layout, request):
+                continue
+            recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
+            if recipe is None or limits.limit(recipe, gpus, template(name, request.cluster)) is not None:
+                continue
             sized = list(_sized(request, recipe))
             if fits := plans.ranked([plan for plan in sized if plan.fits]):
                 if wide and fits[0].speed <= wide[-1].speed:
@@ -145,18 +152,6 @@ def _read(deepspeed: str) -> DeepSpeedFile:
     near = get_close_matches(deepspeed, known, n=1)
     hint = f"did you mean {near[0]}?" if near else f"configs/ holds {', '.join(sorted(known))}."
     raise UserError(f"deepspeed={deepspeed}: no such file; {hint}")
-
-
-def _possible(request: PlanRequest, name: str, layouts: Sequence[Layout]) -> Iterator[Recipe]:
-    """Yield the recipe in each of the layouts in which it can run, with one sequence per pass."""
-    world_size = request.cluster.gpus
-    for layout in layouts:
-        data_parallel = data_parallel_size(layout, world_size)
-        if not data_parallel or request.recipe.global_batch_size % data_parallel or not _suits(name, layout, request):
-            continue
-        recipe = changed(request.recipe, deepspeed=name, layout=layout, micro_batch_size=1)
-        if recipe and limits.limit(recipe, world_size, template(name, request.cluster)) is None:
-            yield recipe
 
 
 def _layouts(request: PlanRequest) -> Iterator[list[Layout]]:
