@@ -183,7 +183,7 @@ def test_deepspeed_moves_the_bytes_that_the_planner_counts(stage, bf16_states, f
     [(0.0, "all-linear", 0), (0.1, "all-linear", 2 * HIDDEN + INNER), (0.0, "q_proj,v_proj", HIDDEN + INNER)],
 )
 def test_zero3_saves_the_inputs_of_frozen_matrices(dropout, target_modules, inputs, ranks, tmp_path):
-    """`_frozen_inputs` in cost/activations.py can go when `LinearFunctionForZeroStage3` saves what it needs."""
+    """`frozen` in cost/activations.py can go when `LinearFunctionForZeroStage3` saves what it needs."""
     ranks.check(saved_inputs.main, dropout, target_modules, world_size=1, log=tmp_path / "log")
     said = re.search(r"more (\S+) bytes", read_logs(tmp_path / "log")[0])
     assert float(said[1]) == pytest.approx(2 * inputs, abs=8)

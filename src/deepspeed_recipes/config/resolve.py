@@ -84,7 +84,19 @@ def resolve(template: Json, numbers: Numbers) -> Json:
     if lines:
         raise Unresolvable("\n".join(lines))
     _fill(config, fillings(numbers))
-    _add(config, numbers)
+    # accelerate adds these keys before the engine gets the config.
+    config.setdefault("gradient_accumulation_steps", 1)
+    if numbers.sequence > 1:
+        config["train_batch_size"] = numbers.train_batch_size
+    if numbers.precision == "fp16":
+        config.setdefault("fp16", {"enabled": True, "auto_cast": True})
+    elif numbers.precision == "bf16":
+        config.setdefault("bf16", {"enabled": True})
+    for name in ("fp16", "bf16"):
+        config.setdefault(name, {"enabled": False})
+    config["steps_per_print"] = NEVER
+    if "optimizer" not in config:
+        config["zero_allow_untested_optimizer"] = True
     return config
 
 
@@ -149,19 +161,3 @@ def _fill(node: Any, fillings: dict[str, object], path: Key = ()) -> None:
             elif key == "scheduler.params.total_num_steps":
                 why = "and the number of steps is unknown; add max_steps=N"
             raise Unresolvable(f'{key} is "auto", {why}')
-
-
-def _add(config: Json, numbers: Numbers) -> None:
-    """Add the keys that accelerate adds before the engine gets the config."""
-    config.setdefault("gradient_accumulation_steps", 1)
-    if numbers.sequence > 1:
-        config["train_batch_size"] = numbers.train_batch_size
-    if numbers.precision == "fp16":
-        config.setdefault("fp16", {"enabled": True, "auto_cast": True})
-    elif numbers.precision == "bf16":
-        config.setdefault("bf16", {"enabled": True})
-    for name in ("fp16", "bf16"):
-        config.setdefault(name, {"enabled": False})
-    config["steps_per_print"] = NEVER
-    if "optimizer" not in config:
-        config["zero_allow_untested_optimizer"] = True

@@ -35,7 +35,17 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     tensor, sequences, length = setup.layout.tensor, setup.sequences_per_pass, setup.sequence_length
     tokens, saved = setup.tokens_per_pass, of_mode(kind.saved, setup.lora)
     saved += (1 / tensor - 1) * kind.saved.get("split", NOTHING)
-    total = tokens * (saved.per_token + saved.per_pair * length + _frozen_inputs(kind, setup)) + saved.fixed
+    frozen, lora = 0.0, setup.lora
+    if lora and not lora.fused and setup.zero_stage == 3 and not setup.quantized:
+        # The inputs of frozen matrices, for which no gradient needs them: `LinearFunctionForZeroStage3` (deepspeed
+        # 0.19.8, zero/linear.py), which 4-bit matrices do not use, saves every input. Attention saves its last matrix's
+        # input anyway, and adapters without dropout save those of their matrices.
+        width = sum(inputs for inputs, _ in kind.feed_forward[-1:])
+        if lora.dropout or lora.target_modules != "all-linear":
+            frozen = kind.checkpoint_bytes + 2 * width / tensor if width else 0.0
+        if lora.dropout:
+            frozen += kind.checkpoint_bytes
+    total = tokens * (saved.per_token + saved.per_pair * length + frozen) + saved.fixed
     total += tokens * _eager(kind.saved, setup).per_token / tensor
     if is_masked(kind, setup):
         # Repeated keys and values are divided over ranks like all heads; every rank has the whole mask.
@@ -46,21 +56,6 @@ def layer_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
         inner = (COUNTS.inner - COUNTS.inner_fused) * _inner_results(kind) / tensor if _is_gated(kind) else 0
         total -= tokens * (norms + inner)
     return _in_layers(total, setup) + _scores(kind.saved, setup)
-
-
-def _frozen_inputs(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the bytes per token of frozen matrices' inputs, which ZeRO-3 saves although no gradient needs them.
-
-    `LinearFunctionForZeroStage3` (deepspeed 0.19.8, zero/linear.py), which 4-bit matrices do not use, saves every
-    input. Attention saves its last matrix's input anyway, and adapters without dropout save those of their matrices.
-    """
-    if setup.zero_stage < 3 or setup.lora is None or setup.lora.fused or setup.quantized:
-        return 0.0
-    inner = sum(inputs for inputs, _ in kind.feed_forward[-1:])
-    feed_forward = kind.checkpoint_bytes + 2 * inner / setup.layout.tensor if inner else 0.0
-    if setup.lora.dropout:
-        return feed_forward + kind.checkpoint_bytes
-    return 0.0 if setup.lora.target_modules == "all-linear" else feed_forward
 
 
 def _eager(profiled: Mapping[str, SavedBytes], setup: TrainingSetup) -> SavedBytes:

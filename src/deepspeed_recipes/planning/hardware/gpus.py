@@ -53,8 +53,8 @@ class Gpu:
 
 _, *_ROWS = csv.reader(line for line in FILE.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
 GPUS = tuple(
-    Gpu(name, *map(float, rates), int(units), float(network), float(host), kind, bf16 == "yes")
-    for name, kind, *rates, units, network, host, bf16, _ in _ROWS
+    Gpu(name, float(gib), float(gbs), float(link), float(pci), int(units), float(net), float(host), kind, bf16 == "yes")
+    for name, kind, gib, gbs, link, pci, units, net, host, bf16, _ in _ROWS
 )
 """The catalogue."""
 DESKTOP = tuple(gpu for gpu in GPUS if gpu.kind != "server")

@@ -214,9 +214,22 @@ def _modes(config: JsonView, lora: Lora | None, first: Sequence[int]) -> dict[st
     """Return the memory of training with `lora`, by the names that `training_mode` explains."""
     mode = training_mode(lora)
     if lora is not None:
-        small, large = (_adapted(_two_of_each_kind(build(config), first), replace(lora, rank=rank)) for rank in RANKS)
-        smaller = fit(small)
-        more = difference(measure_batch(large), smaller)
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT; its warnings do not apply here
+        from peft import LoraConfig, get_peft_model
+
+        adapted = []
+        for rank in RANKS:
+            model = _two_of_each_kind(build(config), first)
+            model.enable_input_require_grads()  # checkpointing needs it; without it, the first layer saves less
+            plain = replace(lora, rank=rank, init="zero")  # there are no values to decompose
+            options = lora_options(plain, kind=model.config.model_type)
+            try:  # in the model's dtype, as in `training.model.lora`
+                peft_model = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
+            except ValueError as error:
+                raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
+            adapted.append(peft_model.to(torch.bfloat16))
+        smaller = fit(adapted[0])
+        more = difference(measure_batch(adapted[1]), smaller)
         per_rank = {key: 1 / (RANKS[1] - RANKS[0]) * size for key, size in more.items()}
         return {mode: combined(smaller, -RANKS[0], per_rank), f"{mode} rank": per_rank}
     model = _two_of_each_kind(build(config), first)
@@ -244,20 +257,6 @@ def _two_of_each_kind(model: PreTrainedModel, first: Sequence[int]) -> PreTraine
     if getattr(config, "sliding_window", None):
         config.sliding_window = 2**30  # a window narrower than the sequence needs a mask, which is a separate mode
     return model
-
-
-def _adapted(model: PreTrainedModel, lora: Lora) -> nn.Module:
-    """Return the model with adapters in the model's dtype, as in `deepspeed_recipes.training.model.lora`."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by PEFT; its warnings do not apply here
-    from peft import LoraConfig, get_peft_model
-
-    model.enable_input_require_grads()  # checkpointing needs it; without it, the first layer saves a little less
-    try:
-        options = lora_options(replace(lora, init="zero"), kind=model.config.model_type)  # no values to decompose
-        adapted = get_peft_model(model, LoraConfig(**options), autocast_adapter_dtype=False)
-    except ValueError as error:
-        raise UserError(f"lora.target_modules={lora.target_modules}: {first_line(error)}") from error
-    return adapted.to(torch.bfloat16)
 
 
 def _half(model: PreTrainedModel) -> PreTrainedModel:

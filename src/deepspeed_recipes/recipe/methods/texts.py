@@ -160,8 +160,17 @@ class Distill(Method):
                 f"distill.top_k={self.top_k} with data.streaming=true: a stream cannot be read before training; remove "
                 "one of the two."
             )
-        if self.served:
-            self._check_served()
+        if self.served and self.top_k is None:
+            raise UserError(
+                f"distill.teacher={self.teacher}: a server returns only the likeliest tokens; add distill.top_k=20, "
+                "vLLM's limit unless the server was started with another --max-logprobs."
+            )
+        for key, plain in (("teacher_quantization", "none"), ("temperature", 1)):
+            if self.served and getattr(self, key) != plain:
+                raise UserError(
+                    f"distill.{key}={getattr(self, key)}: a teacher on a server computes as it was started; "
+                    f"use distill.{key}={plain}."
+                )
         if not self.on_policy:
             return
         both = "remove one of the two"
@@ -175,16 +184,3 @@ class Distill(Method):
             if used:
                 raise UserError(f"distill.on_policy={self.on_policy} with {key}, which {why}: {instead}.")
         check_room("distill", self.max_new_tokens, recipe.sequence_length)
-
-    def _check_served(self) -> None:
-        if self.top_k is None:
-            raise UserError(
-                f"distill.teacher={self.teacher}: a server returns only the likeliest tokens; add distill.top_k=20, "
-                "vLLM's limit unless the server was started with another --max-logprobs."
-            )
-        for key, plain in (("teacher_quantization", "none"), ("temperature", 1)):
-            if getattr(self, key) != plain:
-                raise UserError(
-                    f"distill.{key}={getattr(self, key)}: a teacher on a server computes as it was started; "
-                    f"use distill.{key}={plain}."
-                )
