@@ -104,11 +104,17 @@ def disk(folder: Path, checkpoint_gib: float | None) -> Check:
 def nvme(folder: Path, megabytes: int = 256) -> list[Check]:
     """Measure the speed of writing and reading a file with direct I/O, which DeepSpeed's aio op uses."""
     try:
-        written, read = drive_speed(folder, megabytes)
+        speeds = drive_speed(folder, megabytes)
     except OSError as error:
         fix = "choose a writable folder on a local drive (tmpfs has no direct I/O)"
         return [Check("NVMe", "error", f"{folder}: {error.strerror}", fix)]
-    return [_speed("NVMe write", written), _speed("NVMe read", read)]
+    checks = []
+    for name, speed in zip(("NVMe write", "NVMe read"), speeds, strict=True):
+        # A step moves 16 bytes per parameter and rank each way: at 1 GB/s, 16 s per billion parameters.
+        slow = speed < 1
+        fix = "use a local NVMe drive; a step moves about 16 bytes per parameter each way" if slow else ""
+        checks.append(Check(name, "warning" if slow else "ok", f"{speed:.2f} GB/s", fix))
+    return checks
 
 
 def drive_speed(folder: Path, megabytes: int = 256) -> tuple[float, float]:
@@ -137,13 +143,6 @@ def _transfer(file: Path, megabytes: int, flags: int) -> float:
             return count * _BLOCK / (time.monotonic() - started) / 1e9
     finally:
         os.close(descriptor)
-
-
-def _speed(name: str, gigabytes: float) -> Check:
-    # A step moves 16 bytes per parameter and rank each way: at 1 GB/s, 16 s per billion parameters.
-    slow = gigabytes < 1
-    fix = "use a local NVMe drive; a step moves about 16 bytes per parameter each way" if slow else ""
-    return Check(name, "warning" if slow else "ok", f"{gigabytes:.2f} GB/s", fix)
 
 
 def hosts(names: Iterable[str]) -> list[Check]:

@@ -143,7 +143,6 @@ def _quantize(whole: Path, part: Path, kind: Kind, held_out: "HeldOut | None", p
 
         from ...training import distributed
         from ...training.model import generate, load
-        from ...training.model_folder import base_model
 
         trusted = base_model.may_run_code(whole)
         options: Json = {"config": load.config_of(whole, trusted), "trust_remote_code": trusted}

@@ -8,7 +8,7 @@ from math import prod
 from statistics import mode
 
 from ...recipe.files import JsonView
-from .shares import computing, is_collective, on_gpu
+from .shares import activity, is_collective, on_gpu
 from .trace import Event, RankTrace, both, length, union, without
 
 CALLS = {
@@ -83,7 +83,7 @@ def of_rank(trace: RankTrace) -> list[Collective]:
     found: dict[tuple[str, tuple[int, ...]], list[tuple[int, tuple[float, float]]]] = defaultdict(list)
     for kind, ranks, size, span in _on_gpu(trace) if on_gpu(trace) else _on_host(trace):
         found[kind, ranks].append((size, span))
-    steps, busy = union(step.span for step in trace.steps), computing(trace)
+    steps, (busy, _) = union(step.span for step in trace.steps), activity(trace)
     rows = []
     for (kind, ranks), calls in found.items():
         flying = both(union(span for _, span in calls), steps)

@@ -40,8 +40,7 @@ def of_rank(trace: RankTrace) -> Shares:
     """Return the shares of a rank's recorded steps."""
     steps = union(step.span for step in trace.steps)
     gpu = on_gpu(trace)
-    busy, flying = _on_gpu(trace) if gpu else _on_host(trace)
-    busy, flying = both(busy, steps), both(flying, steps)
+    busy, flying = (both(spans, steps) for spans in activity(trace))
     offloaded: Intervals = ()
     if trace.about.get("offload_optimizer", "none") != "none":
         offloaded = both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
@@ -74,9 +73,16 @@ def of_rank(trace: RankTrace) -> Shares:
     )
 
 
-def computing(trace: RankTrace) -> Intervals:
-    """Return when operators ran: kernels and copies on a GPU, otherwise operators of the main thread."""
-    return _on_gpu(trace)[0] if on_gpu(trace) else _on_host(trace)[0]
+def activity(trace: RankTrace) -> tuple[Intervals, Intervals]:
+    """Return when the rank computed, by its GPU's kernels or its main thread's operators, and when collectives flew."""
+    if on_gpu(trace):
+        device = [event for event in trace.events if event.kind in ON_GPU]
+        computing = [event for event in device if not is_collective(event)]
+        flying = [event for event in device if is_collective(event)]
+    else:
+        computing = [event for event in trace.events if event.thread == trace.main_thread and is_operator(event)]
+        flying = [event for event in trace.events if is_collective(event)]
+    return union(event.span for event in computing), union(event.span for event in flying)
 
 
 def is_collective(event: Event) -> bool:
@@ -89,23 +95,10 @@ def on_gpu(trace: RankTrace) -> bool:
     return any(event.kind in ON_GPU for event in trace.events)
 
 
-def _on_host(trace: RankTrace) -> tuple[Intervals, Intervals]:
-    """Return when the main thread computed, and when collectives were in flight."""
-    computing = union(event.span for event in trace.events if event.thread == trace.main_thread and is_operator(event))
-    return computing, union(event.span for event in trace.events if is_collective(event))
-
-
 def is_operator(event: Event) -> bool:
     """Return whether an event is a computing operator such as `aten::mm`, and not a range around operators."""
     space, found, _ = event.name.partition("::")
     return bool(found) and event.kind == "cpu_op" and space not in NOT_OPERATORS
-
-
-def _on_gpu(trace: RankTrace) -> tuple[Intervals, Intervals]:
-    """Return when kernels and copies ran, and when the kernels of collectives ran."""
-    device = [event for event in trace.events if event.kind in ON_GPU]
-    kernels = union(event.span for event in device if not is_collective(event))
-    return kernels, union(event.span for event in device if is_collective(event))
 
 
 BACKWARD = "autograd::engine::evaluate_function"

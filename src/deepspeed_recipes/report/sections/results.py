@@ -100,15 +100,12 @@ def sentence(run: RunData) -> str:
     if not run.summary:
         return f"Not finished: {how} logged, but summary.json is missing. The run is still training, or it failed."
     if before is None or after is None:
-        first, end = (cell.text if cell else "-" for cell in (_loss(run, 1), _loss(run, len(run.metrics))))
+        losses = (number(row.get("loss"), ".4f", "metrics.jsonl") for row in (run.metrics[0], last))
+        first, end = (loss.text if loss else "-" for loss in losses)
         if len(run.metrics) == 1:
             return f"Training loss {end} before the only update, in {how}."
         return f"Training loss {first} -> {end} in {how}."
     return f"{name} on held-out examples: {before.text} -> {after.text}, in {how}."
-
-
-def _loss(run: RunData, row: int) -> Number | None:
-    return number(run.metrics[row - 1].get("loss"), ".4f", f"metrics.jsonl:{row}:loss")
 
 
 def score(run: RunData) -> tuple[str, Number | None, Number | None]:
