@@ -137,7 +137,17 @@ def of_server(server: Server, folder: Path, read_tensors: bool = True) -> Certif
     wanted = read(folder)
     found = expected.served(server, wanted["texts"])
     certificate = compare(wanted, found, folder, read_tensors)
-    return replace(certificate, causes=(*certificate.causes, *_prompts(server, wanted)))
+    for text in wanted["texts"]:
+        if "messages" not in text:
+            break
+        counted = servers.prompt_tokens(server, text["messages"])
+        if counted is not None and counted != text["start"]:
+            cause = (
+                f"the server's chat template makes {counted} tokens of {text['messages'][-1]['content']!r}, and the "
+                f"training's {text['start']}"
+            )
+            return replace(certificate, causes=(*certificate.causes, cause))
+    return certificate
 
 
 def compare(wanted: JsonView, found: list[Json], folder: Path, read_tensors: bool = True) -> Certificate:
@@ -201,18 +211,4 @@ def causes(wanted: JsonView, folder: Path, read_tensors: bool = True) -> Iterato
         old, new = (one["tokens"][one["start"] * answers_only :] for one in (text, sequence))
         if old != new:
             yield f"the tokenizer makes other tokens of {sequence['answer']!r}"
-            return
-
-
-def _prompts(server: Server, wanted: JsonView) -> Iterator[str]:
-    """Yield a cause if a server's own chat template gives a prompt of another length than the training's."""
-    for text in wanted["texts"]:
-        if "messages" not in text:
-            return
-        counted = servers.prompt_tokens(server, text["messages"])
-        if counted is not None and counted != text["start"]:
-            yield (
-                f"the server's chat template makes {counted} tokens of {text['messages'][-1]['content']!r}, and the "
-                f"training's {text['start']}"
-            )
             return
