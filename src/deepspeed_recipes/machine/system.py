@@ -206,7 +206,7 @@ def check_cache() -> None:
 
 def gathered_bytes(total: int, trainable: int, bytes_per_weight: int, stage: int) -> int:
     """Return the bytes of host memory in which rank 0 gathers the trained weights for a checkpoint under ZeRO-3."""
-    return bytes_per_weight * (min(trainable, total)) if stage == 3 else 0
+    return bytes_per_weight * min(trainable, total) if stage == 3 else 0
 
 
 def free_memory() -> int:

@@ -40,7 +40,7 @@ class Served:
 
 
 def _shared(folder: Path, base: Path) -> dict[str, object]:
-    """Return an adapter's settings that a server has once for all, or its base model's, by what is said of others."""
+    """Return what a server has once, of an adapter or else of its base model, by the words for another such setting."""
     from ...training.model import generate  # imports torch, which --help does without
 
     templates = (place / "chat_template.jinja" for place in (folder, base))

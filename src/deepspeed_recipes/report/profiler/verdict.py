@@ -172,7 +172,7 @@ def _communication(share: float, ranks: list[Rank], about: Json) -> Cause:
         changes = ["a smaller layout.tensor or layout.sequence, within one host, communicates less"]
     elif about.get("stage", 0) < 2:
         changes = ["a larger global_batch_size with the same micro_batch_size communicates less often per token"]
-    else:  # every micro-batch communicates, so more of them do not help
+    else:  # at stages 2 and 3 every micro-batch communicates, so more of them do not help
         changes = []
         if _gathers_again(ranks[0], about):
             changes.append("deepspeed=zero3_hpz.json gathers weights over the network once per step")
