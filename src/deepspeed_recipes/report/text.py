@@ -16,8 +16,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 """Width of a curve and of a bar, in characters."""
 STYLES = {"loss": "green", "removed": "red strike", "added": "green", "": ""}
-BRACKETS = {"loss": "«»"}
-"""Brackets around marked text on terminals without colour, which show an answer as it is, not its differences."""
 
 
 def show(document: Document) -> None:
@@ -55,8 +53,8 @@ def _lines(block: Block, coloured: bool) -> Iterator[RenderableType]:
             marked = Text(f"  {printable(label)}: ")
             for text, mark in pieces:
                 if mark == "removed" and not coloured:
-                    continue
-                around = "" if coloured else BRACKETS.get(mark, "")
+                    continue  # without colour an answer is shown as it is, not its differences
+                around = "«»" if mark == "loss" and not coloured else ""
                 marked.append(f"{around[:1]}{printable(text)}{around[-1:]}", STYLES[mark] if coloured else "")
             yield marked
         case Bars(title, bars):
