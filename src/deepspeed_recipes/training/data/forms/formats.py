@@ -380,9 +380,9 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         for part in content if isinstance(content, list) else ():  # such as OpenAI's `detail`, Qwen's `max_pixels`
             if isinstance(part, dict):
                 link = part.get("image_url")
-                others = [key for key, value in part.items() if key not in keys.OF_PART and value not in keys.EMPTY]
-                others += [key for key in link if key != "url"] if isinstance(link, dict) else []
-                found += [f"images.{key}" for key in others]
+                more = [key for key, value in part.items() if key not in keys.OF_PART and value not in keys.EMPTY]
+                more += [key for key in link if key != "url"] if isinstance(link, dict) else []
+                found += [f"images.{key}" for key in more]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
     odd = []
