@@ -66,6 +66,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return serving.answer(arguments, console())
     request = request_of(arguments)
     work = workload.workload(arguments, *recipe_of(arguments))
+    if arguments.price and work is None:
+        raise UserError("--price needs an amount of training: add --tokens 500M, or data.path=... epochs=3.")
     if work:
         request = replace(request, document_length=work.document_length)
     result = answer(arguments, request, work)

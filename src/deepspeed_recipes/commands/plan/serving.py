@@ -23,8 +23,8 @@ SHARE = 0.92
 FORMATS = {"bf16": 2.0, "int8 or fp8": 1.0, "int4": 0.5 + 2 / 128}
 """Bytes per weight in the decoder's linear layers and experts; int4 has a bf16 scale per 128 weights. The rest stays in
 bf16."""
-OPTIONS = ("tokens", "examples", "example_tokens", "deadline", "write", "longest", "which_gpu")
-"""Options that are about training."""
+OPTIONS = ("tokens", "examples", "example_tokens", "price", "deadline", "write", "longest", "which_gpu", "explain")
+"""Options of plans for the training of one model."""
 
 
 @dataclass(frozen=True)

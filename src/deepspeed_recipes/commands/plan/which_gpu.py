@@ -19,12 +19,12 @@ from ...recipe import pages
 from ...recipe.errors import UserError
 from ...recipe.files import Json
 from ...recipe.project import command
-from . import workload
+from . import serving, workload
 from .options import hardware_of, recipe_of
 
 USUAL = 1e9
 """Number of tokens with which hardware is compared, if the user gives none."""
-OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write")
+OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "longest", "explain")
 """Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
 
 
@@ -34,9 +34,9 @@ SHOWN = 8
 
 def answer(arguments: argparse.Namespace, console: Console) -> int:
     """Print the smallest and the cheapest hardware, and return the exit status."""
-    given = next((name for name in OPTIONS if getattr(arguments, name) is not None), "")
-    if given or arguments.nodes != 1 or arguments.longest:
-        option = given.replace("_", "-") or ("longest" if arguments.longest else "nodes")
+    given = next((name for name in OPTIONS if getattr(arguments, name) not in (None, False)), "")
+    if given or arguments.nodes != 1:
+        option = given.replace("_", "-") or "nodes"
         raise UserError(f"--which-gpu and --{option}: give one of them; --which-gpu compares all known hardware.")
     recipe, keys = recipe_of(arguments)
     work = workload.workload(arguments, recipe, keys) or Workload(USUAL, prices=prices(arguments.price))
@@ -129,8 +129,7 @@ FAMILIES = ("qwen3", "llama3")
 
 def what_fits(arguments: argparse.Namespace, console: Console) -> int:
     """Print the largest model that fits by method, and return the exit status: 1 if none fits."""
-    about_a_model = ("overrides", "tokens", "examples", "deadline", "write", "longest", "which_gpu")
-    if any(getattr(arguments, name) for name in about_a_model):
+    if arguments.overrides or any(getattr(arguments, name) for name in serving.OPTIONS):
         raise UserError("name a model first, for example llama3-8b; without one, --gpu NAME lists what fits.")
     hardware = hardware_of(arguments)
     models = [
