@@ -341,21 +341,21 @@ def from_json(text: str) -> Any:
             or half of a character (a lone surrogate), which no tokenizer and no file supports.
         RecursionError: nested too deeply.
     """
-    value = json.loads(text, object_pairs_hook=_object_of)
+
+    def unique(pairs: list[tuple[str, object]]) -> Json:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+        return found
+
+    value = json.loads(text, object_pairs_hook=unique)
     if "\\ud" in text or "\\uD" in text:
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"a lone surrogate, {ascii(error.object[error.start])[1:-1]}") from None
     return value
-
-
-def _object_of(pairs: list[tuple[str, object]]) -> Json:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
-    return found
 
 
 def _reason(error: ValueError | RecursionError) -> str:

@@ -113,17 +113,18 @@ def tokenized(
     if not len(kept):
         raise UserError(f"{name}: {_nothing_left(recipe, len(raw), dropped, int(lengths.max()))}")
     packed = pack_dataset(kept, recipe.sequence_length, "bfd") if recipe.packing else kept.map(_alone)
-    learnable = (pc.list_flatten(batch["labels"]) for batch in kept.with_format("arrow").iter(1000))
+    kept_lengths = _lengths(kept)
+    labels = (pc.list_flatten(batch["labels"]) for batch in kept.with_format("arrow").iter(1000))
     return packed, Report(
         examples=len(raw),
         dropped=dropped,
         unlearnable=len(documents) - len(kept) - dropped,
         extra_pieces=len(documents) - len(raw),
         sequences=len(packed),
-        tokens=int(_lengths(kept).sum()),
-        loss_tokens=sum(pc.sum(pc.not_equal(labels, IGNORED)).as_py() for labels in learnable),
+        tokens=int(kept_lengths.sum()),
+        loss_tokens=sum(pc.sum(pc.not_equal(some, IGNORED)).as_py() for some in labels),
         forgetting=forgetting,
-        lengths=histogram(_lengths(kept)),
+        lengths=histogram(kept_lengths),
         longest=int(lengths.max()),
         cut=cut,
     )
