@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .trace import MODULE, Event, Intervals, RankTrace, both, length, union, without
+from .trace import MODULE, STEP, Event, Intervals, RankTrace, both, length, union, without
 
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 NOT_OPERATORS = ("autograd", "c10d", "_c10d_functional", "torch", "gloo", "nccl")
@@ -44,7 +44,8 @@ def of_rank(trace: RankTrace) -> Shares:
     offloaded: Intervals = ()
     if trace.about.get("offload_optimizer", "none") != "none":
         offloaded = both(union(event.span for event in trace.events if event.name.startswith("Optimizer.step#")), steps)
-    fetching = both(union(event.span for event in trace.phase("data")), steps)
+    fetched = (event.span for event in trace.events if event.kind == "user_annotation" and event.name == f"{STEP}data")
+    fetching = both(union(fetched), steps)
     busy = without(busy, union((*offloaded, *(() if gpu else fetching))))
     waited = without(flying, busy)
     data = without(fetching, union((*busy, *waited)))

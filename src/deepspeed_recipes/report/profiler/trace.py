@@ -71,10 +71,6 @@ class RankTrace:
         """The thread that runs the steps."""
         return self.steps[0].thread
 
-    def phase(self, name: str) -> list[Event]:
-        """Return the ranges of a phase of the steps, such as `data`."""
-        return [event for event in self.events if event.kind == "user_annotation" and event.name == STEP + name]
-
 
 def read(path: Path) -> RankTrace:
     """Return the trace in a gzipped file."""

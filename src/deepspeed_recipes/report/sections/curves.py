@@ -157,7 +157,22 @@ def layer_sections(run: RunData) -> Iterator[Section]:
     logged = [(at, row) for at, row in enumerate(run.metrics, 1) if _layers(row)]
     if not logged:
         return
-    blocks: list[Block] = [Note(" ".join(_verdicts(logged)) or "No layer's gradient has vanished or exploded.")]
+    said = []
+    still = [row["step"] for _, row in logged if all(one.get("grad_norm") == 0 for one in _layers(row).values())]
+    if still:
+        said.append(
+            f"The gradient of every layer is zero in {len(still)} of {len(logged)} logs, first at step {still[0]}: "
+            "these updates taught the model nothing."
+        )
+    problems: dict[tuple[str, str], list[int]] = {}
+    for _, row in logged:
+        for name, one in _layers(row).items():
+            if one.get("verdict"):
+                problems.setdefault((str(one["verdict"]), name), []).append(row["step"])
+    for (verdict, name), steps in problems.items():
+        count = f"in {len(steps)} of {len(logged)} logs, first at {steps[0]}"
+        said.append(f"{verdict.capitalize()} gradient in {name}: {count}.")
+    blocks: list[Block] = [Note(" ".join(said) or "No layer's gradient has vanished or exploded.")]
     if run.recipe.lora and logged[0][1]["step"] == 1:
         blocks.append(Note(AT_FIRST))
     names = tuple(dict.fromkeys(name for _, row in logged for name in _layers(row)))
@@ -177,23 +192,6 @@ def layer_sections(run: RunData) -> Iterator[Section]:
         numbers.append((name, *cells, str(one.get("verdict") or "")))
     blocks += [Table(head, tuple(numbers)), Note(f"The table is of step {last['step']:,}. {MEANING}")]
     yield Section("Layers", tuple(blocks))
-
-
-def _verdicts(logged: list[tuple[int, Row]]) -> Iterator[str]:
-    """Yield a sentence for each problem with a layer's gradient: how often it occurred, and the first step."""
-    still = [row["step"] for _, row in logged if all(one.get("grad_norm") == 0 for one in _layers(row).values())]
-    if still:
-        yield (
-            f"The gradient of every layer is zero in {len(still)} of {len(logged)} logs, first at step {still[0]}: "
-            "these updates taught the model nothing."
-        )
-    found: dict[tuple[str, str], list[int]] = {}
-    for _, row in logged:
-        for name, one in _layers(row).items():
-            if one.get("verdict"):
-                found.setdefault((str(one["verdict"]), name), []).append(row["step"])
-    for (verdict, name), steps in found.items():
-        yield f"{verdict.capitalize()} gradient in {name}: in {len(steps)} of {len(logged)} logs, first at {steps[0]}."
 
 
 def _layers(row: Row) -> JsonView:
