@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -64,9 +65,7 @@ def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
     kinds += sorted({one.kind for one in techniques if one.lacks(shop.most, shop.gpus) is None} - {"dense"})
     log = shop.folder / "prepare"
 
-    def prepared() -> list[int]:
-        return shop.ranks.run(_prepare, str(shop.folder), kinds, world_size=1, log=log, timeout=LIMIT)
-
+    prepared = partial(shop.ranks.run, _prepare, str(shop.folder), kinds, world_size=1, log=log, timeout=LIMIT)
     statuses = prepared()
     if any(statuses) and any(FORKED in text for text in read_logs(log)):
         shop.ranks.spawn()  # some library uses the GPU while it is imported
