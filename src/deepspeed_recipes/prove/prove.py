@@ -64,7 +64,6 @@ def prepare(shop: Workshop, techniques: Sequence[Technique]) -> None:
     kinds: list[Kind] = ["dense"]
     kinds += sorted({one.kind for one in techniques if one.lacks(shop.most, shop.gpus) is None} - {"dense"})
     log = shop.folder / "prepare"
-
     prepared = partial(shop.ranks.run, _prepare, str(shop.folder), kinds, world_size=1, log=log, timeout=LIMIT)
     statuses = prepared()
     if any(statuses) and any(FORKED in text for text in read_logs(log)):
