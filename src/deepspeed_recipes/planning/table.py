@@ -27,7 +27,6 @@ SHOWN = 8
 """Number of plans in the table."""
 BAR = 40
 """Width in characters of a bar that stands for a GPU's whole memory."""
-OF_SETUP = ("micro_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
 HOSTS = "HOSTS"
 UNEVEN = 0.1
 """Standard deviation of a machine's own speed above which it is named."""
@@ -68,11 +67,15 @@ def as_json(request: PlanRequest, result: SearchResult, workload: Workload | Non
                 **({"hours": workload.hours(plan), "dollars": workload.dollars(plan)} if workload else {}),
                 "config": plan.recipe.deepspeed,
                 "layout": {"data": plan.setup.data_parallel_size, **asdict(plan.recipe.layout)},
-                **{name: getattr(plan.setup, name) for name in OF_SETUP},
+                "micro_batch_size": plan.setup.micro_batch_size,
+                "gradient_accumulation_steps": plan.setup.gradient_accumulation_steps,
+                "gradient_checkpointing": plan.setup.gradient_checkpointing,
                 "gpu_peak_gib": plan.gpu_gib,
                 "gpu_peak_gib_range": list(plan.gpu_gib_range),
                 "gpu_breakdown_gib": dict(plan.components),
-                **{name: getattr(plan.memory, name) for name in ("host_gib", "nvme_gib", "checkpoint_gib")},
+                "host_gib": plan.memory.host_gib,
+                "nvme_gib": plan.memory.nvme_gib,
+                "checkpoint_gib": plan.memory.checkpoint_gib,
                 "tokens_per_second_per_gpu": plan.speed,
                 "tokens_per_second_per_gpu_range": list(plan.speed_range),
                 "step_seconds": plan.seconds,

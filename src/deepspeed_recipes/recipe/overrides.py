@@ -126,7 +126,20 @@ def apply(recipe: Recipe, assignments: Iterable[str], *, resumed: bool = False) 
         (values.setdefault(section, {}) if section else values)[name] = parse(key, text, keys[key])
     _follow(recipe, values, given, resumed)
     changed: Recipe = from_dict(values)
-    _check_methods(changed, given)
+    # A run would ignore settings of other methods, and fail to measure their metrics.
+    method = changed.method
+    for key in sorted(given):
+        wanted = "grpo" if key == "reward" else key.partition(".")[0]
+        if wanted in METHODS and wanted != method.name:
+            taught = wanted == "distill" and method.name == "sft"  # a teacher turns only SFT into distillation
+            how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
+            what = f"a setting of the method {wanted}, but this recipe's method is {method.name}"
+            raise UserError(f"{key}: {what}; {how}.")
+    measured = ("loss", method.metric or "exact_match")
+    foreign = [name for name in changed.data.metrics if name in BUILT_IN and name not in measured]
+    if foreign and "data.metric" in given:
+        known = " and ".join(measured)
+        raise UserError(f"data.metric={foreign[0]}: {method.title} measures {known}, not {foreign[0]}.")
     return changed
 
 
@@ -158,23 +171,6 @@ def _follow(recipe: Recipe, values: Json, given: Collection[str], resumed: bool)
             full, lora = (pages.find(pages.typed(recipe), variant) for variant in ("full", "lora"))
             ratio = lora.learning_rate / full.learning_rate
         values["learning_rate"] = float(f"{recipe.learning_rate * ratio:.6g}")
-
-
-def _check_methods(recipe: Recipe, given: Collection[str]) -> None:
-    """Refuse settings and metrics of other methods, which the run would ignore or fail to measure."""
-    for key in sorted(given):
-        wanted = "grpo" if key == "reward" else key.partition(".")[0]
-        if wanted in METHODS and wanted != recipe.method.name:
-            taught = wanted == "distill" and recipe.method.name == "sft"  # a teacher turns only SFT into distillation
-            how = "add distill.teacher=MODEL" if taught else "ds-recipes launch --list has its variants"
-            raise UserError(
-                f"{key}: a setting of the method {wanted}, but this recipe's method is {recipe.method.name}; {how}."
-            )
-    measured = ("loss", recipe.method.metric or "exact_match")
-    foreign = [name for name in recipe.data.metrics if name in BUILT_IN and name not in measured]
-    if foreign and "data.metric" in given:
-        known = " and ".join(measured)
-        raise UserError(f"data.metric={foreign[0]}: {recipe.method.title} measures {known}, not {foreign[0]}.")
 
 
 def word(text: str) -> str:

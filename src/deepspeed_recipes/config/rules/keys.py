@@ -89,25 +89,26 @@ def _homes() -> dict[str, Key]:
 
 
 def _rename(path: Key, right: str, config: Config) -> tuple[Edit, ...]:
-    """Return the edit, unless the right key is set already or does not accept the wrong key's value."""
-    entry = schema.entry((*path[:-1], right))
-    taken = right in config.section(*path[:-1])
-    return (Edit("rename", path, right),) if not taken and _suits(entry, config.get(*path)) else ()
+    """Return the edit, unless the right key is set already or does not accept the wrong key's value.
 
-
-def _suits(entry: Json, value: object) -> bool:
-    """Return whether a value has a key's type or, for a key without a type, the type of its default."""
-    if value == "auto":
-        return "section" not in entry
-    if "type" in entry:
-        return fits(entry["type"], value)
+    For a key without a type, the value has to have the type of the default.
+    """
+    if right in config.section(*path[:-1]):
+        return ()
+    entry, value = schema.entry((*path[:-1], right)), config.get(*path)
     default = entry.get("default")
-    if "section" in entry:
-        return isinstance(value, dict)
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(default, bool | None)
-    same = isinstance(value, (int, float)) if isinstance(default, (int, float)) else True
-    return same and schema.accepts(entry, value)
+    if value == "auto":
+        suits = "section" not in entry
+    elif "type" in entry:
+        suits = fits(entry["type"], value)
+    elif "section" in entry:
+        suits = isinstance(value, dict)
+    elif isinstance(default, bool) or isinstance(value, bool):
+        suits = isinstance(value, bool) and isinstance(default, bool | None)
+    else:
+        alike = isinstance(value, (int, float)) or not isinstance(default, (int, float))
+        suits = alike and schema.accepts(entry, value)
+    return (Edit("rename", path, right),) if suits else ()
 
 
 @rule("unknown-key", "error", REJECTED)

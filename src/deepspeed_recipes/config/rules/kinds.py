@@ -32,6 +32,16 @@ def known_keys(config: Config) -> Iterator[tuple[Key, object, Json]]:
             yield path, value, entry
 
 
+_KINDS = {
+    "list of text": "a list of strings",
+    "true": "true or false",
+    "fraction": "a number",
+    "text": "a string",
+    "null": "null",
+}
+"""Kinds of values of keys without a type, in words."""
+
+
 @rule("wrong-type", "error", REJECTED)
 def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
     for path, value, entry in known_keys(config):
@@ -45,22 +55,13 @@ def _wrong_type(config: Config, facts: Facts) -> Iterator[Hit]:
             edits = (Edit("set", path, close[0]),) if plain else ()
             yield Hit(path, value, f"{shown(value)} is not {describe(entry['type'])}", fix, edits)
         elif not schema.accepts(entry, value):
-            yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {_accepted(entry)}")
-
-
-def _accepted(entry: Json) -> str:
-    if "texts" in entry:
-        return " | ".join(shown(text) for text in entry["texts"][:8])
-    if "section" in entry or "object" in entry["loads"]:
-        return "an object"
-    kinds = {
-        "a list of strings": "list of text",
-        "true or false": "true",
-        "a number": "fraction",
-        "a string": "text",
-        "null": "null",
-    }
-    return next((words for words, kind in kinds.items() if kind in entry["loads"]), "nothing; remove the key")
+            loads = entry["loads"]
+            accepted = next((words for kind, words in _KINDS.items() if kind in loads), "nothing; remove the key")
+            if "texts" in entry:
+                accepted = " | ".join(shown(text) for text in entry["texts"][:8])
+            elif "section" in entry or "object" in loads:
+                accepted = "an object"
+            yield Hit(path, value, f"DeepSpeed does not accept {shown(value)} here", f"write {accepted}")
 
 
 _NEEDED = {

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from ...recipe.recipe import Precision
 from .. import TABLES
 from ..hardware.cluster import Cluster
-from ..hardware.gpus import Gpu, host_gbs
+from ..hardware.gpus import DESKTOP_GBS, DESKTOP_GPUS, Gpu
 from ..hardware.machine_file import Machine
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
@@ -35,11 +35,10 @@ def _optimizer_seconds(job: Job, stage: Mapping[str, float]) -> tuple[float, flo
     own, offload, nvme = stage["updated"] / (setup.zero_ranks if zero else 1), 0.0, 0.0
     launches = (known.step_sharded if zero == 3 else known.step) * stage["trained_weights"]  # by the host
     if setup.offload_optimizer != "none":
+        desktop = cluster.gpu.kind == "geforce" and cluster.gpus_per_node <= DESKTOP_GPUS
+        memory_gbs = DESKTOP_GBS if desktop else cluster.gpu.host_gbs
         # Clouds count two threads per core.
-        rate = min(
-            COUNTS.cpu_adam * host_gbs(cluster.gpu, cluster.gpus_per_node),
-            COUNTS.core_adam * (cluster.cores / 2 or math.inf),
-        )
+        rate = min(COUNTS.cpu_adam * memory_gbs, COUNTS.core_adam * (cluster.cores / 2 or math.inf))
         adam = COUNTS.cpu_step * own * ranks / ((cluster.machine and cluster.machine.host_adam) or rate)
         # The gradients of every micro-batch go to the host, the weights come back.
         offload = communication.to_host(setup.value_bytes * own * (micro_batches + 1), cluster, known)

@@ -124,11 +124,6 @@ def all_names() -> str:
     return f"known GPUs are {', '.join(gpu.name for gpu in GPUS)}"
 
 
-def host_gbs(gpu: Gpu, gpus: int) -> float:
-    """Return the usual memory bandwidth of a host with `gpus` GPUs of this kind, in GB/s."""
-    return DESKTOP_GBS if gpus <= DESKTOP_GPUS and gpu.kind == "geforce" else gpu.host_gbs
-
-
 def with_memory(gib: float, name: str | None = None) -> Gpu:
     """Return a GPU of which only the memory is known, with the speed of the slowest GPU with the nearest memory."""
     modern = [gpu for gpu in GPUS if gpu.bf16]
