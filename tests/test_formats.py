@@ -389,6 +389,17 @@ UNREAD = [
         *("preference", "dpo", ["chosen_logps", "rejected_logps", "chosen_rating"]),
     ),
     (
+        {"prompt": "a", "chosen": "b", "rejected": "c", "Chosen_score": 1, "Rejected_score": 2},
+        *("preference", "dpo"),
+        ["inconsistent at: here", "inconsistent: Chosen_score is not above Rejected_score"],
+    ),
+    (  # also if the pair cannot be converted, which the conversion reports
+        {key: [calls(("see", {}, ""))] for key in ("chosen", "rejected")}
+        | {"prompt": "a", "tools": [{"name": "look", "parameters": {}}]},
+        *("preference", "dpo"),
+        ["inconsistent at: here", "inconsistent: 'see' is not in 'tools'"],
+    ),
+    (
         {"prompt": "a", "chosen": [assistant("b"), user("c"), assistant("d")], "rejected": "e"},
         *("preference", "dpo"),
         [

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconConfig
 
 from deepspeed_recipes.commands import shrink as command
 from deepspeed_recipes.export import shrink
@@ -57,6 +57,16 @@ def test_the_student_computes_with_the_kept_layers_and_neurons(tmp_path):
     assert student.config.layer_types == ["full_attention"] * 3
     stored = load_file(tmp_path / "student" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in stored.values()), "as the teacher's"
+
+
+def test_a_model_without_an_intermediate_size_keeps_its_width(tmp_path):
+    """Falcon's config calls it `ffn_hidden_size`."""
+    config = FalconConfig(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, vocab_size=64, ffn_hidden_size=48)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "teacher")
+    assert "intermediate_size" not in read_json(tmp_path / "teacher" / "config.json")
+    shrink.shrink(str(tmp_path / "teacher"), tmp_path / "student", 2, None)
+    student, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "student", output_loading_info=True)
+    assert student.config.num_hidden_layers == 2 and not loaded["missing_keys"] and not loaded["unexpected_keys"]
 
 
 def test_fused_gates_are_cut_in_both_halves():

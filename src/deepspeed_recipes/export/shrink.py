@@ -86,7 +86,7 @@ def shrink(source: str, output: Path, layers: int | None, intermediate: int | No
     state = {name: tensor for file in files for name, tensor in load_file(file).items()}
     before = _count(state)
     state = _with_layers(source, state, sizes["num_hidden_layers"], kept)
-    if width < sizes["intermediate_size"]:
+    if width < (sizes.get("intermediate_size") or 0):
         state = _narrowed(source, state, width)
     listed = per_layer(sizes, sizes["num_hidden_layers"])  # lists with an entry per layer
     changed = {**sizes, **{name: [sizes[name][number] for number in kept] for name in listed}}

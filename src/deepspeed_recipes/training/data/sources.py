@@ -148,9 +148,11 @@ def _source(name: str, recipe: Recipe, streaming: bool) -> Source:
     try:
         where, example, form = formats.first_form(located, recipe.method.name, recipe.data.form)
     except UserError as error:
+        if str(error) == formats.NO_EXAMPLES and bad.count:
+            raise bad.error(0) from None
         if str(error) == formats.NO_EXAMPLES:
             keeps = f" that data.transform={recipe.data.transform} keeps" if recipe.data.transform else ""
-            error = bad.error(0) if bad.count else UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
+            error = UserError(f"{name}: {str(error).rstrip('.')}{keeps}.")
         raise UserError(bad.advised(error)) from None
     found: turns.Example = {
         "name": name,

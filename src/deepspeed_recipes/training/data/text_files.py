@@ -315,7 +315,7 @@ def _json(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
             rows = from_json("".join(line for _, line in _lines(path)))
         except (ValueError, RecursionError) as error:
             line = getattr(error, "lineno", 1)
-            raise UserError(f"{path}:{line}: not JSON ({_reason(error)}); an array of objects is expected.") from None
+            raise UserError(f"{path}:{line}: not JSON ({reason_of(error)}); an array of objects is expected.") from None
         located = ((f"{path}: row {number}", row) for number, row in enumerate(rows, start=1))
     for where, found in located:
         try:
@@ -326,7 +326,7 @@ def _json(path: Path, bad: Bad | None) -> Iterator[tuple[str, Json]]:
         except (ValueError, RecursionError) as error:
             others = "" if suffix(path) in SUFFIXES else f" (raw text has the suffix {', '.join(PLAIN)})"
             expected = f"one JSON object per line is expected{others}."
-            refuse(UserError(f"{where}: not JSON ({_reason(error)}); {expected}"), bad)
+            refuse(UserError(f"{where}: not JSON ({reason_of(error)}); {expected}"), bad)
         except UserError as error:
             refuse(error, bad)
         else:
@@ -358,7 +358,8 @@ def from_json(text: str) -> Any:
     return value
 
 
-def _reason(error: ValueError | RecursionError) -> str:
+def reason_of(error: ValueError | RecursionError) -> str:
+    """Return why a text is not JSON, from the error of `from_json`."""
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return getattr(error, "msg", None) or str(error).partition(";")[0]

@@ -385,9 +385,10 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
                 found += [f"images.{key}" for key in more]
     if "chat_template_kwargs" in read:
         found += [f"chat_template_kwargs.{name}" for name in keys.options(where, example) or ()]
-    odd = []
+    odd, named = [], {name.lower(): name for name in example}
     for name, value in example.items() if form == "preference" else ():
-        than = example.get(other := name.replace("chosen", "rejected"))
+        other = named.get(name.lower().replace("chosen", "rejected"), "")
+        than = example.get(other)
         if RATED.match(name) and isinstance(value, int | float) and isinstance(than, int | float):
             found = [one for one in found if one not in (name, other)]
             if not value > than:
@@ -397,6 +398,7 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
         answers = [turn for field in ("chosen", "rejected", "completion") for turn in compared.get(field, ())]
         if others := {turn["role"] for turn in answers} - {"assistant"}:
             odd.append(f"an answer holds turns of {' and '.join(sorted(others))}, which are learned as part of it")
+    with contextlib.suppress(UserError):
         odd += misfits(where, example, (name for name in TURNS if name in read))
     found += [ODD_AT + where, *(ODD + one for one in odd)] if odd else []
     return list(dict.fromkeys(found))

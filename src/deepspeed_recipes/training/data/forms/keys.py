@@ -8,7 +8,7 @@ from typing import Any
 
 from ....recipe.errors import UserError
 from ....recipe.files import Json, JsonView
-from ..text_files import from_json
+from ..text_files import from_json, reason_of
 
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 """Values that count as missing: tables fill empty cells with them."""
@@ -167,5 +167,6 @@ def parsed(where: str, text: str) -> Any:
     try:
         return from_json(text)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or str(error).partition(";")[0]
-        raise UserError(f"{where} holds text that should be JSON and is not ({reason}): {text[:40]!r}.") from None
+        raise UserError(
+            f"{where} holds text that should be JSON and is not ({reason_of(error)}): {text[:40]!r}."
+        ) from None
