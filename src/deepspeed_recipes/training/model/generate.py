@@ -33,11 +33,10 @@ def generate(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[list[dict[str, str]]],
     max_new_tokens: int,
-    synced_gpus: bool = False,
 ) -> list[str]:
     """Return the model's greedy answer to each conversation, without surrounding white space."""
     tokens = [conversation_tokens(tokenizer, turns, add_generation_prompt=True) for turns in prompts]
-    answers = continued(model, tokenizer, tokens, max_new_tokens, synced_gpus)
+    answers = continued(model, tokenizer, tokens, max_new_tokens)
     return [text.strip() for text in tokenizer.batch_decode(answers, skip_special_tokens=True)]
 
 
