@@ -13,7 +13,7 @@ from ..recipe.errors import UserError
 from ..recipe.files import Json, JsonView, text_of
 from ..recipe.run_folder import read_json
 from ..training import server as servers
-from ..training.model_folder import base_model, complete, expected, weights
+from ..training.model_folder import base_model, card, expected, record, weights
 from ..training.model_folder.expected import BOUNDS
 from ..training.server import Server
 from .serve import engines, environment, served
@@ -81,8 +81,12 @@ class Certificate:
 
         `server` computed the answers: `transformers`, `vllm` or `llama.cpp`.
         """
+        if (held := record.read(folder)) is None:
+            return False
         verdict = {"difference": self.difference, "bound": self.bound, "same": self.same, "places": self.places}
-        return complete.of_certificate(folder, environment.titled(server), verdict)
+        verdicts = {**held.results.get(record.CERTIFICATES, {}), environment.titled(server): verdict}
+        record.add(folder, {record.CERTIFICATES: verdicts})
+        return card.write(folder)
 
 
 def read(folder: Path) -> Json:

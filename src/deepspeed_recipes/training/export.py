@@ -261,7 +261,9 @@ def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "
 
     PEFT only warns about tensors that the file lacks, and ignores those that have no place in the model.
     """
-    options: Json = {"autocast_adapter_dtype": False, "key_mapping": load_model.adapter_names(base)}
+    # An adapter may be named for a whole model of which `base` is the text part alone.
+    whole = any(name == "model.language_model" for name, _ in base.named_modules())
+    options: Json = {"autocast_adapter_dtype": False, "key_mapping": None if whole else load_model.TEXT_PART}
     try:
         if PeftConfig.from_pretrained(adapter).is_prompt_learning:  # has one tensor, and no list of its keys
             return PeftModel.from_pretrained(base, adapter, name, autocast_adapter_dtype=False)

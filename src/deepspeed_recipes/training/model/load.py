@@ -253,12 +253,6 @@ def text_part(config: PreTrainedConfig) -> Json:
     return {"config": text, "key_mapping": TEXT_PART}
 
 
-def adapter_names(model: PreTrainedModel) -> dict[str, str] | None:
-    """Return PEFT's `key_mapping` for an adapter that is named for the whole model, where `model` is its text part."""
-    inside = any(name == "model.language_model" for name, _ in model.named_modules())
-    return None if inside else TEXT_PART
-
-
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the configuration of the language model that is loaded: the text part's if that is loaded alone.
 

@@ -125,7 +125,7 @@ def name_adapter(folder: Path, path: str, head: Head, trusted: bool) -> None:
     """Name the weights of an adapter for the text part as they are named in the base's whole class, if it has one.
 
     Servers load a base in the class of its config.json, and PEFT and vLLM leave out, without an error, what has other
-    names. The whole class then has the adapter too, and `load.adapter_names` maps the names for the text part. The
+    names. The whole class then has the adapter too, and `export.with_adapter` maps the names for the text part. The
     arguments are as for `add`.
     """
     base = stored.folder_of(path)

@@ -63,18 +63,6 @@ def of_copy(folder: Path, source: Path, place: Path) -> None:
     finish(folder, place)
 
 
-def of_certificate(folder: Path, asked: str, verdict: JsonView) -> bool:
-    """Record a certificate in `training/results.json` and in the card; return False if the folder has no record.
-
-    `asked` is the software that computed its answers, with the version. `verdict` has `difference`, `bound`, `same` and
-    `places`.
-    """
-    if (held := record.read(folder)) is None:
-        return False
-    record.add(folder, {record.CERTIFICATES: {**held.results.get(record.CERTIFICATES, {}), asked: dict(verdict)}})
-    return card.write(folder)
-
-
 def finish(folder: Path, place: Path) -> None:
     """Add the card and the response template to weights with `training/`, and remove paths and certificates."""
     record.add(folder, {record.CERTIFICATES: None})
