@@ -51,8 +51,9 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     """Return the model's configuration."""
     if recipe.model.trust_remote_code:
         base_model.permit_remote_code()
+    path = recipe.model.path
     try:
-        config = config_of(recipe.model.path, recipe.model.trust_remote_code)
+        config = config_of(path, recipe.model.trust_remote_code)
     except (OSError, ValueError, ArithmeticError, RecursionError, *WRONG_VALUES) as error:
         raise UserError(cannot_load("configuration", recipe, error)) from error
     parts, wrong = (config, config.get_text_config()), None
@@ -63,9 +64,9 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     elif config.is_encoder_decoder and not type(config).is_encoder_decoder:
         wrong = f"is_encoder_decoder=true, and {config.model_type} has no encoder"
     if wrong:
-        raise UserError(f"model.path={recipe.model.path}: its config.json has {wrong}; remove the key.")
-    _check_numbers(config.to_dict(), recipe.model.path)
-    _check_keys(PreTrainedConfig.get_config_dict(recipe.model.path)[0], config, recipe.model.path)
+        raise UserError(f"model.path={path}: its config.json has {wrong}; remove the key.")
+    _check_numbers(config.to_dict(), path)
+    _check_keys(PreTrainedConfig.get_config_dict(path)[0], config, path)
     return config
 
 
@@ -146,15 +147,15 @@ def adapted(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel | PeftMod
 
 def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = ()) -> PreTrainedModel:
     """Return the model of `load_model` without adapters."""
+    path, dtype = recipe.model.path, DTYPES[recipe.precision]
     loaded: Any = kind or heads.CLASSES[heads.trained_by(recipe)]
-    dtype = DTYPES[recipe.precision]
-    weights.check_intact(Path(recipe.model.path))
+    weights.check_intact(Path(path))
     config = load_config(recipe)
-    stored_quantization.check(config.to_dict(), f"model.path={recipe.model.path}")
-    weights.check(Path(recipe.model.path))
-    stored.check_tied(recipe.model.path, config)
-    generate.check_settings(recipe.model.path)
-    state = dequantized_state(recipe.model.path, config, dtype)
+    stored_quantization.check(config.to_dict(), f"model.path={path}")
+    weights.check(Path(path))
+    stored.check_tied(path, config)
+    generate.check_settings(path)
+    state = dequantized_state(path, config, dtype)
     part = {"config": config} | ({} if recipe.model.vision else text_part(config))
     part["config"].update(heads.options(labels) if recipe.method.scores else {})
     if recipe.model.train_mtp:
@@ -163,7 +164,7 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
     try:
         with quiet, upstream.reading_any_index(), upstream.reading_state(state):
             model, about = loaded.from_pretrained(
-                recipe.model.path,
+                path,
                 dtype=dtype,
                 quantization_config=quantization(recipe, config),
                 attn_implementation=attention.loadable(recipe.model.attention),
@@ -193,16 +194,16 @@ def load_base(recipe: Recipe, kind: type | None = None, labels: Sequence[str] = 
         names = sorted(missing)
         if recipe.model.train_mtp and (lacks := [name for name in names if f".{config.num_hidden_layers}." in name]):
             raise UserError(
-                f"model.path={recipe.model.path}: its files have no head for a further token (they lack "
+                f"model.path={path}: its files have no head for a further token (they lack "
                 f"{lacks[0]}{weights.more(lacks)}); leave out model.train_mtp=true."
             )
         raise UserError(
-            f"model.path={recipe.model.path}: its files lack {', '.join(names[:2])}{weights.more(names, 2)}; copy or "
+            f"model.path={path}: its files lack {', '.join(names[:2])}{weights.more(names, 2)}; copy or "
             "download it again, or correct its config.json."
         )
     if kind is None:  # a pipeline stage has only its own layers; `stages.check` reads all
-        say_left_out(recipe, stored.check(recipe.model.path, model, part.get("key_mapping")))
-    if line := generate.correct_settings(model, recipe.model.path):
+        say_left_out(recipe, stored.check(path, model, part.get("key_mapping")))
+    if line := generate.correct_settings(model, path):
         say(line)
     new_tokens.start(model, recipe)
     return transforms.apply(model, recipe)
