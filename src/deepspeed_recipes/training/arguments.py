@@ -2,6 +2,7 @@
 
 import copy
 
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from peft import PeftModel
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -11,7 +12,7 @@ from ..recipe.files import Json
 from ..recipe.layout import gradient_accumulation_steps
 from ..recipe.recipe import Recipe
 from ..recipe.run_folder import RunFolder
-from . import activation_checkpointing, upstream
+from . import activation_checkpointing
 from .checkpoint import universal
 from .parallel import expert
 
@@ -96,8 +97,9 @@ def deepspeed_config(recipe: Recipe, file: DeepSpeedFile) -> Json:
         config.pop("tensor_parallel", None)  # stages are split by `tensor.shard`
     elif layout.tensor > 1:
         sizes: Json = {"autotp_size": layout.tensor}
-        if upstream.has_vocabulary_parallel_heads():
-            # A head that keeps its logits apart saves memory, but evaluation and generation need them whole.
+        if "vocab_parallel_lm_head" in TPTrainingConfig.model_fields:
+            # DeepSpeed 0.19.8's default, a head that keeps its logits apart, saves memory, but evaluation and
+            # generation need them whole.
             sizes["vocab_parallel_lm_head"] = False
         config["tensor_parallel"] = config.get("tensor_parallel", {}) | sizes
         # The Trainer and DeepSpeed count tensor-parallel ranks differently; each derives the size from the rest.

@@ -12,7 +12,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TextIO
 
@@ -54,15 +53,15 @@ WARNINGS = {
 
 def leave_out_noise() -> None:
     """Hide the messages in `NOISE` and the warnings in `WARNINGS`."""
-    for name, beginnings in NOISE.items():
-        logging.getLogger(name).addFilter(partial(_is_shown, tuple(beginnings)))
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        text = re.sub(r"^\[(Rank|RANK) \d+\] ", "", record.getMessage())  # DeepSpeed's
+        return not text.startswith(tuple(NOISE[record.name]))
+
+    for name in NOISE:
+        logging.getLogger(name).addFilter(is_shown)
     for beginning in chain.from_iterable(WARNINGS.values()):
         warnings.filterwarnings("ignore", message=re.escape(beginning))
-
-
-def _is_shown(beginnings: tuple[str, ...], record: logging.LogRecord) -> bool:
-    """Return False for messages with one of these beginnings, which may follow DeepSpeed's `[Rank 0]`."""
-    return not re.sub(r"^\[(Rank|RANK) \d+\] ", "", record.getMessage()).startswith(beginnings)
 
 
 def say(text: str = "") -> None:

@@ -68,9 +68,11 @@ Group = Json
 
 
 def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
-    """Return the share of the learning rate of each weight.
+    """Return the share of the learning rate of each weight: by its layer, and by LoRA+.
 
-    `names` are all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head.
+    `names` are all weights of the model, including frozen ones, in its order: embeddings, layers, norm and head. LoRA+
+    groups as PEFT's `create_loraplus_optimizer` does, except that PEFT takes every weight with one dimension for a B,
+    and under ZeRO-3 every weight has one dimension.
     """
     known = list(names)
     layers = {name: int(found[1]) for name in known if (found := LAYER.search(name))}
@@ -79,21 +81,14 @@ def rate_shares(recipe: Recipe, names: Iterable[str]) -> dict[str, float]:
     # The steps from the head down to each weight; the last layer is one step below the head.
     below = {name: count - layers[name] for name in layers}
     below |= {name: count + 1 if index < first else 0 for index, name in enumerate(known) if name not in layers}
-    return {name: recipe.layer_decay ** below[name] * _lora_plus(recipe, name) for name in known}
-
-
-def _lora_plus(recipe: Recipe, name: str) -> float:
-    """Return LoRA+'s factor, by PEFT's grouping (`create_loraplus_optimizer`).
-
-    PEFT's function takes every weight with one dimension for a B, and under ZeRO-3 every weight has one dimension.
-    """
-    lora = recipe.lora
-    if lora is None or lora.plus_ratio == 1:
-        return 1.0
-    if "lora_embedding_" in name:
-        return EMBEDDING_RATE / recipe.learning_rate
-    fast = "lora_B" in name or "lora_magnitude" in name or name.endswith(".bias")
-    return lora.plus_ratio if fast else 1.0
+    shares = {name: recipe.layer_decay ** below[name] for name in known}
+    if recipe.lora is not None and recipe.lora.plus_ratio != 1:
+        for name in known:
+            if "lora_embedding_" in name:
+                shares[name] *= EMBEDDING_RATE / recipe.learning_rate
+            elif "lora_B" in name or "lora_magnitude" in name or name.endswith(".bias"):
+                shares[name] *= recipe.lora.plus_ratio
+    return shares
 
 
 def split_by_rate(groups: Iterable[Group], rate: float, share: Mapping[torch.Tensor, float]) -> list[Group]:

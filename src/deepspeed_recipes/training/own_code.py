@@ -61,7 +61,16 @@ def check(recipe: Recipe) -> Iterator[str]:
                 f"warning: loss={loss.named}: ignores num_items_in_batch, so its gradients grow with the numbers of "
                 "micro-batches and ranks; return the sum over the labelled tokens divided by num_items_in_batch"
             )
-    yield from _notes(recipe)
+    for named in own_code.functions("callbacks", recipe.callbacks):
+        own = _own_events(own_code.load("callbacks", named))
+        for name in own:
+            if name in NEVER:
+                yield f"callbacks={named}: {name} is never called: {NEVER[name]}"
+        if late := [name for name in own if name in LATE]:
+            yield (
+                f"callbacks={named}: {' and '.join(late)} come after the update, which DeepSpeed makes at the end of "
+                "the backward pass"
+            )
 
 
 def _load_all(recipe: Recipe) -> None:
@@ -191,21 +200,6 @@ def callbacks(recipe: Recipe, run: RunFolder | None = None, added: set[str] | No
 
 def _own_events(kind: type[TrainerCallback]) -> list[str]:
     return [name for name in EVENTS if getattr(kind, name) is not getattr(TrainerCallback, name)]
-
-
-def _notes(recipe: Recipe) -> Iterator[str]:
-    """Yield lines about methods of the recipe's callbacks that are called late or never."""
-    for named in own_code.functions("callbacks", recipe.callbacks):
-        kind = own_code.load("callbacks", named)
-        own = _own_events(kind)
-        for name in own:
-            if name in NEVER:
-                yield f"callbacks={named}: {name} is never called: {NEVER[name]}"
-        if late := [name for name in own if name in LATE]:
-            yield (
-                f"callbacks={named}: {' and '.join(late)} come after the update, which DeepSpeed makes at the end of "
-                "the backward pass"
-            )
 
 
 def _watched(named: Function, method: Callable[..., Any], run: RunFolder | None, added: set[str]) -> Callable[..., Any]:

@@ -30,7 +30,6 @@ from deepspeed.module_inject import layers as autotp
 from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
 from deepspeed.runtime.utils import clip_grad_norm_
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, register_external_parameter
@@ -425,11 +424,6 @@ def check_version(layout: Layout) -> None:
             raise refusal("old DeepSpeed", key=key, size=size, installed=installed, why=why, first=first)
 
 
-def has_vocabulary_parallel_heads() -> bool:
-    """Return whether DeepSpeed can split a head by its vocabulary, which 0.19.8 does by default."""
-    return "vocab_parallel_lm_head" in TPTrainingConfig.model_fields
-
-
 def mark_as_split(model: torch.nn.Module) -> None:
     """Leave on a split model what AutoTP would: how a universal checkpoint joins the parts, and a mark that it has run.
 
@@ -437,13 +431,6 @@ def mark_as_split(model: torch.nn.Module) -> None:
     """
     setattr(model, UNIVERSAL_CHECKPOINT_INFO, autotp.collect_autotp_universal_checkpoint_info(model))
     model.ds_autotp_parsed = True
-
-
-def rank_of_shard(weight: torch.nn.Parameter) -> int:
-    """Return the index of this rank's ZeRO-3 shard of a weight, which DeepSpeed before 0.19.3 does not store."""
-    if hasattr(weight, "ds_zero_partition_rank"):
-        return weight.ds_zero_partition_rank
-    return dist.get_rank(weight.ds_process_group)
 
 
 def route_as_transformers(model: PreTrainedModel, in_fp32: bool = False) -> None:

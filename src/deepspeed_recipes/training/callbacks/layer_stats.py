@@ -232,12 +232,15 @@ class Routing(TrainerCallback):
         self.counts: list[torch.Tensor] = []
         self.entropies: list[torch.Tensor] = []
 
-    def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: object, state: TrainerState, control: TrainerControl, model: torch.nn.Module, **_: object
+    ) -> None:
         """Attach hooks to every router of the model, whose layers are final at this point."""
-        for index, router in enumerate(routers(kwargs["model"])):
-            experts = router.num_experts
+        # Named alike in transformers (`MixtralTopKRouter`, `DeepseekV3TopkRouter`) and in DeepSpeed.
+        routers = [one for one in model.modules() if type(one).__name__.lower().endswith("topkrouter")]
+        for index, router in enumerate(routers):
             device = next(router.parameters()).device
-            self.counts.append(torch.zeros(experts, dtype=torch.int64, device=device))
+            self.counts.append(torch.zeros(router.num_experts, dtype=torch.int64, device=device))
             self.entropies.append(torch.zeros(2, dtype=torch.float64, device=device))
             self._listen(router, index)
 
@@ -273,12 +276,3 @@ class Routing(TrainerCallback):
             logs |= dict(zip(("expert_load_max", "expert_load_min", "router_entropy"), shown, strict=True))
             for tensor in (*self.counts, *self.entropies):
                 tensor.zero_()
-
-
-def routers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the routers of an MoE model in the order of its layers; empty for a dense model.
-
-    transformers gives them similar names (`MixtralTopKRouter`, `DeepseekV3TopkRouter`), and so does DeepSpeed; those of
-    transformers return logits, weights and choice.
-    """
-    return [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]

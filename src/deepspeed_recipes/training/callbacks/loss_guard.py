@@ -110,7 +110,17 @@ class LossGuard(TrainerCallback):
             self._bad_number(state.global_step, "loss", skippable=False)
         if norm == 0 and not self.said_no_gradient:
             self.said_no_gradient = True
-            say(no_gradient(state.global_step, self.recipe))
+            why = "the model is already certain of every answer in it, or the loss depends on no trained weight"
+            if self.recipe.method.rollouts:
+                why = (
+                    "all answers of a group got the same reward, in every group. If this continues, check that the "
+                    "reward function does not always return the same number, raise grpo.temperature or "
+                    "grpo.group_size, or use other prompts"
+                )
+            say(
+                f"warning: step {state.global_step}: the gradient norm is 0, so this update teaches the model nothing: "
+                f"{why}."
+            )
         if is_spike(logs["loss"], self.losses):
             numbers = sorted(set(distributed.items_of_all([number for seen in self.seen for number in seen.numbers])))
             where = (
@@ -181,18 +191,6 @@ def is_spike(loss: float, before: Sequence[float]) -> bool:
     if len(before) < WINDOW // 2:
         return False
     return loss > statistics.fmean(before) + DEVIATIONS * statistics.stdev(before)
-
-
-def no_gradient(step: int, recipe: Recipe) -> str:
-    """Return the warning about an update whose gradient is zero; it is printed once."""
-    why = "the model is already certain of every answer in it, or the loss depends on no trained weight"
-    if recipe.method.rollouts:
-        why = (
-            "all answers of a group got the same reward, in every group. If this continues, check that the reward "
-            "function does not always return the same number, raise grpo.temperature or grpo.group_size, or use "
-            "other prompts"
-        )
-    return f"warning: step {step}: the gradient norm is 0, so this update teaches the model nothing: {why}."
 
 
 def damaged(model: torch.nn.Module, looked_up: bool = True) -> list[str]:

@@ -150,8 +150,22 @@ class Profiler(Phases, TrainerCallback):
         if distributed.on_gpu():
             torch.cuda.memory._record_memory_history(max_entries=100_000)
         self.profile = torch.profiler.profile(record_shapes=True)
-        if self.names_modules:
-            self.recording.enter_context(module_ranges(self.model))
+        if self.names_modules:  # surround each module's forward pass with a range of its name
+            names = {one: name for name, one in self.model.named_modules()} if self.model is not None else {}
+            entered: list[torch.profiler.record_function] = []
+
+            def enter(module: torch.nn.Module, inputs: object) -> None:
+                if not torch.compiler.is_compiling():
+                    name = names.get(module) or type(module).__name__
+                    entered.append(torch.profiler.record_function(MODULE + name))
+                    entered[-1].__enter__()
+
+            def leave(module: torch.nn.Module, inputs: object, output: object) -> None:
+                if entered and not torch.compiler.is_compiling():
+                    entered.pop().__exit__(None, None, None)
+
+            self.recording.callback(hooks.register_module_forward_pre_hook(enter).remove)
+            self.recording.callback(hooks.register_module_forward_hook(leave, always_call=True).remove)
         self.recording.enter_context(self.profile)
 
     def _range(self, name: str) -> contextlib.AbstractContextManager:
@@ -220,29 +234,3 @@ class Profiler(Phases, TrainerCallback):
             raw.unlink(missing_ok=True)
             draft.unlink(missing_ok=True)
         self.written = path
-
-
-@contextlib.contextmanager
-def module_ranges(model: torch.nn.Module | None) -> Iterator[None]:
-    """Surround every module's forward pass with a range of its name, by hooks that exist only in this block."""
-    names = {one: name for name, one in model.named_modules()} if model is not None else {}
-    entered: list[torch.profiler.record_function] = []
-
-    def enter(module: torch.nn.Module, inputs: object) -> None:
-        if not torch.compiler.is_compiling():
-            entered.append(torch.profiler.record_function(MODULE + (names.get(module) or type(module).__name__)))
-            entered[-1].__enter__()
-
-    def leave(module: torch.nn.Module, inputs: object, output: object) -> None:
-        if entered and not torch.compiler.is_compiling():
-            entered.pop().__exit__(None, None, None)
-
-    handles = (
-        hooks.register_module_forward_pre_hook(enter),
-        hooks.register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

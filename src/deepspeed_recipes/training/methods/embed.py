@@ -171,6 +171,7 @@ def metric(trainer: RunEmbeddingTrainer, examples: Dataset) -> dict[str, float]:
     return {f"recall_at_{most}": sum(place < most for place in places) / len(places) for most in (1, 10)}
 
 
+@torch.no_grad()
 def found_at(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: list[Json], recipe: Recipe, layout: Layout
 ) -> list[int]:
@@ -180,7 +181,15 @@ def found_at(
     """
     texts = list(dict.fromkeys(text for example in examples for text in _texts(example)[1:]))
     anchors = list(dict.fromkeys(example["anchor"] for example in examples))
-    vectors = _vectors(model, tokenizer, texts + anchors, recipe, layout)
+    every = texts + anchors
+    vectors = torch.zeros(len(every), model.config.get_text_config().hidden_size, device=distributed.device())
+    for batch, count in scores.rank_batches(list(enumerate(every)), recipe.micro_batch_size, layout):
+        tokens = [tokenize.text_tokens(tokenizer, text, recipe.sequence_length) for _, text in batch]
+        inputs = scores.to_device(padded(tokens, tokenizer.pad_token_id))
+        places = torch.tensor([at for at, _ in batch[:count]], dtype=torch.long, device=vectors.device)
+        vectors[places] = embedded(model, inputs, Embed.of(recipe).pooling)[:count]
+    dist.all_reduce(vectors)
+    vectors = vectors.cpu()
     similar = vectors[len(texts) :] @ vectors[: len(texts)].T
     place = {text: at for at, text in enumerate(texts)}
     own: dict[str, set[int]] = {}
@@ -193,18 +202,3 @@ def found_at(
         before = to_texts >= to_texts[place[one["positive"]]]  # all of them, if a model gives all texts the same vector
         found.append(int(before.sum()) - int(before[list(own[one["anchor"]])].sum()))
     return found
-
-
-@torch.no_grad()
-def _vectors(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: list[str], recipe: Recipe, layout: Layout
-) -> torch.Tensor:
-    """Return the vectors of all texts on every rank, [texts, hidden size]; a collective."""
-    found = torch.zeros(len(texts), model.config.get_text_config().hidden_size, device=distributed.device())
-    for batch, count in scores.rank_batches(list(enumerate(texts)), recipe.micro_batch_size, layout):
-        tokens = [tokenize.text_tokens(tokenizer, text, recipe.sequence_length) for _, text in batch]
-        inputs = scores.to_device(padded(tokens, tokenizer.pad_token_id))
-        places = torch.tensor([at for at, _ in batch[:count]], dtype=torch.long, device=found.device)
-        found[places] = embedded(model, inputs, Embed.of(recipe).pooling)[:count]
-    dist.all_reduce(found)
-    return found.cpu()

@@ -1,7 +1,7 @@
 """The methods that learn from pairs of answers, DPO, ORPO, SimPO and reward models, on TRL's trainers.
 
 The reference is the model before training. To compute its log-probabilities once, in advance, TRL gives the model to a
-second DeepSpeed engine before the run's, whose hooks stay on its modules under ZeRO-3; `precomputed` uses the run's
+second DeepSpeed engine before the run's, whose hooks stay on its modules under ZeRO-3; `RunDPOTrainer` uses the run's
 engine, before the first step.
 """
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from peft import PeftModel
 from torch.nn.functional import logsigmoid
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -181,33 +181,6 @@ def stored_reference(run: RunFolder, count: int) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@torch.no_grad()
-def precomputed(trainer: Trainer, pairs: Dataset) -> torch.Tensor:
-    """Return the log-likelihoods of the chosen and the rejected answers, [pairs, 2], on the host; a collective.
-
-    A new run computes them under the current model, without its adapters if it has any, and stores them in its folder,
-    for when it is resumed with a model that has changed.
-    """
-    engine, context = trainer.deepspeed, trainer.context
-    if context.checkpoint:
-        return stored_reference(context.run, len(pairs))
-    say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
-    size, ranks, rank = context.recipe.micro_batch_size, dist.get_world_size(), dist.get_rank()
-    parts = []
-    engine.eval()
-    for start in range(0, len(pairs), ranks * size):  # under ZeRO-3 ranks must make equally many passes
-        first = start + rank * size
-        own = [pairs[min(number, len(pairs) - 1)] for number in range(first, first + size)]
-        inputs = trainer._prepare_inputs(trainer.data_collator(own))
-        said = torch.stack(trainer.compute_ref_log_probs(engine, inputs), dim=1).float()
-        parts += [part.cpu() for part in distributed.gathered(said)]
-    engine.train()
-    computed = torch.cat(parts)[: len(pairs)]
-    if distributed.is_first():
-        write_json(context.run.reference, computed.tolist())
-    return computed
-
-
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 UNEVEN = "uneven"
 """Key of a micro-batch of which some ranks have fewer pairs."""
@@ -231,10 +204,33 @@ class RunDPOTrainer(PairHooks, DPOTrainer):
         return dataset
 
     def on_engine_ready(self) -> None:
-        """Also compute or read the reference model's log-likelihoods."""
+        """Also compute or read the reference model's log-likelihoods of all pairs; a collective.
+
+        A new run computes them under the current model, without its adapters if it has any, and stores them in its
+        folder, for when it is resumed with a model that has changed.
+        """
         super().on_engine_ready()
-        if self.precompute_ref_logps:
-            self.before = precomputed(self, self.train_dataset)
+        if not self.precompute_ref_logps:
+            return
+        context, pairs = self.context, self.train_dataset
+        if context.checkpoint:
+            self.before = stored_reference(context.run, len(pairs))
+            return
+        say(f"reference: log-probabilities of {len(pairs)} pairs, computed once")
+        size, ranks, rank = context.recipe.micro_batch_size, dist.get_world_size(), dist.get_rank()
+        parts = []
+        self.deepspeed.eval()
+        for start in range(0, len(pairs), ranks * size):  # under ZeRO-3 ranks must make equally many passes
+            first = start + rank * size
+            own = [pairs[min(number, len(pairs) - 1)] for number in range(first, first + size)]
+            with torch.no_grad():
+                inputs = self._prepare_inputs(self.data_collator(own))
+                said = torch.stack(self.compute_ref_log_probs(self.deepspeed, inputs), dim=1).float()
+                parts += [part.cpu() for part in distributed.gathered(said)]
+        self.deepspeed.train()
+        self.before = torch.cat(parts)[: len(pairs)]
+        if distributed.is_first():
+            write_json(context.run.reference, self.before.tolist())
 
     def training_step(self, model: torch.nn.Module, inputs: Batch, *arguments: object) -> torch.Tensor:
         """Return the loss of a micro-batch, with the reference model's log-likelihoods of its pairs."""

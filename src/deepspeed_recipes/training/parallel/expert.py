@@ -61,7 +61,9 @@ def whole_state(model: PreTrainedModel, keys: JsonView) -> dict[str, torch.Tenso
             _keep(state, f"{layer}.{shared[part]}.{rest}", _unsharded(value))
     for name, layer in spread.items():
         weights = (layer.experts.w1, layer.experts.w2, layer.experts.w3)
-        gate, down, up = (_gather(weight, layer.ep_group_name) for weight in weights)
+        group = groups._get_expert_parallel_group(layer.ep_group_name)
+        # Rank r of the group holds the r-th equal share of the experts.
+        gate, down, up = (torch.cat(distributed.gathered(_unsharded(weight), group)) for weight in weights)
         _keep(state, f"{name}.{experts}.{outwards}", torch.cat([gate, up], dim=1))
         _keep(state, f"{name}.{experts}.{back}", down)
         for key, value in layer.router.state_dict(keep_vars=True).items():
@@ -83,12 +85,6 @@ def _unsharded(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach()
     with GatheredParameters([weight]):
         return weight.detach().clone()
-
-
-def _gather(weight: torch.Tensor, group_name: str) -> torch.Tensor:
-    """Return all experts in order: rank r of the group holds the r-th equal share of them."""
-    group = groups._get_expert_parallel_group(group_name)
-    return torch.cat(distributed.gathered(_unsharded(weight), group))
 
 
 def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from ...recipe.files import Json
 from ...recipe.recipe import Layout
-from .. import distributed, upstream
+from .. import distributed
 from . import tensor
 from .pipeline import stage
 
@@ -82,7 +82,10 @@ def _place(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.T
     optimizer = engine.optimizer
     if hasattr(weight, "ds_tensor"):
         group, start, size = optimizer.grad_position[optimizer.get_param_id(weight)]
-        left = weight.ds_numel - upstream.rank_of_shard(weight) * size  # the last shard is padded
+        rank = getattr(weight, "ds_zero_partition_rank", None)
+        if rank is None:  # DeepSpeed before 0.19.3 does not store it
+            rank = dist.get_rank(weight.ds_process_group)
+        left = weight.ds_numel - rank * size  # the last shard is padded
         return optimizer.fp32_partitioned_groups_flat[group], start, max(0, min(size, left))
     mapping = getattr(weight, "_hp_mapping", None)  # of ZeRO 1 and 2, whose partitions cut through weights
     if mapping is None:

@@ -248,39 +248,36 @@ def save(trainer: Trainer, folder: Path) -> None:
             mine.save_pretrained(part, state_dict=state)
     dist.barrier()
     if distributed.is_first():
-        parts = sorted(folder.glob("stage-*"))
-        if isinstance(stage(module).model, PeftModel):
-            _join_adapters(parts, folder)
-        else:
-            _join_models(parts, folder)
-            stage(module).model.whole_config.save_pretrained(folder)
+        _join_stages(stage(module).model, folder)
         trainer.processing_class.save_pretrained(folder)
-        for one in parts:
-            shutil.rmtree(one)
     dist.barrier()
 
 
-def _join_models(parts: Sequence[Path], folder: Path) -> None:
-    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
-    weights: dict[str, str] = {}
-    size = 0
-    for index, file in enumerate(files, start=1):
-        name = f"model-{index:05d}-of-{len(files):05d}.safetensors"
-        with safe_open(file, "pt") as opened:
-            weights |= dict.fromkeys(opened.keys(), name)
-        size += file.stat().st_size
-        file.rename(folder / name)
-    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights})
-    generation = parts[0] / "generation_config.json"
-    if generation.exists():
-        generation.rename(folder / generation.name)
-
-
-def _join_adapters(parts: Sequence[Path], folder: Path) -> None:
-    configs = [read_json(part / "adapter_config.json") for part in parts]
-    targets = sorted({name for config in configs for name in config["target_modules"] or ()})
-    write_json(folder / "adapter_config.json", configs[0] | {"target_modules": targets})
-    joined: dict[str, torch.Tensor] = {}
+def _join_stages(model: PreTrainedModel | PeftModel, folder: Path) -> None:
+    """Make one model, or one adapter, of the stages' folders in `folder`, and remove these; `model` is any stage's."""
+    parts = sorted(folder.glob("stage-*"))
+    if isinstance(model, PeftModel):
+        configs = [read_json(part / "adapter_config.json") for part in parts]
+        targets = sorted({name for config in configs for name in config["target_modules"] or ()})
+        write_json(folder / "adapter_config.json", configs[0] | {"target_modules": targets})
+        joined: dict[str, torch.Tensor] = {}
+        for part in parts:
+            joined |= load_file(part / "adapter_model.safetensors")
+        save_file(joined, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    else:
+        files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+        weights: dict[str, str] = {}
+        size = 0
+        for index, file in enumerate(files, start=1):
+            name = f"model-{index:05d}-of-{len(files):05d}.safetensors"
+            with safe_open(file, "pt") as opened:
+                weights |= dict.fromkeys(opened.keys(), name)
+            size += file.stat().st_size
+            file.rename(folder / name)
+        write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": weights})
+        generation = parts[0] / "generation_config.json"
+        if generation.exists():
+            generation.rename(folder / generation.name)
+        model.whole_config.save_pretrained(folder)
     for part in parts:
-        joined |= load_file(part / "adapter_model.safetensors")
-    save_file(joined, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        shutil.rmtree(part)

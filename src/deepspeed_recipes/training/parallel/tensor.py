@@ -290,9 +290,7 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
 
 def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
     """Return the pairs in a draft's decoder layers, and the linear layers of none; makes one forward pass."""
-    seen = _outputs(model)
-    names = {node: name for name, (_, node) in seen.items()}
-    before = {name: _reached(node, names) for name, (node, _) in seen.items()}
+    before = _before_linears(model)
     after: dict[str, set[str]] = {}
     for name, (linears, _) in before.items():
         for linear in linears:
@@ -306,7 +304,7 @@ def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
             names_inside = (tuple(sorted(map(inner, columns))), inner(row), tuple(map(inner, between)))
             found.add(Pair(*names_inside, _sizes(model, sorted(columns))))
             split |= {inner(row), *map(inner, columns)}
-    return found, {inner(name) for name in seen if _layer(name)} - split
+    return found, {inner(name) for name in before if _layer(name)} - split
 
 
 def _sizes(model: PreTrainedModel, columns: list[str]) -> tuple[str, ...]:
@@ -327,9 +325,9 @@ def _layer(name: str) -> str | None:
     return found[0] if found else None
 
 
-def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
-    """Return the place of each linear layer in the graph: the operations that made its input and its output."""
-    seen: dict[str, tuple[object, object]] = {}
+def _before_linears(model: PreTrainedModel) -> dict[str, tuple[set[str], set[torch.Tensor]]]:
+    """Return what reaches each linear layer's input without passing another one: linear layers, and weights."""
+    seen: dict[str, tuple[object, object]] = {}  # the operations that made a layer's input and its output
 
     def listen(name: str) -> Any:
         def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -343,19 +341,13 @@ def _outputs(model: PreTrainedModel) -> dict[str, tuple[Any, Any]]:
         model(input_ids=torch.arange(5, 29)[None], use_cache=False)
     for handle in handles:
         handle.remove()
-    return seen
-
-
-def _reached(node: object, names: dict[object, str]) -> tuple[set[str], set[torch.Tensor]]:
-    """Return the linear layers whose outputs reach a node without passing another layer, and the weights on the way."""
-    linears: set[str] = set()
-    weights: set[torch.Tensor] = set()
-    for one in nodes(node, names):
-        if one in names:
-            linears.add(names[one])
-        elif hasattr(one, "variable"):
-            weights.add(one.variable)
-    return linears, weights
+    names = {output: name for name, (_, output) in seen.items()}
+    found = {}
+    for name, (node, _) in seen.items():
+        passed = list(nodes(node, names))
+        weights = {one.variable for one in passed if one not in names and hasattr(one, "variable")}
+        found[name] = {names[one] for one in passed if one in names}, weights
+    return found
 
 
 def nodes(root: Any, last: Container[Any] = ()) -> Iterator[Any]:

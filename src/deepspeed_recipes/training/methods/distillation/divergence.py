@@ -96,7 +96,9 @@ class _Tiles(torch.autograd.Function):
             numbers.append(found.detach())
             if any(wanted):
                 totals = [gradients[0] if gradients[0] is None else gradients[0][tokens], *gradients[1:]]
-                _add(totals, torch.autograd.grad(loss, [one for one in inputs if one.requires_grad]))
+                added = torch.autograd.grad(loss, [one for one in inputs if one.requires_grad])
+                for total, gradient in zip((one for one in totals if one is not None), added, strict=True):
+                    total.add_(gradient)
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [one.dtype for one in (hidden, *weights)]
         logged = torch.cat(numbers, dim=-1)
@@ -110,8 +112,3 @@ class _Tiles(torch.autograd.Function):
             for one, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return scaled[0], None, None, *scaled[1:]
-
-
-def _add(totals: list[torch.Tensor | None], gradients: tuple[torch.Tensor, ...]) -> None:
-    for total, gradient in zip((one for one in totals if one is not None), gradients, strict=True):
-        total.add_(gradient)

@@ -211,27 +211,22 @@ def compute(folder: Path, mark: Json, teacher: Asked, training: Dataset, collato
     with pa.OSFile(str(part), "wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
         for start in range(rank * share, (rank + 1) * share, batch):  # equally many passes on each rank, for ZeRO-3
             numbers = [*range(start, min(start + batch, (rank + 1) * share, len(training)))]
-            columns = _asked(teacher, [training[number] for number in numbers or [0]], collator, mark["top_k"])
-            if numbers:
-                writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+            inputs = collator([training[number] for number in numbers or [0]])
+            sent = {name: one.to(distributed.device()) if torch.is_tensor(one) else one for name, one in inputs.items()}
+            found = teacher.likeliest(sent, sent[PLACES], mark["top_k"])
+            if not numbers:
+                continue
+            each = torch.bincount(inputs[PLACES] // inputs["input_ids"].shape[1], minlength=len(numbers)).tolist()
+            spans = list(pairwise([0, *accumulate(each)]))
+            columns = [  # one list per sequence, flat
+                pa.array([column[start:end].flatten().numpy() for start, end in spans], type=field.type)
+                for column, field in zip(found, SCHEMA, strict=True)
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
     dist.barrier()
     if distributed.is_first():
         write_json(folder / MARK, {**mark, "parts": ranks})
     dist.barrier()
-
-
-def _asked(teacher: Asked, sequences: list[Json], collator: PlacesCollator, count: int) -> list[pa.Array]:
-    """Return the columns of sequences: one list each, flat."""
-    inputs = collator(sequences)
-    on_device = {name: one.to(distributed.device()) if torch.is_tensor(one) else one for name, one in inputs.items()}
-    found = teacher.likeliest(on_device, on_device[PLACES], count)
-    width = inputs["input_ids"].shape[1]
-    each = torch.bincount(inputs[PLACES] // width, minlength=len(sequences)).tolist()
-    ends = [0, *accumulate(each)]
-    return [
-        pa.array([column[start:end].flatten().numpy() for start, end in pairwise(ends)], type=field.type)
-        for column, field in zip(found, SCHEMA, strict=True)
-    ]
 
 
 def read(folder: Path, training: Dataset) -> "WithLikeliest":

@@ -192,7 +192,10 @@ class RolloutHooks(Averaging):
 
         def compare() -> None:
             theirs = expected.served(server.connect(str(grpo.vllm)), examples)
-            now, earlier = (_apart(answers, theirs) for answers in (mine, before or mine))
+            now, earlier = (
+                max(expected.apart(one["logprobs"], other["logprobs"]) for one, other in zip(own, theirs, strict=True))
+                for own in (mine, before or mine)
+            )
             # A server computes in bf16, its default for a model in fp32, too.
             if not now <= expected.BOUNDS["bfloat16"] or 2 * earlier < now:
                 raise UserError(
@@ -284,7 +287,3 @@ def _named(name: str) -> Any:
 
     function.__name__ = name
     return function
-
-
-def _apart(wanted: list[Json], found: list[Json]) -> float:
-    return max(expected.apart(one["logprobs"], other["logprobs"]) for one, other in zip(wanted, found, strict=True))

@@ -51,6 +51,7 @@ def main(seconds: float, names: list[str]) -> None:
 def load(path: str, name: str) -> Function:
     """Return a function of a file, which may import modules from its folder.
 
+    One that takes lists, as for TRL, is called with lists of one: texts if the data has texts, otherwise turns.
     Raises AttributeError if the file has no such name, and TypeError if it is not that of a function.
     """
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -61,15 +62,9 @@ def load(path: str, name: str) -> Function:
     function = getattr(module, name)
     if not callable(function):
         raise TypeError(f"{name} is a {type(function).__name__}, not a function")
-    return _of_lists(function) if "completions" in inspect.signature(function).parameters else function
-
-
-def _of_lists(function: Callable[..., Any]) -> Function:
-    """Return a function that takes lists, as TRL calls it, as one of an answer and its example.
-
-    As in TRL, prompts and answers are texts if the data has texts, and turns otherwise.
-    """
     taken = inspect.signature(function).parameters
+    if "completions" not in taken:
+        return function
     all_taken = any(one.kind is one.VAR_KEYWORD for one in taken.values())
 
     def scored(answer: str, example: dict[str, Any]) -> Any:
