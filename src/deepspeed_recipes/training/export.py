@@ -504,7 +504,10 @@ def write(source: Path, output: Path, merge: bool) -> str:
             load_processor(source).save_pretrained(part)
             base, trusted = str(base_model.find(source)), base_model.may_run_code(source)
             untrained.add(part, base, base_model.head_of(source), trusted)
-            _check_merged(part, expected)
+            reloaded = load_whole(part, "auto")
+            difference = ((_sample_logits(reloaded) - expected).abs().max() / expected.abs().max()).item()
+            if not difference <= _allowed(reloaded.dtype):
+                raise RuntimeError(f"{part}: reloaded logits differ by {difference:.1e} of the largest")
             kind = "a whole model with the adapter merged into it"
         else:
             part.mkdir()
@@ -547,14 +550,6 @@ def write_trained_part(whole: Path, folder: Path) -> Path:
 def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
     """Return the logits of a few arbitrary tokens, shape (1, 16, vocabulary), or their scores or hidden states."""
     return heads.outputs(model.eval()(input_ids=torch.arange(16, device=model.device)[None])).float().cpu()
-
-
-def _check_merged(folder: Path, expected: torch.Tensor) -> None:
-    """Fail unless the merged model in `folder` computes these logits after reloading."""
-    reloaded = load_whole(folder, "auto")
-    difference = ((_sample_logits(reloaded) - expected).abs().max() / expected.abs().max()).item()
-    if not difference <= _allowed(reloaded.dtype):
-        raise RuntimeError(f"{folder}: reloaded logits differ by {difference:.1e} of the largest")
 
 
 def _check_copies(source: Path, copy: Path) -> None:

@@ -17,6 +17,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
@@ -93,8 +94,9 @@ def main(folder: str) -> None:
     except Rewind as error:
         fail(error, REWIND, trackers)
     except Exception as error:
-        refused = lasting(error, run.path)
-        if refused is None and (lost := without_launcher.lost_peer(error)):
+        if refused := lasting(error, run.path):
+            fail(refused, 2, trackers)
+        if lost := without_launcher.lost_peer(error):
             if rendezvous.is_watched(os.environ):
                 console.keep_from_screen(error)
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -103,12 +105,10 @@ def main(folder: str) -> None:
                 print(lost, file=sys.stderr, flush=True)
                 trackers.failed(lost, 1)
             os._exit(1)  # the group of ranks would wait for the lost rank
-        if refused is None and (unreadable := passing(error)):
+        if unreadable := passing(error):
             console.keep_from_screen(error)
             fail(unreadable, UNREADABLE, trackers)
-        if refused is None:
-            raise
-        fail(refused, 2, trackers)
+        raise
 
 
 def execute(recipe: Recipe, run: RunFolder, trackers: Trackers) -> None:
@@ -359,7 +359,7 @@ def keep_holdings(trainer: Trainer) -> None:
         say(f"the report will lack the memory of each rank: {type(error).__name__}: {first_line(error)}")
 
 
-def fail(error: Exception | str, status: int, trackers: Trackers) -> None:
+def fail(error: Exception | str, status: int, trackers: Trackers) -> NoReturn:
     """Print an error that every rank may have found, once, pass it to the trackers, and exit with `status`."""
     if os.environ.get("RANK", "0") != "0":
         # If every rank found the same mistake, the launcher ends this rank before it repeats the message of rank 0,

@@ -53,7 +53,7 @@ def finished(
         "tokens": last["tokens"],
         "seconds": last["seconds"],
         "tokens_per_second": last["tokens"] / last["seconds"],
-        "metric": evaluation.metric if evaluation else recipe.metric,
+        "metric": recipe.metric,
         "before": evaluation.before() if evaluation else None,
         **results,
         **({"warning": few} if few else {}),

@@ -38,7 +38,12 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     found, held_out = load.read_examples(recipe, tokenizer)
     counts = Counter(found["label"])
     classes.check("data.path", counts)
-    labels = _labels(recipe, counts)
+    config = load_config(recipe)
+    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        labels = [config.id2label[at] for at in range(config.num_labels)]
+        classes.check_known("data.path", counts, labels, f"the classifier model.path={recipe.model.path}")
+    else:
+        labels = classes.ordered(counts)
     if held_out is not None:
         classes.check_known("data.validation", held_out["label"], labels)
     numbers = {name: number for number, name in enumerate(labels)}
@@ -56,16 +61,6 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
         say(report.cut_off(cut, len(found), recipe.sequence_length))
     size = updates.Size(len(found), len(kept), len(kept), sum(map(len, kept["input_ids"])))
     return load.Datasets(kept, held_out, None, kept[0]["input_ids"], size, {"shown": shown}, tuple(labels))
-
-
-def _labels(recipe: Recipe, counts: Counter[str]) -> list[str]:
-    """Return the names of the classes: the model's if it is already a classifier, otherwise the data's."""
-    config = load_config(recipe)
-    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
-        return classes.ordered(counts)
-    known = [config.id2label[at] for at in range(config.num_labels)]
-    classes.check_known("data.path", counts, known, f"the classifier model.path={recipe.model.path}")
-    return known
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, example: Json, longest: int) -> list[int]:

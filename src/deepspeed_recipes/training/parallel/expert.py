@@ -101,14 +101,6 @@ def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module
     optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})
 
 
-LENGTH = 48
-"""Tokens per compared sequence."""
-
-
-JITTER = ("router_jitter_noise", "input_jitter_noise")
-"""Keys of configurations for the noise that multiplies the routers' input in training."""
-
-
 @dataclass(frozen=True)
 class Mixture:
     """AutoEP's settings for a model."""
@@ -133,7 +125,7 @@ def mixture(recipe: Recipe) -> Mixture:
 @cache
 def _mixture(path: str, trust_remote_code: bool) -> Mixture:
     config = load.language_config(load.config_of(path, trust_remote_code))
-    for name in JITTER:
+    for name in ("router_jitter_noise", "input_jitter_noise"):  # it multiplies the routers' input in training
         if value := getattr(config, name, 0):
             raise refusal("noisy routers", name=name, value=value, path=path)
     return Mixture() if config.model_type in EXPERT_PARALLEL_TYPES else find(config)
@@ -248,7 +240,7 @@ def difference(whole: PreTrainedModel, keys: JsonView, count: int) -> float:
         logger.setLevel(level)
     if len(layers) != count:
         raise ValueError(f"AutoEP finds {len(layers)} of {count} layers")
-    tokens = probe.random_tokens(whole.config, 2, LENGTH)
+    tokens = probe.random_tokens(whole.config, 2, 48)
     (found, _), (expected, _) = probe.computed(replaced, tokens), probe.computed(whole, tokens)
     # All other layers contribute to the gradient of the embeddings.
     gradients = [model.get_input_embeddings().weight.grad for model in (replaced, whole)]

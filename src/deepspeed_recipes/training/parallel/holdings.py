@@ -118,9 +118,6 @@ def _layer(name: str) -> str:
     return layer_of(name.removeprefix(PEFT))
 
 
-_LAYER = re.compile(r"(.*?\.)?\d+(?=\.)")
-
-
 def layer_bytes(engine: DeepSpeedEngine) -> list[Json]:
     """Return the bytes of each layer that this rank holds, in the model's order: `name`, `parameters`, `optimizer`.
 
@@ -143,7 +140,7 @@ def layer_bytes(engine: DeepSpeedEngine) -> list[Json]:
 
 def layer_of(name: str) -> str:
     """Return the layer of a parameter: `model.layers.3`, or the parameter's module where layers have no number."""
-    numbered = _LAYER.match(name)
+    numbered = re.match(r"(.*?\.)?\d+(?=\.)", name)
     return numbered[0] if numbered else name.rpartition(".")[0]
 
 

@@ -31,9 +31,6 @@ from ..model import lora
 from ..model.load import load_config
 from . import scores, sequence, stages, tensor
 
-TIED = "embedding"
-"""DeepSpeed's key for the weight that the first and the last stage share."""
-
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that computes different logits in stages."""
@@ -48,7 +45,7 @@ def load(recipe: Recipe, labels: Sequence[str] = ()) -> "StagedModel":
     parts = stages.stages(config, layout.pipeline)
     shared = (parts[0], parts[-1]) if config.get_text_config().tie_word_embeddings else ()
     specs = [
-        TiedLayerSpec(TIED, stages.Stage, recipe, part, tied_weight_attr="embedding.weight")
+        TiedLayerSpec("embedding", stages.Stage, recipe, part, tied_weight_attr="embedding.weight")
         if part in shared
         else LayerSpec(stages.Stage, recipe, part)
         for part in parts

@@ -15,9 +15,6 @@ from .. import activation_checkpointing
 from ..model import load, probe, stored, transforms
 from ..model_folder import base_model
 
-PROBE_STAGES = 3
-"""A first, a middle and a last stage."""
-
 
 def check(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a model that computes different logits in stages, by a shrunken model, before anything is loaded."""
@@ -46,7 +43,7 @@ def staged_difference(whole: PreTrainedModel) -> float:
     positions = torch.arange(48)[None]
     expected = whole(input_ids=tokens, position_ids=positions).logits
     passed = tokens
-    for layers in stages(whole.config, PROBE_STAGES):
+    for layers in stages(whole.config, 3):  # a first, a middle and a last stage
         part = copy.deepcopy(whole)
         transforms.cut_to_stage(part, layers)
         computed = transforms.run_stage(part, passed, positions)

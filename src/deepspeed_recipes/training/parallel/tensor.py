@@ -186,10 +186,6 @@ def gathered(layer: TensorParallel_Layer, name: str, part: torch.Tensor) -> torc
     return copy.detach()
 
 
-LENGTH = 48
-"""Tokens per compared sequence."""
-
-
 _found: dict[str, Mapping[str, str]] = {}
 """Results by a model's path: found before ZeRO-3 shards every new model, and used afterwards."""
 
@@ -274,7 +270,7 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
     part = copy.deepcopy(whole)
     shard(part, found, group)
     whole_layers = layers(part)
-    tokens = probe.random_tokens(whole.config, 2, LENGTH)
+    tokens = probe.random_tokens(whole.config, 2, 48)
     expected, gradients = probe.computed(whole, tokens)
     logits, parts = probe.computed(part, tokens)
     offs = [probe.off(logits, expected)]

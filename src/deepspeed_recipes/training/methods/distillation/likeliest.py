@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import httpx
 import numpy as np
@@ -149,7 +149,6 @@ def _asked_for(address: str, path: str, body: Json | None = None) -> Any:
         raise UserError(f"distill.teacher={address}: no answer ({error}); is vLLM running there?") from None
 
 
-Asked: TypeAlias = Teacher | Served
 MARK = "fingerprint.json"
 SCHEMA = pa.schema({TOKENS: pa.list_(pa.int32()), LOG_PROBS: pa.list_(pa.float32())})
 MEANT = {
@@ -201,7 +200,9 @@ def known(folder: Path, mark: Json) -> bool:
     return True
 
 
-def compute(folder: Path, mark: Json, teacher: Asked, training: Dataset, collator: PlacesCollator, batch: int) -> None:
+def compute(
+    folder: Path, mark: Json, teacher: Teacher | Served, training: Dataset, collator: PlacesCollator, batch: int
+) -> None:
     """Write the folder, on each rank a share of the sequences; a collective."""
     say(f"teacher: computing its {mark['top_k']} likeliest next tokens of all training data once, into {folder}")
     folder.mkdir(parents=True, exist_ok=True)
