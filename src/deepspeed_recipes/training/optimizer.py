@@ -19,6 +19,7 @@ from ..recipe.files import Json
 from ..recipe.recipe import Recipe
 from . import distributed
 from .console import say
+from .model.load import whole_shape
 
 
 def needed(recipe: Recipe) -> bool:
@@ -150,11 +151,6 @@ def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
     return {weight for weight in trained if len(whole_shape(weight)) == 2}
 
 
-def whole_shape(weight: torch.Tensor) -> torch.Size:
-    """Return the shape of a whole weight; under ZeRO-3 the tensor itself is empty."""
-    return getattr(weight, "ds_shape", weight.shape)
-
-
 def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.optim.Optimizer:
     """Return DeepSpeed's optimizer for groups that have their rates; `options` are AdamW's."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # compiles its kernels when it is imported
@@ -178,6 +174,6 @@ def _muon(model: nn.Module, given: Iterable[Group], **options: object) -> torch.
             own = {"lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor, "momentum": 0.95}
             of_width = [weight for weight, columns in widths.items() if columns == width]
             parts.append({"params": of_width, "use_muon": True, **own})
-    sizes = [sum(math.prod(whole_shape(weight)) for weight in some) for some in (chosen, model.parameters())]
+    sizes = [sum(whole_shape(weight).numel() for weight in some) for some in (chosen, model.parameters())]
     say(f"optimizer=muon: {len(chosen)} matrices, {sizes[0] / sizes[1]:.0%} of the weights; AdamW has the others")
     return MuonWithAuxAdam(parts, adam_optimizer=torch.optim.AdamW, adam_optimizer_kwargs={"fused": options["fused"]})

@@ -95,26 +95,18 @@ class RunDistillTrainer(Averaging, Trainer):
         if not writes(self.context.recipe, self.state.global_step):
             return batches, items
         with self.context.phases.phase("rollout"):
-            recipe, device = self.context.recipe, self.accelerator.device
-            prompts = [_prompts(batch) for batch in batches]
-            seeds = hooks.seeds_of(
-                recipe.seed, self.state.global_step, [number for one in batches for number in one[KEY]]
-            )
-            answers = iter(
-                hooks.written_answers(
-                    self,
-                    [prompt for batch in prompts for prompt in batch],
-                    hooks.Noise(seeds, 1.0, device),
-                    Distill.of(recipe).max_new_tokens,
-                    ends(self.model, self.processing_class),
-                    gather=True,
-                )
-            )
+            device, prompts = self.accelerator.device, [_prompts(batch) for batch in batches]
+            numbers = [number for batch in batches for number in batch[KEY]]
+            noise = hooks.Noise(hooks.seeds_of(self.context.recipe.seed, self.state.global_step, numbers), 1.0, device)
+            asked, stop = [prompt for batch in prompts for prompt in batch], ends(self.model, self.processing_class)
+            longest = self.distill.max_new_tokens
+            answers = iter(hooks.written_answers(self, asked, noise, longest, stop, gather=True))
             found = []
             for batch, own in zip(batches, prompts, strict=True):
                 inputs = self.data_collator([_sequence(prompt, next(answers)) for prompt in own])
                 moved = {name: one.to(device) if torch.is_tensor(one) else one for name, one in inputs.items()}
-                found.append({**moved, KEY: batch[KEY]} if FILLER not in batch else filler({**moved, KEY: batch[KEY]}))
+                written = {**moved, KEY: batch[KEY]}
+                found.append(filler(written) if FILLER in batch else written)
             batches = found
         return batches, self._get_num_items_in_batch(batches, self.args.device)
 
@@ -148,15 +140,14 @@ class RunDistillTrainer(Averaging, Trainer):
         self, batch: Batch, of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
-        recipe = self.context.recipe
-        distill = Distill.of(recipe)
+        distill = self.distill
         log_probs = (logits / distill.temperature).log_softmax(-1)
         if self.teacher and of_teacher is not None:
             wanted = self.teacher.log_probs(of_teacher[tokens])
         else:
             log_probs = divergence.of_outcomes(log_probs, batch[TOKENS][tokens])
             wanted = batch[LOG_PROBS][tokens]
-        apart = divergence.per_token(log_probs, wanted, recipe)
+        apart = divergence.per_token(log_probs, wanted, self.context.recipe)
         entropy = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
         loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * entropy
         return loss.sum(), torch.stack([apart, entropy])

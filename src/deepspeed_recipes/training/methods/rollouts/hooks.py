@@ -106,7 +106,7 @@ class RolloutHooks(Averaging):
     ) -> None:
         """Take `reference`, the model before training or None; `options` are passed to the trainer's own class."""
         self.scorer = Scorer(context.recipe)
-        functions = [_named(name) for name in self.scorer.names]
+        functions = [_named(function.name) for function in self.scorer.functions]
         super().__init__(context, processing_class=processing_class, reward_funcs=functions, **options)
         self.data_collator = together
         self._compared: tuple[int, list[Json]] = (0, [])

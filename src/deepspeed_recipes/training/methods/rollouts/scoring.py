@@ -46,11 +46,6 @@ class Scorer:
         self.held = contextlib.ExitStack()
         self.said: set[str] = set()
 
-    @property
-    def names(self) -> list[str]:
-        """The functions' names."""
-        return [function.name for function in self.functions]
-
     def total(self, scores: Sequence[float]) -> float:
         """Return the weighted sum of the functions' numbers for an answer."""
         return sum(weight * score for weight, score in zip(self.weights, scores, strict=True))
