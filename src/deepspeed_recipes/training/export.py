@@ -127,7 +127,7 @@ def publish(verified: Path, folder: Path) -> None:
 
 def move(part: Path, folder: Path) -> None:
     """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
-    digests.flush([*(path for path in part.rglob("*")), part])
+    digests.flush([*part.rglob("*"), part])
     old = None
     if folder.exists() and (folder.is_symlink() or any(folder.iterdir())):  # an empty folder is replaced by renaming
         old = Path(tempfile.mkdtemp(prefix=f"{folder.name[:100]}.", dir=folder.parent))

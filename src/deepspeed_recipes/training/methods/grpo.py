@@ -166,12 +166,11 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
     left = report.left_out(len(fitting) - len(kept), per_step)
     say(f"training: {len(kept)} prompts, {grpo.group_size} answers each{left}")
     sequences = len(kept) * grpo.group_size * grpo.iterations
-    shown = [[(tokenizer.decode(_tokens(tokenizer, kept[0])), False)]]
-    load.show(shown)
     sample = _tokens(tokenizer, kept[0])
-    return load.Datasets(
-        kept, held_out, None, sample, updates.Size(len(found), len(kept), sequences, None), {"shown": shown}
-    )
+    shown = [[(tokenizer.decode(sample), False)]]
+    load.show(shown)
+    size = updates.Size(len(found), len(kept), sequences, None)
+    return load.Datasets(kept, held_out, None, sample, size, {"shown": shown})
 
 
 def _as_prompt(row: Json) -> Json:
@@ -191,18 +190,16 @@ def metric(trainer: RolloutHooks, examples: Dataset) -> dict[str, float]:
     Answers without a reward are not in the mean. Only the text after the reasoning is compared, since rewards teach the
     model to reason in its own way. Rank 0 stores its first answers in the run folder.
     """
-    recipe, scorer = trainer.context.recipe, trainer.scorer
+    recipe, scorer, tokenizer = trainer.context.recipe, trainer.scorer, trainer.processing_class
     grpo = Grpo.of(recipe)
-    gather = grpo.gather
-    stage_3 = trainer.context.file.stage == 3
-    tokenizer = trainer.processing_class
+    synced = trainer.context.file.stage == 3 and not grpo.gather
     answered: list[tuple[Json, list[int]]] = []
     with unwrap_model_for_generation(
-        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=gather
+        trainer.model_wrapped, trainer.accelerator, gather_deepspeed3_params=grpo.gather
     ) as model:
         for batch, count in scores.rank_batches(examples, scores.GENERATION_BATCH, recipe.layout):
             prompts = [_tokens(tokenizer, _as_prompt(row)) for row in batch]
-            said = continued(model, tokenizer, prompts, grpo.max_new_tokens, synced_gpus=stage_3 and not gather)
+            said = continued(model, tokenizer, prompts, grpo.max_new_tokens, synced)
             answered += list(zip(batch[:count], said, strict=False))
     texts = [tokenizer.decode(tokens, skip_special_tokens=True).strip() for _, tokens in answered]
     totals = [

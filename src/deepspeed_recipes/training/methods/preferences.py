@@ -81,10 +81,8 @@ class PairHooks(RunHooks):
         """Count the step's pairs, by which `mean` divides; the last step of an epoch may have fewer."""
         recipe, pairs = self.context.recipe, len(self.train_dataset)
         at = self.state.global_step % updates.per_epoch(pairs, recipe.global_batch_size) * recipe.global_batch_size
-        count, ranks = (
-            min(recipe.global_batch_size, pairs - at),
-            data_parallel_size(recipe.layout, dist.get_world_size()),
-        )
+        count = min(recipe.global_batch_size, pairs - at)
+        ranks = data_parallel_size(recipe.layout, dist.get_world_size())
         self.pairs_per_pass = count / len(batches) / ranks
         self.uneven = ranks > 1 and count % (recipe.micro_batch_size * ranks) > 0
         return super().prepare_step(batches, items)

@@ -196,10 +196,10 @@ def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
     pairs = [(_inputs(batch), _labels(batch)) for batch in batches]
     shape = (sum(len(batch["input_ids"]) for batch in batches), 2)
     found = _evaluate(trainer.deepspeed, pairs, losses_and_mistakes, shape)
-    results = iter(found.split([len(batch) for batch, _ in shares]))
+    results = found.split([len(batch) for batch, _ in shares])
     loss = right = tokens = 0.0
-    for batch, (_, count) in zip(batches, shares, strict=True):
-        mine = next(results)[:count]
+    for batch, (_, count), result in zip(batches, shares, results, strict=True):
+        mine = result[:count]
         loss += mine[:, 0].sum().item()
         right += int((mine[:, 1] == 0).sum())
         tokens += int((batch["labels"][:count, 1:] != IGNORED).sum())
