@@ -81,10 +81,26 @@ class Stage(nn.Module):
     """Consecutive layers of a model, with the embedding on the first stage, the norm and the head on the last."""
 
     def __init__(self, recipe: Recipe, layers: range) -> None:
-        """Load the weights of `layers`, and those of the embedding or the head if they are this stage's."""
+        """Load the weights of `layers`, and those of the embedding or the head if they are this stage's.
+
+        Instances of a subclass of the model's class are cut down to the stage before their weights are loaded:
+        `from_pretrained` then does all its work, including conversions, quantisation and tied weights, and reads only
+        the weights of this stage.
+        """
         super().__init__()
         kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(load.load_config(recipe))]
-        self.model = load.load_model(recipe, cut_on_init(kind, layers))
+
+        def init(model: PreTrainedModel, *arguments: object, **options: object) -> None:
+            kind.__init__(model, *arguments, **options)
+            transforms.cut_to_stage(model, layers)
+
+        changes = {
+            "__init__": init,
+            "__module__": kind.__module__,
+            "_keys_to_ignore_on_load_unexpected": [".*"],  # no warning: these are the weights of other stages
+            "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not only on the first rank
+        }
+        self.model = load.load_model(recipe, type(kind.__name__, (kind,), changes))
         if activation_checkpointing.of_layers(recipe):
             self.model.gradient_checkpointing_enable(activation_checkpointing.options(recipe))
 
@@ -101,23 +117,3 @@ class Stage(nn.Module):
         """
         received, position_ids = inputs
         return transforms.run_stage(self.model, received, position_ids)
-
-
-def cut_on_init(kind: type[PreTrainedModel], layers: range) -> type[PreTrainedModel]:
-    """Return a subclass of the model's class whose instances are cut down to one stage before their weights are loaded.
-
-    `from_pretrained` then does all its work, including conversions, quantisation and tied weights, and reads only the
-    weights of this stage.
-    """
-
-    def init(self: PreTrainedModel, *arguments: object, **options: object) -> None:
-        kind.__init__(self, *arguments, **options)
-        transforms.cut_to_stage(self, layers)
-
-    changes = {
-        "__init__": init,
-        "__module__": kind.__module__,
-        "_keys_to_ignore_on_load_unexpected": [".*"],  # no warning: these are the weights of other stages
-        "should_save_on_this_rank": lambda self, is_main_process: is_main_process,  # not only on the first rank
-    }
-    return type(kind.__name__, (kind,), changes)

@@ -4,9 +4,10 @@ A rank that was killed or that hangs cannot report it, and report.html is writte
 torch, since the launcher imports this.
 """
 
+import contextlib
 import importlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,13 +88,13 @@ def failed(run: RunFolder, reason: str | None, status: int) -> None:
     """End a run in its trackers, unless a rank has done so; `reason` is None if the user has ended it."""
     if not run.tracking.exists() or read_json(run.tracking)["ended"] is not None:
         return
-
-    def end(writer: Any) -> None:
-        if reason:
-            writer.alert(f"the run ended with status {status}", redact(reason))
-        writer.finish({}, status)
-
-    _each(run, read_recipe(run).trackers, end)
+    recipe = read_recipe(run)
+    for name in recipe.trackers:
+        with _reporting(name):
+            writer = opened(name, recipe, run, read_json(run.deepspeed, {}))
+            if reason:
+                writer.alert(f"the run ended with status {status}", redact(reason))
+            writer.finish({}, status)
     write_json(run.tracking, read_json(run.tracking) | {"ended": status})
 
 
@@ -102,19 +103,18 @@ def upload(run: RunFolder) -> None:
     if not is_finished(run):
         return
     recipe = read_recipe(run)
-
-    def add(writer: Any) -> None:
-        writer.upload(run)
-        writer.finish({}, 0)
-
     online = run.tracking.exists() and read_json(run.tracking).get("online")
-    _each(run, ["wandb"] if (recipe.wandb.artifacts or online) and "wandb" in recipe.trackers else [], add)
+    if (recipe.wandb.artifacts or online) and "wandb" in recipe.trackers:
+        with _reporting("wandb"):
+            writer: Any = opened("wandb", recipe, run, read_json(run.deepspeed, {}))
+            writer.upload(run)
+            writer.finish({}, 0)
 
 
-def _each(run: RunFolder, names: Sequence[str], action: Callable[[object], None]) -> None:
-    """Run `action` in each tracker; an error is reported, and never fails the command."""
-    for name in names:
-        try:
-            action(opened(name, read_recipe(run), run, read_json(run.deepspeed, {})))
-        except Exception as error:
-            print(f"tracking={name}: {type(error).__name__}: {redact(first_line(error))}", flush=True)
+@contextlib.contextmanager
+def _reporting(name: str) -> Iterator[None]:
+    """Print an error of a tracker, which never fails the command."""
+    try:
+        yield
+    except Exception as error:
+        print(f"tracking={name}: {type(error).__name__}: {redact(first_line(error))}", flush=True)
