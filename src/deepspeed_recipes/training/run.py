@@ -221,11 +221,6 @@ def prepare(
     parallel = implementation(recipe.layout)
     watchdog = Watchdog(run, recipe.hang_minutes)
     evaluation = None
-    if datasets.held_out is None and recipe.picks:
-        raise UserError(
-            "early_stopping and keep_best need held-out examples, and there are too few to hold out any; add "
-            "data.validation=FILE or data.validation_share=0.2."
-        )
     if datasets.held_out is not None:
         own = method(recipe.method.name)
         # The stages of a pipeline cannot generate, and exact_match stores its own.
@@ -233,6 +228,11 @@ def prepare(
         asks = alone and recipe.layout.pipeline == 1 and recipe.data.sample_answers != 0
         answer = getattr(own, "answer", None) if asks else None
         evaluation = Evaluation(recipe, run, datasets, parallel, own.metric, trackers.record, answer)
+    elif recipe.picks:
+        raise UserError(
+            "early_stopping and keep_best need held-out examples, and there are too few to hold out any; add "
+            "data.validation=FILE or data.validation_share=0.2."
+        )
     elif any(map(is_own, names(recipe.data.metric))):
         say(f"data.metric={recipe.data.metric}: not measured, since no examples are held out (data.validation=FILE)")
     system = SystemLog(run, distributed.gpu_uuid())

@@ -5,7 +5,7 @@ changes a trainer (`upstream.py` works around defects of the engine).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -80,10 +80,10 @@ class RunContext:
     watchdog: Watchdog
     evaluation: Evaluation | None
     """None without held-out data."""
-    phases: Phases = field(default_factory=Phases)
+    phases: Phases
     """Records steps with `--profile`."""
-    system: SystemLog | None = None
-    layer_stats: LayerStats | None = None
+    system: SystemLog
+    layer_stats: LayerStats | None
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,7 @@ class RunHooks(Hooked):
         if context.evaluation:
             yield FirstEvaluation(self.evaluate_at_start)
             yield context.evaluation
-        if context.system:
-            yield context.system
+        yield context.system
         yield context.watchdog  # its clock starts after everything else
 
     # Before the first step

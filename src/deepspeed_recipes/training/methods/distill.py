@@ -140,14 +140,15 @@ class RunDistillTrainer(Averaging, Trainer):
         self, batch: Batch, of_teacher: torch.Tensor | None, logits: torch.Tensor, tokens: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss of a tile, summed, and its tokens' divergences and cross-entropies, [2, tokens]."""
-        distill = self.distill
+        recipe = self.context.recipe
+        distill = Distill.of(recipe)
         log_probs = (logits / distill.temperature).log_softmax(-1)
         if self.teacher and of_teacher is not None:
             wanted = self.teacher.log_probs(of_teacher[tokens])
         else:
             log_probs = divergence.of_outcomes(log_probs, batch[TOKENS][tokens])
             wanted = batch[LOG_PROBS][tokens]
-        apart = divergence.per_token(log_probs, wanted, self.context.recipe)
+        apart = divergence.per_token(log_probs, wanted, recipe)
         entropy = torch.nn.functional.cross_entropy(logits, batch[TARGETS][tokens], reduction="none")
         loss = (1 - distill.alpha) * distill.temperature**2 * apart + distill.alpha * entropy
         return loss.sum(), torch.stack([apart, entropy])
