@@ -95,7 +95,10 @@ class RunDistillTrainer(Averaging, Trainer):
         if not writes(self.context.recipe, self.state.global_step):
             return batches, items
         with self.context.phases.phase("rollout"):
-            device, prompts = self.accelerator.device, [_prompts(batch) for batch in batches]
+            device, prompts = self.accelerator.device, []
+            for batch in batches:
+                rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+                prompts.append([tokens[: _prompt_length(labels)] for tokens, labels in rows])
             numbers = [number for batch in batches for number in batch[KEY]]
             noise = hooks.Noise(hooks.seeds_of(self.context.recipe.seed, self.state.global_step, numbers), 1.0, device)
             asked, stop = [prompt for batch in prompts for prompt in batch], ends(self.model, self.processing_class)
@@ -176,11 +179,6 @@ def with_room(found: Datasets, recipe: Recipe) -> Datasets:
 def writes(recipe: Recipe, step: int) -> bool:
     """Return whether the student writes the answers of a step."""
     return random.Random(f"{recipe.seed} {step}").random() < Distill.of(recipe).on_policy
-
-
-def _prompts(batch: Batch) -> list[list[int]]:
-    rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
-    return [tokens[: _prompt_length(labels)] for tokens, labels in rows]
 
 
 def _prompt_length(labels: list[int]) -> int:

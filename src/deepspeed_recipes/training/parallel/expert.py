@@ -146,8 +146,7 @@ def find(config: PreTrainedConfig) -> Mixture:
         raise refusal("no experts found", kind=config.model_type)
     name, parts = next(iter(found.items()))
     block = whole.get_submodule(name)
-    router = block.get_submodule(parts["router_pattern"])
-    _correct(block, router)
+    _correct(block, block.get_submodule(parts["router_pattern"]))
     reason = ""
     for score, norm in itertools.product(("softmax", "sigmoid"), (True, False)):
         keys = {
@@ -163,7 +162,7 @@ def find(config: PreTrainedConfig) -> Mixture:
             reason = first_sentence(first_line(error))
             continue
         if off < probe.LEAK[torch.float32]:
-            return Mixture(keys, _in_fp32(block, router, whole.config.hidden_size))
+            return Mixture(keys, _in_fp32(block, parts["router_pattern"], whole.config.hidden_size))
         reason = f"a shrunken model differs by {off:.0e}"
     raise refusal("experts differ", kind=config.model_type, error=reason)
 
@@ -213,12 +212,11 @@ def _correct(block: nn.Module, router: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _in_fp32(block: nn.Module, router: nn.Module, width: int) -> bool:
+def _in_fp32(block: nn.Module, router: str, width: int) -> bool:
     """Return whether a router in bf16 returns fp32 logits; runs its block, which passes the right arguments."""
     copied = copy.deepcopy(block).bfloat16()
-    (name,) = (name for name, module in block.named_modules() if module is router)
     seen: list[torch.dtype] = []
-    copied.get_submodule(name).register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
+    copied.get_submodule(router).register_forward_hook(lambda module, given, output: seen.append(output[0].dtype))
     copied(torch.ones(1, 1, width, dtype=torch.bfloat16))
     return seen == [torch.float32]
 
