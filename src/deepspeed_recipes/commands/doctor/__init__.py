@@ -90,19 +90,14 @@ def main(words: Sequence[str] | None = None) -> int:
         raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")
     arguments.hosts = hostfile.parse(arguments.hostfile) if arguments.hostfile else ()
     checks = list(examine(arguments))
-    if arguments.json:
-        write([check.as_json() for check in checks], arguments.json)
+    found = [check.as_json() for check in checks]
+    if arguments.json == "-":
+        print(json.dumps(found, indent=2))
+    elif arguments.json:
+        write_json(Path(arguments.json), found)
     else:
         show(checks)
     return int(any(check.state == "error" for check in checks))
-
-
-def write(result: object, file: str) -> None:
-    """Write a result as JSON to a file, or print it if `file` is `-`."""
-    if file == "-":
-        print(json.dumps(result, indent=2))
-    else:
-        write_json(Path(file), result)
 
 
 def examine(arguments: argparse.Namespace) -> Iterator[Check]:

@@ -129,18 +129,14 @@ def run(sweep: Sweep, folder: Path, keys: Sequence[str], as_json: bool) -> int:
             interrupted = True
             break
         results.append(one)
-        print(line(one, count) + ("  (finished before)" if known else ""), file=out, flush=True)
+        end = f"status {one.status}: {one.reason}" if one.status else f"{method.title(one.metric)} {trials.score(one)}"
+        before = "  (finished before)" if known else ""
+        print(f"trial {trial}/{count}  {' '.join(one.overrides)}  {end}{before}", file=out, flush=True)
     show(results, keys, folder, as_json)
     if interrupted:
         print(f"stopped; the same command with --output-dir {display(folder)} continues it", file=out, flush=True)
         return 130
     return 1 if any(one.status for one in results) else 0
-
-
-def line(one: Result, count: int) -> str:
-    """Return a trial's result in one line."""
-    end = f"status {one.status}: {one.reason}" if one.status else f"{method.title(one.metric)} {trials.score(one)}"
-    return f"trial {one.trial}/{count}  {' '.join(one.overrides)}  {end}"
 
 
 def show(results: Sequence[Result], keys: Sequence[str], folder: Path, as_json: bool) -> None:
