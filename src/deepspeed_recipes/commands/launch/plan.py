@@ -163,12 +163,8 @@ def requested(options: LaunchOptions) -> Request:
         page = resumed(page, folder, options)
     recipe = overrides.apply(page, options.overrides, resumed=bool(folder))
     keys = overrides.keys_of(options.overrides)
-    if not folder and (split := _own_split(recipe, keys)):
-        recipe = overrides.apply(recipe, [f"data.validation={split}"])
-        print(
-            f"data.validation={split}: that split is held out; data.validation=none holds out examples of the other",
-            flush=True,
-        )
+    if not folder:
+        recipe = with_own_split(recipe, keys)
     before, lora = page.lora or Lora(), recipe.lora
     if lora and lora.rank != before.rank and "lora.alpha" not in keys and not (lora.rslora or folder):
         print(
@@ -208,14 +204,18 @@ def requested(options: LaunchOptions) -> Request:
     return Request(page, recipe, folder)
 
 
-def _own_split(recipe: Recipe, keys: Collection[str]) -> str | None:
-    """Return the split that a data set of `save_to_disk` has for measuring, unless the user says what is held out."""
+def with_own_split(recipe: Recipe, keys: Collection[str]) -> Recipe:
+    """Hold out the split that a data set of `save_to_disk` has for measuring, unless the user says what is held out."""
     listed = Path(recipe.data.path, text_files.SAVED[1])
     if {"data.validation", "data.validation_share"} & {*keys} or "data.path" not in keys or not listed.is_file():
-        return None
+        return recipe
     splits = [one for one in read_json(listed)["splits"] if one != recipe.data.split]
     found = next((one for one in ("validation", "valid", "val", "dev", "eval", "test") if one in splits), None)
-    return found and str(listed.with_name(found))
+    if found:
+        change = f"data.validation={listed.with_name(found)}"
+        recipe = overrides.apply(recipe, [change])
+        print(f"{change}: that split is held out; data.validation=none holds out examples of the other", flush=True)
+    return recipe
 
 
 def resumed(page: Recipe, folder: RunFolder, options: LaunchOptions) -> Recipe:

@@ -26,8 +26,6 @@ USUAL = 1e9
 """Number of tokens with which hardware is compared, if the user gives none."""
 OPTIONS = ("gpu", "gpus", "gpu_memory", "host_memory", "nvme", "network", "write", "longest", "explain")
 """Options that --which-gpu excludes: it varies these itself, or they need one given hardware."""
-
-
 SHOWN = 8
 """Number of choices in the table."""
 
