@@ -55,12 +55,6 @@ class Key:
         return f" (default: {self.default})" if self.default else ""
 
 
-def overview() -> str:
-    """Return all keys, for the end of --help."""
-    head = "override keys (--help KEY explains one; a page may set another default, which --dry-run prints):"
-    return "\n".join([head, *(key.short() for key in keys().values())])
-
-
 def explained(word: str) -> str:
     """Return the explanation of a key, or of each key of a section such as `lora`."""
     known = keys()
@@ -255,7 +249,8 @@ class Help(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option: str | None = None) -> None:
         """Print the help and exit."""
         if values is None:
-            parser.epilog = overview()
+            head = "override keys (--help KEY explains one; a page may set another default, which --dry-run prints):"
+            parser.epilog = "\n".join([head, *(key.short() for key in keys().values())])
             parser.print_help()
         else:
             print(explained(values))

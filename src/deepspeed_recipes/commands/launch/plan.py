@@ -91,11 +91,12 @@ def plan_launch(options: LaunchOptions, request: Request) -> LaunchPlan:
     documents = None
     if machines.hardware and not request.recipe.draft.enabled:
         documents = workload.document_length(request.recipe)
-    chosen = with_deepspeed_file(request, overrides.keys_of(options.overrides), machines.hardware, documents)
+    keys = overrides.keys_of(options.overrides)
+    chosen = with_deepspeed_file(request, keys, machines.hardware, documents)
     if options.model and not request.folder:
-        chosen = borrowed.with_amount(chosen, machines.ranks, overrides.keys_of(options.overrides))
+        chosen = borrowed.with_amount(chosen, machines.ranks, keys)
     if options.draft and not (machines.gpus or machines.reserved):
-        chosen = small_draft(chosen, machines.ranks, overrides.keys_of(options.overrides))
+        chosen = small_draft(chosen, machines.ranks, keys)
     located = paths.locate(chosen, cloud.mount(options.engine))
     check(located, request, machines, options)
     estimate = None
