@@ -606,6 +606,14 @@ def test_data_sets_with_other_columns_go_together(place, theirs, renamed, missin
     assert (missing or "global_batch_size") in said and len(found.missing) == (missing or "").startswith("'")
 
 
+def test_every_problem_of_a_data_set_is_named(place):
+    entry = {"file_name": "train.jsonl", "subset": "fr", "num_samples": 9, "columns": {"videos": "clips"}}
+    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry}))
+    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+    for problem in ("subset: fr cannot be asked for", "num_samples: 9 cannot be asked for", "videos are not read"):
+        assert problem in found.missing["dataset: ours"]
+
+
 def test_anchors_are_read(place):
     text = (
         "base: &base\n  path: ours.jsonl\n  type: alpaca\nbase_model: x\ndatasets:\n  - <<: *base\n    split: train\n"

@@ -13,6 +13,7 @@ from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.model import lora as adapters
 from tests.parity import gate, plain, plain_distill
 from tests.parity.plain_distill import NONE, SEED, Mistakes
+from tests.ranks import read_logs
 from tests.tiers import tiered
 
 SETTINGS = plain.Settings(learning_rate=3e-3)
@@ -118,6 +119,8 @@ def test_a_teacher_in_4_bits(ranks, tmp_path, model_folder, teacher_folder, conv
     write_recipe(run, recipe_for(model_folder, teacher_folder, conversations, stage, IN_4_BITS))
     ranks.check(training_run.main, str(run.path), log=tmp_path / "log")
     agree(run, *alone(IN_4_BITS))
+    whole = sum(weight.numel() for weight in load_file(teacher_folder / "model.safetensors").values())
+    assert f"teacher: {whole:,} parameters" in read_logs(tmp_path / "log")[0], "unpacked"
 
 
 def test_a_teacher_in_16_bits_would_be_noticed(alone):

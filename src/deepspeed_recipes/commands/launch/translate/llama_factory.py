@@ -200,17 +200,17 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         if not entry.keys() & {"file_name", "hf_hub_url"}:
             problems.append("neither a file nor a data set on the Hub")
         problems += [f"{kind} are not read" for kind in ("videos", "audios") if columns.get(kind)]
-        for problem in problems:
-            found.lack(f"{name}: {word}", problem)
+        if problems:
+            found.lack(f"{name}: {word}", "; ".join(problems))
         usual = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
         if found.method == "pretrain":
             usual["prompt"] = "text"
         if entry.get("formatting") == "sharegpt" and entry.get("tags", {}).get("role_tag") == "role":
             usual["messages"] = "messages"
         for role in ("user", "assistant", "system"):
-            word = str(entry.get("tags", {}).get(f"{role}_tag") or role)
-            if ROLES.get(word.lower()) != role:
-                roles[word] = role
+            tag = str(entry.get("tags", {}).get(f"{role}_tag") or role)
+            if ROLES.get(tag.lower()) != role:
+                roles[tag] = role
         for field, common in (("role", ("role", "from")), ("content", ("content", "value"))):
             if (tag := entry.get("tags", {}).get(f"{field}_tag")) and tag not in common:
                 renamed[str(tag)] = field

@@ -112,7 +112,7 @@ class Teacher:
                 f"distill.teacher={teacher.model.path}: {broken[0]} has values that are not finite; copy or download "
                 "the teacher again."
             )
-        say(f"teacher: {sum(getattr(one, 'ds_numel', one.numel()) for one in model.parameters()):,} parameters")
+        say(f"teacher: {load.parameter_counts(model)[0]:,} parameters")
         model = model.requires_grad_(False).eval()
         sharded = any(hasattr(one, "ds_id") for one in model.parameters())
         engine = prepare_deepspeed(model, accelerator) if sharded else model.to(distributed.device())

@@ -253,12 +253,13 @@ class RolloutHooks(Averaging):
             return
         for which, of in (("best", max), ("worst", min)):
             at = of(scored, key=totals.__getitem__)
+            turns = (f"{turn['role']}: {turn.get('content') or ''}" for turn in self._logs["prompt"][at])
             row = {
                 "step": self.state.global_step + 1,
                 "which": which,
                 "reward": totals[at],
                 "rewards": {name: values[at] for name, values in rewards.items()},
-                "prompt": cut("\n".join(f"{turn['role']}: {turn['content']}" for turn in self._logs["prompt"][at])),
+                "prompt": cut("\n".join(turns)),
                 "answer": cut(self._logs["completion"][at][0].get("content") or ""),
             }
             append_jsonl(self.context.run.rollouts, row)
