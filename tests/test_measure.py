@@ -302,8 +302,8 @@ def test_the_range_of_an_uneven_machine_is_wider(tmp_path, capsys):
         said = " ".join(capsys.readouterr().out.split())
         assert ("Its speed varied by 10% while it was measured" in said) is (spread > 0.1)
     assert ranges[0.0] == pytest.approx(CPU_SPEEDS) and ranges[0.1] == pytest.approx((0.678, 1.382), abs=0.001)
-    rounds = [{"products": {"512": 1.0}, "attention": {"both": seconds}} for seconds in (2.0, 4.0)]
-    assert probe.spread(rounds[:1]) == 0 and probe.spread(rounds) == pytest.approx(math.log(2) / 2)
+    rounds = [{"products": {"512": 1.0}, "attention": {"both": seconds}} for seconds in (2.0, 5.0)]
+    assert probe.spread(rounds[:1]) == 0 and probe.spread(rounds) == pytest.approx(math.log(2) / math.sqrt(2))
 
 
 def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, capsys):
