@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_recipes.benchmarks import probe
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
 from deepspeed_recipes.commands import doctor, launch, plan
 from deepspeed_recipes.commands.doctor import measure
@@ -303,7 +302,8 @@ def test_the_range_of_an_uneven_machine_is_wider(tmp_path, capsys):
         assert ("Its speed varied by 10% while it was measured" in said) is (spread > 0.1)
     assert ranges[0.0] == pytest.approx(CPU_SPEEDS) and ranges[0.1] == pytest.approx((0.678, 1.382), abs=0.001)
     rounds = [{"products": {"512": 1.0}, "attention": {"both": seconds}} for seconds in (2.0, 5.0)]
-    assert probe.spread(rounds[:1]) == 0 and probe.spread(rounds) == pytest.approx(math.log(2) / math.sqrt(2))
+    assert measure.spread(rounds[:1]) == 0 and measure.spread(rounds) == pytest.approx(math.log(2) / math.sqrt(2))
+    assert machine_file.median_of([{"a": {"b": one}} for one in (3, 1, 2)]) == {"a": {"b": 2}}
 
 
 def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, capsys):

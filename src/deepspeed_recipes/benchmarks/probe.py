@@ -7,7 +7,6 @@ the medians over the ranks, in seconds, to `FILE`; `planning.cost.constants` tur
 """
 
 import contextlib
-import math
 import os
 import statistics
 import sys
@@ -26,7 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ..machine import ops, system
-from ..planning.hardware.machine_file import HEAD_WIDTH, NARROW_HEAD
+from ..planning.hardware.machine_file import HEAD_WIDTH, NARROW_HEAD, median_of
 from ..recipe.deepspeed_file import prefetch_size
 from ..recipe.files import Json
 from ..recipe.run_folder import write_json
@@ -43,7 +42,6 @@ SIZES: dict[str, tuple[Any, Any]] = {
     "repeats": (10, 3),
     "steps": (20, 3),
     "warm_up": (3, 2),
-    "rounds": (1, 3),
     "calls": (10, 1),
     "message": (2**26, 2**22),
     "adam": (2**25, 2**23),
@@ -51,10 +49,9 @@ SIZES: dict[str, tuple[Any, Any]] = {
 }
 """On a GPU and on a CPU: sides of square products, bytes of a copy, tokens and heads of attention; how often each is
 timed, optimizer steps of the small models, and those before that are not counted, since ZeRO-3 records the order of its
-modules in the first; rounds of everything, since other guests of a CPU slow it down for seconds at a time; calls queued
-at a time, so that a GPU does not wait for launches; bytes of a collective that is bound by the link, parameters that
-the host's Adam updates, and the layer whose element-wise operations are measured on a CPU; on a GPU they follow from
-the memory's bandwidth."""
+modules in the first; calls queued at a time, so that a GPU does not wait for launches; bytes of a collective that is
+bound by the link, parameters that the host's Adam updates, and the layer whose element-wise operations are measured on
+a CPU; on a GPU they follow from the memory's bandwidth."""
 LAYERS = (2, 10)
 """Layers of two Llamas 64 wide; their difference is a layer's cost on the host, since a GPU computes it in no time."""
 LAYERS_WIDE = (1, 4)
@@ -64,7 +61,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 STAGES = {"plain": None, "zero1": 1, "zero3": 3}
 WEIGHTS = 9
 """Trained weights of a Llama layer."""
-QUICK = {"repeats": (2, 2), "steps": (2, 2), "warm_up": (1, 1), "rounds": (1, 1)}
+QUICK = {"repeats": (2, 2), "steps": (2, 2), "warm_up": (1, 1)}
 """Sizes for `doctor --measure --quick`, with which everything is measured, but less precisely."""
 SMALL = 2**10
 """Bytes of a collective that is bound by latency."""
@@ -84,41 +81,23 @@ def main(file: str, *words: str) -> None:
     leave_out_noise()
     distributed.start()
     upstream.leave_out_step_of_zeros()
-    probes = [collectives] if "collectives" in words else PROBES
-    rounds, took = [], []
-    for _ in range(sizes()["rounds"]):
-        found: Json = {}
+    found: Json = {}
+    took: dict[str, float] = {}
+    # ZeRO-3 replaces `torch.nn.functional.linear` for good: what is measured without it comes first.
+    probes = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
+    for probe in [collectives] if "collectives" in words else probes:
         begun = time.monotonic()
-        with upstream.restored_linear():
-            for probe in probes:
-                found |= {name: median_of(distributed.of_all(seconds)) for name, seconds in probe().items()}
-            if "shared" in threads:
-                torch.set_num_threads(threads["shared"])
-                found["shared"] = updates()
-                torch.set_num_threads(threads["threads"])
-        rounds.append(found)
-        took.append(time.monotonic() - begun)
+        for name, seconds in probe().items():
+            found[name] = median_of(distributed.of_all(seconds))
+        took[probe.__name__] = time.monotonic() - begun
+    if "shared" in threads:
+        torch.set_num_threads(threads["shared"])
+        found["shared"] = updates()
     if distributed.is_first():
-        measured = {"sizes": sizes(), "seconds": median_of(rounds), "spread": spread(rounds), "took": took}
-        write_json(Path(file), {"environment": describe_environment(), **measured})
+        write_json(
+            Path(file), {"environment": describe_environment(), "sizes": sizes(), "seconds": found, "took": took}
+        )
     distributed.stop()
-
-
-def median_of(found: Sequence[Any]) -> Any:
-    """Return the median of numbers, or of each number in dictionaries with the same keys."""
-    if isinstance(found[0], dict):
-        return {name: median_of([one[name] for one in found]) for name in found[0]}
-    return statistics.median(found)
-
-
-def spread(rounds: Sequence[Json]) -> float:
-    """Return the standard deviation between rounds of the logarithm of the time of all products and attentions.
-
-    Together they are long enough that it is the machine's speed that varies, and not the clock's reading.
-    """
-    if len(rounds) == 1 or "products" not in rounds[0]:
-        return 0.0
-    return statistics.stdev(math.log(sum([*one["products"].values(), *one["attention"].values()])) for one in rounds)
 
 
 def dtypes() -> tuple[torch.dtype, ...]:
@@ -380,10 +359,6 @@ def host_adam() -> dict[str, float]:
 def short(dtype: torch.dtype) -> str:
     """Return a dtype's name in recipes."""
     return {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
-
-
-PROBES = (products, attentions, copies, wide_layers, launches, collectives, host_adam, updates)
-"""In this order, since ZeRO-3 replaces `torch.nn.functional.linear`: what is measured without it comes first."""
 
 
 if __name__ == "__main__":

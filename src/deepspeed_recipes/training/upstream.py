@@ -214,16 +214,6 @@ def reading_state(state: Mapping[str, torch.Tensor] | None) -> Iterator[None]:
         PreTrainedModel._load_pretrained_model = staticmethod(own)
 
 
-@contextlib.contextmanager
-def restored_linear() -> Iterator[None]:
-    """Restore `torch.nn.functional.linear` after the block; ZeRO-3's engine replaces it for good."""
-    own = torch.nn.functional.linear
-    try:
-        yield
-    finally:
-        torch.nn.functional.linear = own
-
-
 def keep_used_conversions(model: PreTrainedModel) -> None:
     """Let `save_pretrained` restore the names that the model's files have.
 

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import signal
+import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
 from datetime import date
@@ -18,13 +19,15 @@ from ...planning.hardware import machine_file
 from ...prove.ranks import Ranks, read_logs
 from ...recipe import files
 from ...recipe.errors import UserError, cannot_write
-from ...recipe.files import Json
+from ...recipe.files import Json, JsonView
 from ...recipe.project import require
 from ...recipe.run_folder import RunFolder, write_json
 
 PROBE = "deepspeed_recipes.benchmarks.probe"
 LIMIT = 300
 """Seconds after which the probe is ended."""
+ROUNDS = 3
+"""How often a CPU is measured."""
 BUSY = 0.5
 """Load per core at which a machine without GPUs is busy."""
 
@@ -94,9 +97,10 @@ def probe(ranks: int, words: Sequence[str]) -> Json:
 
 
 def on_cpus(ranks: int, words: Sequence[str]) -> Json:
-    """Return the measurements of CPU ranks, and under `alone` those of a rank that has all cores.
+    """Return the measurements of CPU ranks, and under `alone` those of a rank that has all cores: medians of rounds.
 
-    They are forks of a process that has imported the stack once, which takes longer than half of the probes.
+    Other guests slow down a CPU for seconds at a time. The ranks of each round are forks of a process that has imported
+    the stack once, which takes longer than half of the probes.
     """
     alone, shared = threads(1), threads(ranks)  # before they are in the environment, as if the user had set them
     os.environ |= rank_environment(ranks, 0)
@@ -109,16 +113,28 @@ def on_cpus(ranks: int, words: Sequence[str]) -> Json:
                 raise UserError(f"--measure: a rank was killed, for want of memory, or since it took over {LIMIT} s.")
             return _written(result, next(filter(None, statuses), 0), "\n".join(read_logs(log)))
 
-        found = measured(ranks, *words)
-        if ranks > 1:
-            single = measured(1, *words, f"threads={alone}", f"shared={shared}")
-            found["spread"] = math.hypot(found["spread"], single["spread"]) / math.sqrt(2)
-            one = single["seconds"]
-            # A step of a rank that has its share of the cores, with fewer others in the caches than between ranks that
-            # compute.
-            found["seconds"] |= one.pop("shared")
-            found["alone"] = one
+        together, single = [], []
+        for _ in range(1 if "quick" in words else ROUNDS):
+            together.append(measured(ranks, *words))
+            if ranks > 1:
+                single.append(measured(1, *words, f"threads={alone}", f"shared={shared}")["seconds"])
+    seconds = [one["seconds"] for one in together]
+    found = together[0] | {"seconds": machine_file.median_of(seconds), "spread": spread(seconds)}
+    if single:
+        found["alone"] = machine_file.median_of(single)
+        # A step of a rank that has its share of the cores, with fewer others in the caches than between ranks that
+        # compute.
+        found["seconds"] |= found["alone"].pop("shared")
     return found
+
+
+def spread(rounds: Sequence[JsonView]) -> float:
+    """Return the standard deviation of the logarithm of a round's time, of all its products and attentions.
+
+    Together they take long enough that it is the machine's speed that varies, and not the clock.
+    """
+    paces = [math.log(sum([*one["products"].values(), *one["attention"].values()])) for one in rounds]
+    return statistics.stdev(paces) if len(paces) > 1 else 0.0
 
 
 def _probe(*words: str) -> None:

@@ -2,9 +2,11 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...recipe.errors import UserError
 from ...recipe.files import JsonView
@@ -22,6 +24,13 @@ CPU = "CPU"
 NEEDED = ("products", "attention", "copy", "layer plain", "layer zero1", "layer zero3")
 """Entries of `seconds` that every file has."""
 NEEDED_OF_CPUS = ("wide", "layer plain fp32")
+
+
+def median_of(found: Sequence[Any]) -> Any:
+    """Return the median of numbers, or of each number in dictionaries with the same keys."""
+    if isinstance(found[0], Mapping):
+        return {name: median_of([one[name] for one in found]) for name in found[0]}
+    return statistics.median(found)
 
 
 def default_file() -> Path:
