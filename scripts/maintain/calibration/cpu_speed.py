@@ -37,7 +37,12 @@ from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, write_json
 from . import MEASUREMENTS
 
 MACHINE = MEASUREMENTS / "machine_cpu.json"
-"""The measurements of a machine; the step times are in `planner_speed_cpu.json`."""
+"""The measurements of the first machine; its step times are in `planner_speed_cpu.json`."""
+MACHINES = {
+    "The first machine": MACHINE,
+    "The second machine, which has no instructions for bf16": MACHINE.with_name("machine_cpu_without_bf16.json"),
+}
+"""The machines that were measured; the terms were found on the first one."""
 STEPS, WARM_UP = 25, 5
 """Steps of a run, and those of them that are not counted."""
 FASTEST = 4
@@ -262,25 +267,32 @@ def sentence(found: Sequence[Comparison], judges: bool) -> str:
 
 
 @cache
-def stored() -> tuple[Machine, JsonView, list[Comparison]]:
-    """Return the stored measurements of the machine, of the cases, and their comparisons."""
-    machine, result = machine_file.read(MACHINE), read_json(result_of(MACHINE))
+def stored(file: Path = MACHINE) -> tuple[Machine, JsonView, list[Comparison]]:
+    """Return the stored measurements of a machine, of the cases on it, and their comparisons."""
+    machine, result = machine_file.read(file), read_json(result_of(file))
     return machine, result, comparisons(machine, result["runs"])
 
 
 def errors() -> str:
-    """Return the errors of the stored result for the documents."""
-    return "".join(f"{sentence(stored()[2], judges)}\n" for judges in (True, False))
+    """Return the errors of the stored results for the documents."""
+    return "\n".join(
+        f"{where}:\n\n" + "".join(f"{sentence(stored(file)[2], judges)}\n" for judges in (True, False))
+        for where, file in MACHINES.items()
+    )
 
 
 def section() -> str:
-    """Return the stored result for the documents."""
-    machine, result, found = stored()
-    about = (
-        f"Seconds of a step of CPU ranks, {machine.cores} cores of {result['cpu']}, one thread per rank, "
-        f"{result['date']}, medians of {min(map(len, result['runs'].values()))} runs or more:"
-    )
-    return f"{about}\n\n{table(found)}"
+    """Return the stored results for the documents."""
+    parts = []
+    for where, file in MACHINES.items():
+        machine, result, found = stored(file)
+        runs = min(map(len, result["runs"].values()))
+        how = f"medians of {runs} runs or more" if runs > 1 else "one run each"
+        parts.append(
+            f"{where}: seconds of a step of CPU ranks, {machine.cores} cores of {result['cpu']}, one thread per rank, "
+            f"{result['date']}, {how}:\n\n{table(found)}"
+        )
+    return "\n".join(parts)
 
 
 def main() -> None:

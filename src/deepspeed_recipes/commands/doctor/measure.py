@@ -26,8 +26,8 @@ from ...recipe.run_folder import RunFolder, write_json
 PROBE = "deepspeed_recipes.benchmarks.probe"
 LIMIT = 300
 """Seconds after which the probe is ended."""
-ROUNDS = 3
-"""How often a CPU is measured."""
+ROUNDS = 2
+"""How often a CPU is measured: three take over a minute."""
 BUSY = 0.5
 """Load per core at which a machine without GPUs is busy."""
 
@@ -119,7 +119,7 @@ def on_cpus(ranks: int, words: Sequence[str]) -> Json:
             if ranks > 1:
                 single.append(measured(1, *words, f"threads={alone}", f"shared={shared}")["seconds"])
     seconds = [one["seconds"] for one in together]
-    found = together[0] | {"seconds": machine_file.median_of(seconds), "spread": spread(seconds)}
+    found = together[0] | {"seconds": machine_file.median_of(seconds), "spread": spread(seconds, single)}
     if single:
         found["alone"] = machine_file.median_of(single)
         # A step of a rank that has its share of the cores, with fewer others in the caches than between ranks that
@@ -128,13 +128,18 @@ def on_cpus(ranks: int, words: Sequence[str]) -> Json:
     return found
 
 
-def spread(rounds: Sequence[JsonView]) -> float:
-    """Return the standard deviation of the logarithm of a round's time, of all its products and attentions.
+def spread(*measured: Sequence[JsonView]) -> float:
+    """Return the standard deviation of the logarithm of a round's time, pooled over what was `measured` in rounds.
 
-    Together they take long enough that it is the machine's speed that varies, and not the clock.
+    It is the time of all products and attentions of a round: long enough that it is the machine's speed that varies,
+    and not the clock.
     """
-    paces = [math.log(sum([*one["products"].values(), *one["attention"].values()])) for one in rounds]
-    return statistics.stdev(paces) if len(paces) > 1 else 0.0
+    paces = [
+        [math.log(sum([*one["products"].values(), *one["attention"].values()])) for one in rounds]
+        for rounds in measured
+        if len(rounds) > 1
+    ]
+    return math.sqrt(statistics.mean(map(statistics.variance, paces))) if paces else 0.0
 
 
 def _probe(*words: str) -> None:
