@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_recipes.benchmarks.cases import BENCHMARKS, recipe_of
-from deepspeed_recipes.commands import doctor, launch, plan
+from deepspeed_recipes.commands import launch, plan
 from deepspeed_recipes.commands.doctor import measure
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.planning.cost.constants import CPU_SPEEDS
@@ -26,6 +27,7 @@ from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.run_folder import RunFolder, append_jsonl, read_json, write_json
 from scripts.maintain.calibration import cpu_speed
 from scripts.maintain.documents.estimates import DOCUMENTS
+from tests import ROOT
 
 MEASUREMENTS = Path(__file__).parents[1] / "scripts" / "maintain" / "measurements"
 H100 = MEASUREMENTS / "machine_h100.json"
@@ -279,11 +281,19 @@ def test_ranks_that_end_without_an_error_are_named_by_their_last_line(tmp_path):
         measure.started([sys.executable, "-c", script], dict(os.environ), tmp_path / "measured.json")
 
 
+def measured(*words):
+    """Return what doctor prints, in a process of its own: the ranks are forks of what the environment starts with."""
+    command = [sys.executable, str(ROOT / "scripts/doctor.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.every
 def test_a_step_of_cpu_ranks_takes_as_long_as_planned(tmp_path, ranks):
     """On this machine, as it is now: a neighbour's load counts in both, but need not be the same in both."""
     file = tmp_path / "machine.json"
-    assert doctor.main(["--measure", str(file), "--gpus", "2"]) == 0
+    measured("--measure", str(file), "--gpus", "2")
     cases = [case for case in cpu_speed.CASES if case.model == "tiny" and not case.changes][:3]
     runs = {case.label: [cpu_speed.measured(case, tmp_path / str(number))] for number, case in enumerate(cases)}
     assert all(one.inside for one in cpu_speed.comparisons(machine_file.read(file), runs))
@@ -336,14 +346,13 @@ def test_cpu_ranks_are_planned_once_they_are_measured(tmp_path, monkeypatch, cap
     assert re.match(r"forecast: .* GiB per rank \(.*\), [\d,]+ tokens/s\n", capsys.readouterr().out)
 
 
-def test_doctor_measures_this_machine(tmp_path, capsys, ranks):
+def test_doctor_measures_this_machine(tmp_path, ranks):
     """With real ranks; the figures are only asked to be there."""
     file = tmp_path / "machine.json"
-    assert doctor.main(["--measure", str(file), "--quick", "--gpus", "2", "--nvme", str(tmp_path)]) == 0
+    printed = measured("--measure", str(file), "--quick", "--gpus", "2", "--nvme", str(tmp_path))
     machine = machine_file.read(file)
     assert (
         machine.device == "CPU" and machine.ranks == 2 and machine.nvme_gbs > 0 and machine.seconds["all_reduce large"]
     )
-    printed = capsys.readouterr().out
     assert machine.sizes["repeats"] == 2 and "--quick: few repetitions" in printed
     assert "TFLOP/s" in printed and "all-reduce over 2 ranks" in printed and "ZeRO-3" in printed
