@@ -216,6 +216,8 @@ def test_examples_that_a_run_was_trained_on_are_named(run, data, tmp_path, capsy
     for words, known in (([], 0), (["--data", str(data)], 6), (["--data", str(new)], 2)):
         assert evaluate.main([str(run.path), *words, "--metric", "loss"]) == 0
         assert (f"{run.path} was trained on {known} of these 6 examples" in capsys.readouterr().err) is bool(known)
+    assert evaluate.main([str(run.path), "--base", "--data", str(data), "--metric", "loss"]) == 0
+    assert "before training was trained on" not in capsys.readouterr().err
     assert evaluate.main([str(other.path), str(run.path), "--metric", "loss"]) == 0
     assert f"{other.path} was trained on" not in (said := capsys.readouterr().err), "by what it held out itself"
     held = read(recipe, None, "loss", None).examples

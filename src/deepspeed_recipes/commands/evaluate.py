@@ -103,7 +103,7 @@ def measure(found: Sequence[Candidate], options: argparse.Namespace) -> Json:
     with held_out.alone():
         examples = held_out.read(recipe, options.data, options.metric, options.limit, options.settings)
         for one in found:
-            if one.recipe is None or (one.recipe is recipe and not options.data):  # its own held-out examples
+            if one.recipe is None or (one.recipe == recipe and not options.data):  # its own held-out examples
                 continue
             if known := held_out.trained_on(one.recipe, examples.examples):
                 of = f"{known} of these {len(examples.examples)} examples"

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_busy(gpus)
     drive = system.drive_speed(arguments.nvme) if arguments.nvme else None
     words = ("quick",) if arguments.quick else ()
-    found = probe(ranks, words) if gpus else on_cpus(ranks, words)
+    found = probe(ranks, gpus, words) if gpus else on_cpus(ranks, words)
     environment = found["environment"]
     measured = {
         "version": machine_file.VERSION,
@@ -89,11 +89,11 @@ def refuse_busy(gpus: int) -> None:
         )
 
 
-def probe(ranks: int, words: Sequence[str]) -> Json:
+def probe(ranks: int, gpus: int, words: Sequence[str]) -> Json:
     """Return the measurements of this machine's GPUs (`benchmarks.probe`); raises as `started`."""
     with children.scratch() as folder:
         result = folder / "measured.json"
-        return started(launcher_command((PROBE, str(result), *words), ranks), rank_environment(ranks, 1), result)
+        return started(launcher_command((PROBE, str(result), *words), ranks), rank_environment(ranks, gpus), result)
 
 
 def on_cpus(ranks: int, words: Sequence[str]) -> Json:

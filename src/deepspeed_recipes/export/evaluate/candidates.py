@@ -1,6 +1,6 @@
 """The models to evaluate: a run, one of its checkpoints, a model or adapter folder, a model on the Hub, or a server."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...recipe.errors import UserError, redact
@@ -55,10 +55,10 @@ def find(name: str, model: str | None) -> Candidate:
 
 
 def base_of(candidate: Candidate) -> Candidate:
-    """Return the model from which a candidate was trained."""
+    """Return the model from which a candidate was trained, which the candidate's recipe did not train."""
     name = f"{candidate.name} before training"
     if isinstance(candidate.model, Path) and (candidate.model / base_model.ADAPTER).exists():
-        return replace(candidate, name=name, model=base_model.find(candidate.model), run=None)
+        return Candidate(name, base_model.find(candidate.model))
     recipe = candidate.recipe
     if recipe is None:
         raise UserError(f"{candidate.name}: --base needs a run, or a folder that ds-recipes export wrote.")
@@ -68,4 +68,4 @@ def base_of(candidate: Candidate) -> Candidate:
         raise UserError(
             f"{candidate.name}: its base model {path} does not exist; name the base model as one of the models instead."
         )
-    return replace(candidate, name=name, model=path, run=None)
+    return Candidate(name, path)

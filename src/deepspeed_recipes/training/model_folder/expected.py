@@ -213,7 +213,9 @@ def of_weights(folders: Iterable[Path]) -> str:
 
 def warn_of_other_base(adapter: Path, base: Path) -> None:
     """Print a warning if an adapter is put on other weights than those which it was trained on."""
-    known = read_json(adapter / base_model.EXPECTED, {}).get("base") or ""
+    known = read_json(adapter / base_model.EXPECTED, {}).get("base")
+    if known is None:
+        return
     with contextlib.suppress(UserError):
         now = of_weights([base])
         if len(known) == len(now) and known != now:  # earlier versions wrote shorter ones, of vectors alone

@@ -94,6 +94,8 @@ FLAGGED: tuple[Examples, ...] = ("conversations", "pairs", "judged answers")
 
 COMPARED = FLAGGED[1:]
 """The kinds of examples whose answers are compared: TRL compares all their tokens."""
+ANSWERS = ("chosen", "rejected", "completion")
+"""The fields of these examples, once converted, that have an answer's turns."""
 NAMED = 8
 """Maximum number of keys in a line."""
 LONGEST = 2**24
@@ -319,7 +321,7 @@ def _converted(where: str, given: Example, method: str, form: str) -> Example:
         if kind == "conversations" and not learned:
             turns = [turn | NOT_LEARNED if turn["role"] == "assistant" else turn for turn in read["messages"]]
             return {**read, "messages": turns}
-        sides = [turn for name in ("chosen", "rejected", "completion") for turn in read.get(name, ())]
+        sides = [turn for name in ANSWERS for turn in read.get(name, ())]
         if not learned or any("train" in turn for turn in sides):
             raise UserError(
                 f"{where}: a flag excludes this answer from the loss, and the method compares whole answers; remove "
@@ -395,7 +397,7 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
                 odd.append(f"{name} is not above {other}")
     with contextlib.suppress(UserError):  # which the conversion raises
         compared = CONVERSIONS[form](where, example) if METHODS[method].examples in COMPARED else {}
-        answers = [turn for field in ("chosen", "rejected", "completion") for turn in compared.get(field, ())]
+        answers = [turn for field in ANSWERS for turn in compared.get(field, ())]
         if others := {turn["role"] for turn in answers} - {"assistant"}:
             odd.append(f"an answer holds turns of {' and '.join(sorted(others))}, which are learned as part of it")
     with contextlib.suppress(UserError):
