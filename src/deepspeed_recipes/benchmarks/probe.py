@@ -7,6 +7,7 @@ the medians over the ranks, in seconds, to `FILE`; `planning.cost.constants` tur
 """
 
 import contextlib
+import gc
 import os
 import statistics
 import sys
@@ -52,7 +53,7 @@ timed, optimizer steps of the small models, and those before that are not counte
 modules in the first; calls queued at a time, so that a GPU does not wait for launches; bytes of a collective that is
 bound by the link, parameters that the host's Adam updates, and the layer whose element-wise operations are measured on
 a CPU; on a GPU they follow from the memory's bandwidth."""
-LAYERS = (2, 10)
+LAYERS = (1, 7)
 """Layers of two Llamas 64 wide; their difference is a layer's cost on the host, since a GPU computes it in no time."""
 LAYERS_WIDE = (1, 4)
 NARROW, HUGE = (64, 128, 4, 2, 1, 8), (768, 2304, 12, 12, 1, 8)
@@ -79,6 +80,7 @@ def main(file: str, *words: str) -> None:
     threads = {name: int(number) for name, _, number in (word.partition("=") for word in words) if number}
     torch.set_num_threads(threads.get("threads", torch.get_num_threads()))
     leave_out_noise()
+    gc.freeze()  # ZeRO-3 collects garbage whenever it starts, for 0.3 s if that includes all modules
     distributed.start()
     upstream.leave_out_step_of_zeros()
     upstream.compile_ops_once(Path(f"{file}.{os.environ['RANK']}.stack"))

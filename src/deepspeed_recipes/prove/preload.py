@@ -10,6 +10,7 @@ from transformers import conversion_mapping
 
 MODULES = (
     f"{__package__.rpartition('.')[0]}.training.run",
+    "deepspeed.runtime.zero.muon.original_muon",  # imports dynamo and inductor, for torch.compile
     "deepspeed.runtime.zero.partition_parameters",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
