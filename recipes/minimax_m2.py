@@ -13,7 +13,7 @@ nor counted, and unchanged in the export.
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Modified-MIT"
 # fmt: off
@@ -57,15 +57,6 @@ def lora(size: str) -> Recipe:
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents, tools and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
-
-
-def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
-
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
-    The 229b with layout.expert=64 is predicted to fit on 8 nodes of 8 H200.
-    """
-    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ Adapters leave the router unchanged; its balancing loss only counts with router_
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
 # fmt: off
@@ -73,15 +73,6 @@ def long_context(size: str) -> Recipe:
 def pretrain(size: str) -> Recipe:
     """Continued pre-training on raw text, all weights: to teach a domain or a language before SFT."""
     return variants.pretrain(full(size), learning_rate=2 * FULL_RATE[size], adam_beta2=0.95, global_batch_size=128)
-
-
-def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
-
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
-    The 8x7b is predicted to fit on 4 nodes of 8 H100.
-    """
-    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 if __name__ == "__main__":

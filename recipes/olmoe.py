@@ -14,7 +14,7 @@ it on a draft before a run. The balancing loss is off; pre-training used router_
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 LICENCE = "Apache-2.0"
 # fmt: off
@@ -54,15 +54,6 @@ def lora(size: str) -> Recipe:
         learning_rate=2e-4,
         global_batch_size=32,
     )
-
-
-def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
-
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
-    The 1b-7b is predicted to fit on one node of 8 H100.
-    """
-    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ No variant packs documents. Install flash-linear-attention and causal-conv1d: wi
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 # fmt: off
 SHARED = {
@@ -86,15 +86,6 @@ def lora(size: str) -> Recipe:
 def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and long reasoning."""
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=64)
-
-
-def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
-
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
-    The 35b-a3b is predicted to fit on 2 nodes of 8 H100.
-    """
-    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 if __name__ == "__main__":

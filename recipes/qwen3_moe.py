@@ -16,7 +16,7 @@ tokens).
 from dataclasses import replace
 
 from deepspeed_recipes import launch
-from deepspeed_recipes.recipe import CHAT, Layout, Lora, Model, Recipe, Schedule, variants
+from deepspeed_recipes.recipe import CHAT, Lora, Model, Recipe, Schedule, variants
 
 # fmt: off
 SHARED = {
@@ -71,15 +71,6 @@ def long_context(size: str) -> Recipe:
     """All weights on sequences of 32,768 tokens: for long documents and conversations with tools."""
     batch = 64 if size == "235b-a22b" else 8  # at least one sequence per GPU
     return variants.long_context(full(size), sequence_length=32768, global_batch_size=batch)
-
-
-def expert(size: str) -> Recipe:
-    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
-
-    Two all-to-alls per layer instead of gathering every expert; needs a multiple of layout.expert ranks.
-    The 30b-a3b is predicted to fit on 2 nodes of 8 H100.
-    """
-    return replace(full(size), deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 if __name__ == "__main__":

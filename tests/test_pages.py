@@ -32,6 +32,8 @@ from tests.versions import has
 
 FAMILIES = [*pages.families(), pages.TEMPLATE]
 ALL = [(family, size) for family in FAMILIES for size in pages.page(family).SIZES]
+DENSE = [name for name in INHERITED if name != "expert"]
+"""What a page of models without experts inherits."""
 VARIANTS = [(family, size, name) for family, size in ALL for name in pages.variants(pages.page(family))]
 
 
@@ -191,7 +193,7 @@ def test_pages_have_no_problems(family):
 def test_the_template_is_short_and_only_its_placeholders_are_reported():
     source = ROOT / "recipes" / "_template.py"
     assert len(source.read_text(encoding="utf-8").splitlines()) < 60
-    assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", *INHERITED]
+    assert pages.variants(pages.page(pages.TEMPLATE)) == ["full", "lora", *DENSE]
     found = page.problems(pages.page(pages.TEMPLATE))
     assert len(found) >= 4 and all("replace the TODO" in problem for problem in found)
 
@@ -261,7 +263,7 @@ def test_a_page_outside_the_project_is_launched_listed_and_planned_by_its_path(t
     listed = capsys.readouterr().out
     assert listed.startswith("mine: a model of our own") and "\n  lora " in listed and "llama3" not in listed
     assert launch.main([str(path), "--list", "--json"]) == 0
-    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * (2 + len(INHERITED))
+    assert [one["recipe"] for one in json.loads(capsys.readouterr().out)] == [f"{path}-1b"] * (2 + len(DENSE))
 
     assert plan.main([str(path), "--gpu", "H100", "--method", "lora", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -334,7 +336,7 @@ def test_sizes_and_variants_of_a_page_outside_are_answered_with_the_nearest(tmp_
     with pytest.raises(UserError, match=r"unknown variant of .*mine\.py 'loras'; did you mean 'lora'"):
         pages.find(str(path), "loras")
     assert pages.choices(str(path)) == (
-        f"{path}: name a variant too: full, lora, {', '.join(INHERITED)}. Sizes: {path}-1b."
+        f"{path}: name a variant too: full, lora, {', '.join(DENSE)}. Sizes: {path}-1b."
     )
 
 
@@ -365,8 +367,8 @@ def test_a_draft_of_a_page_outside_trains_and_resumes(ranks, tmp_path):
 
 def test_every_inherited_variant_of_the_template_builds():
     module = pages.page(pages.TEMPLATE)
-    recipes = {name: pages.build(module, "1b", name) for name in INHERITED}
-    assert {name: recipe.variant for name, recipe in recipes.items()} == {name: name for name in INHERITED}
+    recipes = {name: pages.build(module, "1b", name) for name in DENSE}
+    assert {name: recipe.variant for name, recipe in recipes.items()} == {name: name for name in DENSE}
     assert all((recipe.lora is not None) == (INHERITED[name].start == "lora") for name, recipe in recipes.items())
     assert recipes["qlora"].model.quantization == "nf4" and recipes["dora"].lora.dora
     assert recipes["full_offload"].deepspeed == "zero2_offload.json"
@@ -377,7 +379,7 @@ def test_every_inherited_variant_of_the_template_builds():
 
 LEFT_OUT = [
     (family, name, reason)
-    for family in pages.families()
+    for family in FAMILIES
     for name, reason in pages.without(pages.page(family)).items()
     if name not in pages.variants(pages.page(family))
 ]
@@ -408,7 +410,7 @@ def test_a_page_overrides_a_variant_and_leaves_one_out(tmp_path):
     )
     path = written(tmp_path, one=("if __name__ ==", own))
     module = pages.known_page(str(path))
-    assert pages.variants(module) == ["full", "lora", "qlora", *(n for n in INHERITED if n not in ("qlora", "grpo"))]
+    assert pages.variants(module) == ["full", "lora", "qlora", *(n for n in DENSE if n not in ("qlora", "grpo"))]
     assert pages.about(pages.variant(module, "qlora")) == "Of our own."
     assert pages.find(str(path), "qlora").model.quantization == pages.find(str(path), "lora").model.quantization
     with pytest.raises(UserError, match=r"has no grpo: nothing to score\.$"):
@@ -423,7 +425,7 @@ def test_an_inherited_variant_that_a_pages_sizes_rule_out_is_listed_with_the_rea
     assert (f"\n  grpo of 1b  not possible: {why}" in listed) == bool(sizes) and "\n  pretrain  " in listed
     ruled_out = [one for one in json.loads(entries) if "impossible" in one]
     assert [(one["size"], one["variant"]) for one in ruled_out] == [(size, "grpo") for size in sizes]
-    assert len(json.loads(entries)) == 2 + len(INHERITED)
+    assert len(json.loads(entries)) == 2 + len(DENSE)
     assert page.problems(pages.known_page(str(path))) == []
 
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from .compatibility import FAMILIES
 from .methods import Classify, Distill, Dpo, Embed, Grpo, Kto, Orpo, Pretrain, Reward, Simpo
-from .recipe import Model, Recipe, Schedule
+from .recipe import Layout, Model, Recipe, Schedule
 from .samples import JUDGED, LABELLED, MATCHING, PREFERENCES, REWARDS, TEXT
 
 ATTENTION = "q_proj,k_proj,v_proj,o_proj"
@@ -76,6 +77,14 @@ def long_context(full: Recipe, sequence_length: int, global_batch_size: int, **c
     deepspeed = "zero3.json" if full.deepspeed == "zero2.json" else full.deepspeed
     lengths = {"sequence_length": sequence_length, "global_batch_size": global_batch_size}
     return _changed(full, changes, deepspeed=deepspeed, tiled_loss=True, **lengths)
+
+
+def expert(full: Recipe) -> Recipe:
+    """All weights with each layer's experts spread over 8 GPUs (AutoEP): sends tokens instead of weights.
+
+    Two all-to-alls per layer instead of gathering every expert; needs a multiple of `layout.expert` ranks.
+    """
+    return replace(full, deepspeed="expert_parallel.json", layout=Layout(expert=8))
 
 
 def dpo(lora: Recipe, *, learning_rate: float, **changes: object) -> Recipe:
@@ -182,6 +191,7 @@ INHERITED = {
     "qlora": Inherited("lora", qlora),
     "dora": Inherited("lora", dora),
     "full_offload": Inherited("full", full_offload),
+    "expert": Inherited("full", expert),
     "dpo_lora": Inherited("lora", dpo_lora),
     "kto_lora": Inherited("lora", kto),
     "orpo_lora": Inherited("lora", orpo),
@@ -219,6 +229,10 @@ def ruled_out(models: Mapping[str, Model]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     if any("experts" in key for model in models.values() for key in model.config):
         reasons |= {"qlora": MOE_4_BITS, "dora": MOE_DORA}
+        if known := {model.config["model_type"] for model in models.values()} & FAMILIES["expert"].keys():
+            reasons["expert"] = FAMILIES["expert"][known.pop()]
+    else:
+        reasons["expert"] = "the model has no experts"
     if any(model.vision for model in models.values()):
         reasons |= {name: NO_IMAGES for name in INHERITED if name != "qlora"}
     return reasons

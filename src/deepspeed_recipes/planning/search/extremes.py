@@ -1,10 +1,9 @@
 """Finds the smallest and the cheapest hardware for a run, also with a deadline, and the longest sequence that fits."""
 
 import math
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 from ...recipe import limits
 from ...recipe.compatibility import positions
@@ -17,7 +16,7 @@ from ..hardware.cluster import Cluster, of_instance
 from ..hardware.gpus import DESKTOP, DESKTOP_HOST, find
 from ..hardware.instances import INSTANCES
 from .plans import Plan, PlanRequest, SearchResult, Workload, in_words
-from .strategies import evaluate, plan_request, search, template
+from .strategies import Enough, evaluate, first, plan_request, template, until
 
 MOST_NODES = 128
 STEP = 1024
@@ -48,6 +47,11 @@ def growing(cluster: Cluster, larger_nodes: bool = True) -> Iterator[Cluster]:
         nodes *= 2
 
 
+def within(workload: Workload, hours: float) -> Enough:
+    """Return the condition that the best plan takes at most so long."""
+    return lambda found: found.best is not None and workload.hours(found.best) <= hours
+
+
 def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes: bool = True) -> SearchResult:
     """Return the plans on the smallest cluster of the request's GPUs on which the best plan meets the deadline.
 
@@ -55,21 +59,18 @@ def in_time(request: PlanRequest, workload: Workload, hours: float, larger_nodes
     are rented instances of a fixed size.
     """
 
-    def on(cluster: Cluster) -> SearchResult:
-        return search(replace(request, cluster=cluster))
-
     def taken(found: SearchResult) -> float:
         return workload.hours(found.best) if found.best else math.inf
 
-    tried: list[SearchResult] = []
-    for cluster in growing(request.cluster, larger_nodes):
-        tried.append(on(cluster))
-        if taken(tried[-1]) <= hours:
-            slow = next((one for one in tried[-2::-1] if one.best), tried[-1]).request.cluster
-            fewer = range(slow.nodes + 1, cluster.nodes) if slow.gpus_per_node == cluster.gpus_per_node else range(0)
-            least = bisect_left(fewer, True, key=lambda nodes: taken(on(replace(cluster, nodes=nodes))) <= hours)
-            return on(replace(cluster, nodes=fewer[least])) if least < len(fewer) else tried[-1]
-    nearest, most = min(tried, key=taken), MOST_NODES if len(tried) > 1 else tried[0].request.cluster.nodes
+    enough = within(workload, hours)
+    tried = until((replace(request, cluster=one) for one in growing(request.cluster, larger_nodes)), enough)
+    cluster = tried[-1].request.cluster
+    if enough(tried[-1]):
+        slow = next((one for one in tried[-2::-1] if one.best), tried[-1]).request.cluster
+        fewer = range(slow.nodes + 1, cluster.nodes) if slow.gpus_per_node == cluster.gpus_per_node else range(0)
+        between = [replace(request, cluster=replace(cluster, nodes=nodes)) for nodes in fewer]
+        return first(between, enough) or tried[-1]
+    nearest, most = min(tried, key=taken), MOST_NODES if len(tried) > 1 else cluster.nodes
     most_nodes = f"up to {counted(most, 'node')} of {request.cluster.gpu.name}"
     if nearest.best is None:
         raise UserError(f"nothing fits on {most_nodes}; plan without --deadline.")
@@ -89,22 +90,21 @@ def longest(request: PlanRequest) -> SearchResult:
     need more memory than a long one, whose loss is computed in tiles.
     """
 
-    @cache
-    def at(thousands: int) -> SearchResult:
-        return search(replace(request, recipe=replace(request.recipe, sequence_length=STEP * thousands)))
+    def at(thousands: Iterable[int]) -> list[PlanRequest]:
+        return [replace(request, recipe=replace(request.recipe, sequence_length=STEP * one)) for one in thousands]
 
-    def enough(offloads: bool, found: SearchResult) -> bool:
+    def fits(offloads: bool, found: SearchResult) -> bool:
         return found.best is not None and (offloads or not found.best.tier)
 
     known = request.cluster.host_memory_gib > 0 or "deepspeed" in request.fixed
-    for suffices in (partial(enough, known), partial(enough, True)):
-        too_long = fits = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
-        while not suffices(at(fits)) and fits > 1:
-            too_long, fits = fits, fits // 2
-        if known or suffices(at(fits)):
+    most = max(1, int(min(positions(request.recipe.model.config), MOST_TOKENS)) // STEP)
+    halves = [most >> times for times in range(most.bit_length())]
+    for enough in (partial(fits, known), partial(fits, True)):
+        tried = until(at(halves), enough)
+        if known or enough(tried[-1]):
             break
-    longer = range(fits, max(too_long, fits + 1), max(1, fits // 16))
-    return at(longer[bisect_left(longer, True, 1, key=lambda thousands: not suffices(at(thousands))) - 1])
+    least, too_long = halves[len(tried) - 1], halves[max(0, len(tried) - 2)]
+    return first(at(range(least, too_long, max(1, least // 16))[:0:-1]), enough) or tried[-1]
 
 
 def longest_in_words(request: PlanRequest, best: Plan) -> str:
@@ -140,18 +140,15 @@ def by_price(request: PlanRequest, workload: Workload, hours: float | None = Non
 
 def _first(request: PlanRequest, workload: Workload, nodes: Sequence[Cluster], hours: float | None) -> Plan | None:
     """Return the best plan on the fewest of the first of these nodes that suffice, or None."""
+    enough = within(workload, hours or math.inf)
     for count in NODES:
-        larger = []
-        for one in nodes:
-            plan = search(replace(request, cluster=replace(one, nodes=count))).best
-            taken = workload.hours(plan) if plan else math.inf
-            if plan and (hours is None or taken <= hours):
-                return plan
-            # Even the largest number of nodes would be too slow, with each node `COUNTS.gain` times as fast.
-            hopeless = plan and hours and taken > hours * COUNTS.gain * NODES[-1] / count
-            if one.gpus >= COUNTS.large_node and not hopeless:
-                larger.append(one)
-        nodes = larger
+        tried = until((replace(request, cluster=replace(one, nodes=count)) for one in nodes), enough)
+        if tried and enough(tried[-1]):
+            return tried[-1].best
+        # Even the largest number of nodes would be too slow, with each node `COUNTS.gain` times as fast.
+        hopeful = within(workload, (hours or math.inf) * COUNTS.gain * NODES[-1] / count)
+        left = zip(nodes, tried, strict=True)
+        nodes = [one for one, found in left if one.gpus >= COUNTS.large_node and (hopeful(found) or not found.best)]
     return None
 
 

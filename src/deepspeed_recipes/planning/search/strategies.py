@@ -5,7 +5,8 @@ A candidate is a file in `configs/`, a layout, a micro-batch size and whether to
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
@@ -26,6 +27,9 @@ from ..hardware.cluster import Cluster
 from ..model_profile.lookup import profile_of
 from . import plans
 from .plans import Plan, PlanRequest, SearchResult
+
+Enough = Callable[[SearchResult], bool]
+"""Says whether a search over several requests has found what it looks for."""
 
 
 def plan_request(
@@ -86,6 +90,23 @@ def search(request: PlanRequest) -> SearchResult:
     # Offloading comes last, however fast it is predicted.
     ordered = sorted(plans.ranked(fitting), key=lambda plan: plan.tier > 0)
     return SearchResult(asked, tuple(ordered), tuple(_with_room_first(tight)), tuple(nearest))
+
+
+def until(requests: Iterable[PlanRequest], enough: Enough) -> list[SearchResult]:
+    """Search for one request after another until a result is enough, and return all results, that one last."""
+    tried: list[SearchResult] = []
+    for request in requests:
+        tried.append(search(request))
+        if enough(tried[-1]):
+            break
+    return tried
+
+
+def first(requests: Sequence[PlanRequest], enough: Enough) -> SearchResult | None:
+    """Return the first result that is enough, or None; the results after it have to be enough as well."""
+    results = cache(lambda number: search(requests[number]))
+    number = bisect_left(range(len(requests)), True, key=lambda number: enough(results(number)))
+    return results(number) if number < len(requests) else None
 
 
 def _candidates(request: PlanRequest, tier: Sequence[str]) -> Iterator[Plan]:
