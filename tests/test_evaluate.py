@@ -8,6 +8,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from math import comb
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,8 +26,7 @@ from deepspeed_recipes.recipe.samples import CHAT, PREFERENCES, TINY_MODEL
 from deepspeed_recipes.report import run_data, text, write
 from deepspeed_recipes.training import export
 from deepspeed_recipes.training.data import tokenize
-from deepspeed_recipes.training.data.collate import Collator
-from deepspeed_recipes.training.parallel import scores
+from deepspeed_recipes.training.parallel import scores, whole
 from deepspeed_recipes.training.parallel.scores import Layout
 from deepspeed_recipes.training.server import Server
 from tests import ROOT
@@ -151,7 +151,9 @@ def test_the_loss_is_the_runs_and_of_every_example(run, data, capsys):
         held_out = read(None, data, "loss", None)
         model, tokenizer = export.load(export.Path(TINY_MODEL)).eval(), export.load_tokenizer(export.Path(TINY_MODEL))
         sequences, _ = tokenize.tokenized(held_out.examples, replace(held_out.recipe, packing=False), tokenizer)
-        ours = scores.loss_per_token(model, sequences, Collator(tokenizer.pad_token_id), 2, Layout())
+        context = SimpleNamespace(recipe=replace(SHORT, micro_batch_size=2))
+        trainer = SimpleNamespace(model=model, processing_class=tokenizer, context=context)
+        ours = whole.measure(trainer, sequences)["loss"]
     assert found["score"] == pytest.approx(ours, rel=1e-5)
     assert found["low"] < found["score"] < found["high"] and len(found["values"]) == 6
 

@@ -16,10 +16,10 @@ from deepspeed_recipes.recipe import compatibility, deepspeed_file, limits, page
 from deepspeed_recipes.recipe.errors import UserError
 from deepspeed_recipes.recipe.recipe import Layout, Lora, Schedule
 from deepspeed_recipes.recipe.run_folder import RunFolder, read_json, read_jsonl, write_json, write_recipe
-from deepspeed_recipes.training import export
 from deepspeed_recipes.training import run as training_run
 from deepspeed_recipes.training.methods.preferences import RunRewardTrainer
 from deepspeed_recipes.training.model import heads, load
+from deepspeed_recipes.training.model_folder import base_model
 from tests.parity import gate
 from tests.small import small
 
@@ -67,15 +67,15 @@ def test_the_plan_of_a_reward_model_has_two_sequences_and_no_second_model():
 
 
 def test_a_folder_says_that_it_holds_a_reward_model(tmp_path, model_folder, capsys):
-    assert not export.is_reward_model(model_folder)
+    assert base_model.head_of(model_folder) == "vocabulary"
     model = load.load_model(small(model_folder, model_folder, method="reward"))
     model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path)
-    assert export.is_reward_model(tmp_path)
+    assert base_model.head_of(tmp_path) == "scores" and not base_model.labels_of(tmp_path)
     assert main.run("generate", [str(tmp_path), "Ada?"]) == 2
     assert "a reward model, which outputs a number" in capsys.readouterr().err
     write_json(tmp_path / "adapter_config.json", {"task_type": "CAUSAL_LM"})
-    assert not export.is_reward_model(tmp_path)
+    assert base_model.head_of(tmp_path) == "vocabulary"
 
 
 def test_a_smaller_micro_batch_weighs_as_many_pairs_as_it_has(monkeypatch):

@@ -255,7 +255,7 @@ def test_a_preference_is_between_whole_answers_not_between_their_average_tokens(
     ranked = scores.preferences(patched, tokenizer, pairs, 5, Layout(), partial(scores.log_likelihood, per_token=True))
     assert ranked["preference_accuracy"] == by_mean
     for per_token, expected in ((False, by_sum), (True, by_mean)):
-        own = partial(scores.likelihood_by_own_head, per_token=per_token)
+        own = partial(scores.log_likelihood, per_token=per_token, own_head=True)
         assert scores.preferences(model, tokenizer, pairs, 5, Layout(), own)["preference_accuracy"] == expected
 
 

@@ -346,7 +346,7 @@ OTHERS = {
     "model/processor.py": {"found.video_settings", "processor.chat_template", "processor.tokenizer"},
     # Marks that DeepSpeed reads.
     "optimizer.py": {"weight.use_muon"},
-    "parallel/pipeline.py": {"parameter.ds_pipe_replicated", "parameter.model_parallel"},
+    "parallel/pipeline.py": {"parameter.ds_pipe_replicated", "parameter.model_parallel", "output.function"},
     # Values of an object that was made for this.
     "data/text_files.py": {"error.filename"},
     "methods/classify.py": {"model.config.get_text_config().pad_token_id"},

@@ -35,7 +35,7 @@ from .data import chat_templates
 from .model import generate, heads, new_tokens, stored, untrained
 from .model import load as load_model
 from .model import processor as vision
-from .model_folder import base_model, complete, expected, record, weights
+from .model_folder import base_model, complete, expected, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
 WEIGHTS_SHARE = 0.8
@@ -118,13 +118,6 @@ def describe(run: RunFolder, results: JsonView, step: int | None = None) -> None
     torch.distributed.barrier()
 
 
-def publish(verified: Path, folder: Path) -> None:
-    """Replace the export by the folder that `verify` accepted, once it is on the disk; a collective."""
-    if distributed.is_first():
-        move(verified, folder)
-    torch.distributed.barrier()
-
-
 def move(part: Path, folder: Path) -> None:
     """Rename `part` to `folder`, which is replaced, once every file is on the disk."""
     digests.flush([*part.rglob("*"), part])
@@ -187,17 +180,19 @@ def _differences(
     Computed on the host, unless quantised: a GPU that still holds the engine's states cannot fit a whole model. What
     exceeds the host's memory stays on the disk, and each layer is read when it computes.
     """
+    split: Json = {}
     with tempfile.TemporaryDirectory(prefix="reloaded-", dir=folder.parent) as place:
-        split = host_map(folder, dtype, Path(place))
+        # An adapter is not split: PEFT 0.21 leaves out the adapters of layers on the disk. Its base model's files are
+        # mapped into the memory, not copied, where they have the dtype and the names that the model has.
+        if not (folder / ADAPTER).exists():
+            weight = dtype.itemsize * sum(math.prod(one.shape) for one in weights.tensors(folder).values())
+            room = int(WEIGHTS_SHARE * free_memory())
+            if weight >= room:
+                split = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": place}
         reloaded = load_whole(folder, dtype, split=split).eval() if split else load(folder, dtype=dtype).eval()
         device = torch.device("cpu") if split else reloaded.device
         logits = heads.outputs(reloaded(**{name: value.to(device) for name, value in given.items()}))
         return (logits.float().cpu() - trained).abs().amax(-1) / trained.abs().max()
-
-
-def is_reward_model(folder: Path) -> bool:
-    """Return whether a folder holds a reward model, which gives a sequence one number, or an adapter of one."""
-    return base_model.head_of(folder) == "scores" and not base_model.labels_of(folder)
 
 
 def _allowed(dtype: torch.dtype) -> float:
@@ -239,21 +234,6 @@ def device_map(folder: Path) -> Json:
         return {}
     size = untrained.bytes_of(weights.unquantized(weights.tensors(place)))
     return {} if size < WEIGHTS_SHARE * torch.cuda.mem_get_info(device)[0] else {"device_map": "auto"}
-
-
-def host_map(folder: Path, dtype: torch.dtype, place: Path) -> Json:
-    """Return the arguments that keep in `place` what exceeds the host's memory, or none if a model fits into it.
-
-    None for an adapter either, as PEFT 0.21 leaves out the adapters of layers on the disk. Its base model's files are
-    mapped into the memory, not copied, where they have the dtype and the names that the model has.
-    """
-    if (folder / ADAPTER).exists():
-        return {}
-    weight = dtype.itemsize * sum(math.prod(one.shape) for one in weights.tensors(folder).values())
-    room = int(WEIGHTS_SHARE * free_memory())
-    if weight < room:
-        return {}
-    return {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": str(place)}
 
 
 def with_adapter(base: PreTrainedModel | PeftModel, adapter: Path, name: str = "default") -> PeftModel:
@@ -534,16 +514,6 @@ def write(source: Path, output: Path, merge: bool) -> str:
         complete.of_copy(part, source, output)
         move(part, output)
     return kind
-
-
-def write_trained_part(whole: Path, folder: Path) -> Path:
-    """Write what a run has trained of the whole checkpoint in `whole`, its text part, and return the new folder."""
-    load_whole(whole, "auto").save_pretrained(folder)
-    load_processor(whole).save_pretrained(folder)
-    if (whole / record.FOLDER).exists():
-        shutil.copytree(whole / record.FOLDER, folder / record.FOLDER)
-    expected.copy(whole, folder)
-    return folder
 
 
 @torch.no_grad()

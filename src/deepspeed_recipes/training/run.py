@@ -325,7 +325,9 @@ def conclude(trainer: Trainer, datasets: Datasets, too_few: str | None, outline:
         results["stopped_early"] = f"after step {step} of {planned}: {reason}"
     if best is not None:
         results["exported_step"] = best
-    export.publish(run.unverified, run.export)
+    if distributed.is_first():
+        export.move(run.unverified, run.export)
+    dist.barrier()
     if failed:
         raise failed
     image = None

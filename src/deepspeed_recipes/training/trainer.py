@@ -226,7 +226,13 @@ class RunHooks(Hooked):
             self.optimizer = optimizer.make(recipe, trained, kind, self.get_decay_parameter_names(trained), options)
         created = super().create_optimizer(model)
         if recipe.layout.expert > 1:
-            expert.separate_parameters(created, self.model, recipe.layout.expert)
+            # As DeepSpeed expects; the engine takes over the groups when it replaces the layers. An optimizer that it
+            # builds from its own configuration has such a group too, but decays norms and biases like matrices.
+            routed = {weight for name, weight in self.model.named_parameters() if ".experts." in name}
+            group = next(one for one in created.param_groups if not routed.isdisjoint(one["params"]))
+            spread = [weight for weight in group["params"] if weight in routed]
+            group["params"] = [weight for weight in group["params"] if weight not in routed]
+            created.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{recipe.layout.expert}"})
         return created
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:

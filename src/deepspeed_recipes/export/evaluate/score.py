@@ -139,8 +139,8 @@ def _of_folder(folder: Path, held_out: HeldOut) -> Scores:
                 right.append(answers[-1] == example["label"])
         return _shares(right, answers)
     per_token = recipe.method.unit == "nats per token"  # as the method's own metric compares answers
-    likelihood = partial(scores.likelihood_by_own_head, per_token=per_token)
-    value = scores.reward if export.is_reward_model(folder) else likelihood
+    likelihood = partial(scores.log_likelihood, per_token=per_token, own_head=True)
+    value = scores.reward if base_model.head_of(folder) == "scores" else likelihood  # classifiers are judged above
     examples = list(held_out.examples)
     for start in range(0, len(examples), recipe.micro_batch_size):
         pairs = examples[start : start + recipe.micro_batch_size]

@@ -87,20 +87,6 @@ def _unsharded(weight: torch.Tensor) -> torch.Tensor:
         return weight.detach().clone()
 
 
-def separate_parameters(optimizer: torch.optim.Optimizer, model: torch.nn.Module, size: int) -> None:
-    """Move the experts to an optimizer group of their own, as DeepSpeed expects; call it before the engine exists.
-
-    The engine takes over the groups when it replaces the layers. An optimizer that DeepSpeed builds from its own
-    configuration has such groups too, but decays norms and biases like matrices. `size` ranks share the experts of a
-    layer.
-    """
-    routed = {parameter for name, parameter in model.named_parameters() if ".experts." in name}
-    group, *_ = [one for one in optimizer.param_groups if not routed.isdisjoint(one["params"])]
-    spread = [parameter for parameter in group["params"] if parameter in routed]
-    group["params"] = [parameter for parameter in group["params"] if parameter not in routed]
-    optimizer.add_param_group({**group, "params": spread, "moe": True, "name": f"ep_size_{size}"})
-
-
 @dataclass(frozen=True)
 class Mixture:
     """AutoEP's settings for a model."""

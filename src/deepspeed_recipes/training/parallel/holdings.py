@@ -52,10 +52,16 @@ def by_tensor(engine: DeepSpeedEngine, layout: Layout) -> dict[int, list[Fragmen
     Every element of the model is in the fragments of exactly `copies` ranks. Empty where the way in which DeepSpeed's
     optimizer holds the weights is not supported here: without ZeRO, in fp16.
     """
+    optimizer = engine.optimizer
+    whole: dict[Any, torch.Tensor] = {}  # without ZeRO: the tensor that is updated for each weight
+    if optimizer is engine.basic_optimizer:
+        whole = {weight: weight for _, weight in _trained(engine)}
+    elif engine.bfloat16_enabled() and hasattr(optimizer, "fp32_groups"):
+        for weights, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            whole |= zip(weights, masters, strict=True)
     found: dict[int, list[Fragment]] = {}
     split = {weight for layer in tensor.layers(engine.module).values() for weight in layer.parameters()}
     counted_elsewhere = distributed.place(layout).tensor > 0
-    whole = _whole(engine)
     for name, weight in _trained(engine):
         # As DeepSpeed counts for the gradient norm: weights that ranks or stages hold twice count once.
         if (counted_elsewhere and weight not in split) or getattr(weight, "ds_pipe_replicated", False):
@@ -94,17 +100,6 @@ def _place(engine: DeepSpeedEngine, weight: torch.nn.Parameter) -> tuple[torch.T
     partitions = optimizer.fp32_groups_flat_partition if of_zero is None else of_zero
     address = mapping.get_hp_fragment_address()
     return partitions[mapping.param_group_index], address.start, address.numel
-
-
-def _whole(engine: DeepSpeedEngine) -> dict[Any, torch.Tensor]:
-    """Return the tensor that the optimizer updates for each weight without ZeRO: the weight, or its copy in fp32."""
-    optimizer = engine.optimizer
-    if optimizer is engine.basic_optimizer:
-        return {weight: weight for _, weight in _trained(engine)}
-    if engine.bfloat16_enabled() and hasattr(optimizer, "fp32_groups"):
-        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        return {weight: copy for group, held in pairs for weight, copy in zip(group, held, strict=True)}
-    return {}
 
 
 def _trained(engine: DeepSpeedEngine) -> Iterator[tuple[str, Any]]:

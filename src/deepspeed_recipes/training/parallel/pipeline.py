@@ -7,7 +7,7 @@ last one starts the engine.
 import contextlib
 import io
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,24 +84,6 @@ class LastStageOutput:
     def __call__(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Return the function's result."""
         return self.function(logits, labels)
-
-    @contextlib.contextmanager
-    def collecting(self, function: Loss) -> Iterator[list[torch.Tensor]]:
-        """Within a `with` block, collect the values of `function` for each micro-batch instead of the training loss.
-
-        DeepSpeed adds up the returned values, and these differ in shape between micro-batches: it gets zeros.
-        """
-        results: list[torch.Tensor] = []
-
-        def keep(logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            results.append(function(logits, labels))
-            return logits.new_zeros(())
-
-        self.function = keep
-        try:
-            yield results
-        finally:
-            self.function = weighted_loss
 
 
 def outline(recipe: Recipe, model: PipelineModule) -> PreTrainedModel | PeftModel:
@@ -222,8 +204,18 @@ def losses_and_mistakes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 def _evaluate(engine: DeepSpeedEngine, batches: list[Any], function: Any, shape: Sequence[int]) -> torch.Tensor:
     """Return `function(logits, labels)` of all batches, joined, on every rank of the pipeline."""
-    with engine.module.loss_fn.collecting(function) as results:
+    results: list[torch.Tensor] = []
+
+    def keep(logits: torch.Tensor, labels: Any) -> torch.Tensor:
+        results.append(function(logits, labels))
+        return logits.new_zeros(())  # DeepSpeed adds up what is returned, and the results differ in shape
+
+    output = engine.module.loss_fn
+    output.function = keep
+    try:
         engine.eval_batch(iter(batches), reduce_output=None, bcast_loss=False, num_micro_batches=len(batches))
+    finally:
+        output.function = weighted_loss
     result = torch.cat(results) if engine.is_last_stage() else torch.zeros(*shape, device=engine.device)
     dist.broadcast(result, engine.grid.stage_to_global(engine.num_stages - 1), engine.grid.get_pipe_parallel_group())
     return result

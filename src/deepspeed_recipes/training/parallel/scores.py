@@ -36,33 +36,19 @@ def rank_batches(examples: Sequence[object], batch_size: int, layout: Layout) ->
     hold parts of the model's matrices or layers get the same batches, and only one of them counts. Sequence-parallel
     ranks hold whole models and get batches of their own.
     """
-    place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
-    rank, ranks = place.data * layout.sequence + place.sequence, copies * layout.sequence
-    mine = list(examples)[rank::ranks]
+    place = distributed.place(layout)
+    first, ranks = _share(layout)
+    mine = list(examples)[first::ranks]
     passes = math.ceil(math.ceil(len(examples) / ranks) / batch_size)
     for index in range(passes):
         batch = mine[index * batch_size : (index + 1) * batch_size]
         yield batch or [examples[0]], 0 if place.stage or place.tensor else len(batch)
 
 
-@torch.no_grad()
-def loss_per_token(
-    model: PreTrainedModel,
-    sequences: Sequence[Json],
-    collator: Callable[..., Batch],
-    batch_size: int,
-    layout: Layout,
-) -> float:
-    """Return the mean cross-entropy over all labelled tokens, in nats."""
-    loss = tokens = 0.0
-    for batch, count in rank_batches(sequences, batch_size, layout):
-        inputs = to_device(collator(batch))
-        summed = model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
-        if count:
-            loss += summed.item()
-            tokens += int((inputs["labels"][:, 1:] != IGNORED).sum())
-    loss, tokens = distributed.total(loss, tokens)
-    return loss / tokens
+def _share(layout: Layout) -> tuple[int, int]:
+    """Return the index of this rank's first example, and the number of ranks that share the examples."""
+    place, copies = distributed.place(layout), data_parallel_size(layout, dist.get_world_size())
+    return place.data * layout.sequence + place.sequence, copies * layout.sequence
 
 
 @dataclass(frozen=True)
@@ -137,8 +123,7 @@ def own_metrics(recipe: Recipe, mine: Sequence[tuple[str, str]], run: RunFolder 
     """
     if not functions("data.metric", recipe.data.metric):
         return {}
-    place, copies = distributed.place(recipe.layout), data_parallel_size(recipe.layout, dist.get_world_size())
-    first, ranks = place.data * recipe.layout.sequence + place.sequence, copies * recipe.layout.sequence
+    first, ranks = _share(recipe.layout)
     numbered = [(first + at * ranks, *pair) for at, pair in enumerate(mine)]
     every = sorted(distributed.items_of_all(numbered))  # as in the data, whatever the number of ranks
     return own_code.measured(recipe, [one[1] for one in every], [one[2] for one in every], run, f"at step {step}")
@@ -233,31 +218,23 @@ def log_likelihood(
     examples: Sequence[Json],
     answer: str,
     per_token: bool = False,
+    own_head: bool = False,
 ) -> torch.Tensor:
     """Return the log-likelihood of each example's answer given its prompt, [examples], in nats, summed or `per_token`.
 
     Uses the head that TRL's trainers give the model: whole logits never exist, and ZeRO-3 runs the modules in the same
-    order as in training. In another order it prefetches the head's weight just when TRL gathers it, which fails.
+    order as in training. In another order it prefetches the head's weight just when TRL gathers it, which fails. Models
+    that no trainer has changed have only their `own_head`.
     """
     inputs, labels = _answers(tokenizer, examples, answer)
-    summed = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs.sum(-1)
+    if own_head:
+        logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
+        likelihood = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        likelihood = likelihood.masked_fill(labels == IGNORED, 0.0)
+    else:
+        likelihood = model(input_ids=inputs, labels=labels, fused_lm_head=True).log_probs
+    summed = likelihood.sum(-1)
     return summed / (labels != IGNORED).sum(-1) if per_token else summed
-
-
-def likelihood_by_own_head(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    examples: Sequence[Json],
-    answer: str,
-    per_token: bool,
-) -> torch.Tensor:
-    """Return the same with the model's own head: for models that no trainer has changed."""
-    inputs, labels = _answers(tokenizer, examples, answer)
-    logits, labels = model(input_ids=inputs).logits[:, :-1].float(), labels[:, 1:]
-    counted = labels != IGNORED
-    likelihood = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    summed = likelihood.masked_fill(~counted, 0.0).sum(-1)
-    return summed / counted.sum(-1) if per_token else summed
 
 
 def reward(

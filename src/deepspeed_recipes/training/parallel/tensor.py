@@ -11,6 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -286,10 +287,26 @@ def difference(whole: PreTrainedModel, found: Mapping[str, str], group: dist.Pro
 
 def pairs(model: PreTrainedModel) -> tuple[set[Pair], set[str]]:
     """Return the pairs in a draft's decoder layers, and the linear layers of none; makes one forward pass."""
-    before = _before_linears(model)
+    seen: dict[str, tuple[object, object]] = {}  # the operations that made a layer's input and its output
+
+    def listen(name: str, _: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen[name] = (inputs[0].grad_fn, output.grad_fn)
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    handles = [module.register_forward_hook(partial(listen, name)) for name, module in linears.items()]
+    with torch.enable_grad():
+        model(input_ids=torch.arange(5, 29)[None], use_cache=False)
+    for handle in handles:
+        handle.remove()
+    # What reaches each layer's input without passing another one: linear layers, and weights.
+    names = {output: name for name, (_, output) in seen.items()}
+    before: dict[str, tuple[set[str], set[torch.Tensor]]] = {}
     after: dict[str, set[str]] = {}
-    for name, (linears, _) in before.items():
-        for linear in linears:
+    for name, (node, _) in seen.items():
+        passed = list(nodes(node, names))
+        reached = {names[one] for one in passed if one in names}
+        before[name] = reached, {one.variable for one in passed if one not in names and hasattr(one, "variable")}
+        for linear in reached:
             after.setdefault(linear, set()).add(name)
     owners = {value: name.rpartition(".")[0] for name, value in model.named_parameters()}
     found, split = set(), set()
@@ -319,31 +336,6 @@ def inner(name: str) -> str:
 def _layer(name: str) -> str | None:
     found = re.match(r"^.*?\.\d+\.", name)
     return found[0] if found else None
-
-
-def _before_linears(model: PreTrainedModel) -> dict[str, tuple[set[str], set[torch.Tensor]]]:
-    """Return what reaches each linear layer's input without passing another one: linear layers, and weights."""
-    seen: dict[str, tuple[object, object]] = {}  # the operations that made a layer's input and its output
-
-    def listen(name: str) -> Any:
-        def hook(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-            seen[name] = (inputs[0].grad_fn, output.grad_fn)
-
-        return hook
-
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    handles = [module.register_forward_hook(listen(name)) for name, module in linears.items()]
-    with torch.enable_grad():
-        model(input_ids=torch.arange(5, 29)[None], use_cache=False)
-    for handle in handles:
-        handle.remove()
-    names = {output: name for name, (_, output) in seen.items()}
-    found = {}
-    for name, (node, _) in seen.items():
-        passed = list(nodes(node, names))
-        weights = {one.variable for one in passed if one not in names and hasattr(one, "variable")}
-        found[name] = {names[one] for one in passed if one in names}, weights
-    return found
 
 
 def nodes(root: Any, last: Container[Any] = ()) -> Iterator[Any]:

@@ -16,7 +16,7 @@ from ...recipe.methods import Embed
 from ...recipe.recipe import Recipe
 from ...recipe.run_folder import write_json
 from .. import distributed, upstream
-from ..data.collate import Batch, Collator
+from ..data.collate import IGNORED, Batch, Collator
 from ..model import heads, lora, transforms
 from ..model.load import load_config, load_model
 from ..model_folder import complete
@@ -63,15 +63,22 @@ def logits(trainer: Trainer, tokens: torch.Tensor, **beside: torch.Tensor) -> to
     return heads.outputs(trainer.model.eval()(input_ids=tokens, **beside))
 
 
+@torch.no_grad()
 def measure(trainer: Trainer, sequences: Dataset) -> dict[str, float]:
-    """Return the `loss` per token of held-out sequences; a collective."""
+    """Return the `loss` per token of held-out sequences, the mean over all labelled tokens, in nats; a collective."""
     recipe = trainer.context.recipe
     labelled = tiles_loss(recipe, trainer.model.config.get_text_config().vocab_size)
-    collator: object = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
-    if recipe.model.vision:
-        collator = trainer.data_collator
-    loss = scores.loss_per_token(trainer.model, sequences, collator, recipe.micro_batch_size, recipe.layout)
-    return {"loss": loss}
+    own = Collator(trainer.processing_class.pad_token_id, labelled=labelled)
+    collator = trainer.data_collator if recipe.model.vision else own
+    loss = tokens = 0.0
+    for batch, count in scores.rank_batches(sequences, recipe.micro_batch_size, recipe.layout):
+        inputs = scores.to_device(collator(batch))
+        summed = trainer.model(**inputs, num_items_in_batch=torch.ones((), device=distributed.device())).loss
+        if count:
+            loss += summed.item()
+            tokens += int((inputs["labels"][:, 1:] != IGNORED).sum())
+    loss, tokens = distributed.total(loss, tokens)
+    return {"loss": loss / tokens}
 
 
 def save(trainer: Trainer, folder: Path) -> None:
