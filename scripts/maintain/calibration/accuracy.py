@@ -6,8 +6,9 @@ from typing import Any, get_args
 
 from deepspeed_recipes.planning.cost.constants import DATASHEET
 
+from . import fit_answers
 from .published_errors import Comparison, Measure, comparisons, layout, order, speeds_of_strangers
-from .published_rows import SHARES, PublishedRow
+from .published_rows import SHARES, PublishedRow, questions
 from .ranges import share_inside
 
 
@@ -43,12 +44,17 @@ def sentence(rows: Sequence[PublishedRow], data: Mapping[str, Any]) -> str:
     low, high, _ = data["ranges"]["time"][DATASHEET]
     slower = statistics.mean(one.error > 0 for one in speeds)
     within = statistics.mean(low <= one.measured / one.predicted <= high for one in speeds)
+    given = fit_answers.answers(questions())
+    promised = [one for one in given if one.says == "fits"]
     return (
         f"On published runs that nothing was fitted on, memory is off by {_errors(memory)} ({len(memory)} runs,\n"
         f"{share_inside(memory, data['ranges']['memory'])} inside the range). Speed on machines of strangers is off by "
         f"{_errors(speeds)} over all {len(speeds)} runs\n"
         f"that can be planned: {slower:.0%} ran slower than planned, and "
         f"{within:.0%} at {low:.2f} to {high:.2f} times the plan, the range that plans print.\n"
+        f"Of {len(given)} public questions whether a run fits, {sum(one.is_right for one in given)} are answered as it "
+        f"turned out; {sum(not one.row.fits for one in promised)} of the {len(promised)}\n"
+        "runs that were said to fit ran out of memory, for reasons that the threads do not give.\n"
     )
 
 
