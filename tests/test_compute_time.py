@@ -10,7 +10,6 @@ from deepspeed_recipes.planning.cost.compute_time import (
     adapted_share,
     experts_alone,
     head_seconds,
-    hooked_modules,
     host_seconds,
     kernels,
     layer_seconds,
@@ -62,7 +61,7 @@ def test_hooks_wait_for_the_other_ranks_of_a_node():
     alone, pair, node, nodes = (
         sum(host_seconds(kind, replace(BASE, zero_stage=3, world_size=ranks), known)) - taken for ranks in (1, 2, 8, 64)
     )
-    assert alone == pytest.approx((1 + COUNTS.backward_hooks) * known.hook * hooked_modules(kind, BASE))
+    assert alone == pytest.approx((1 + COUNTS.backward_hooks) * known.hook * kind.modules)
     assert 1.1 < pair / alone < 1.5
     assert node / alone == pytest.approx(1 + 7 * known.waiting) and nodes == node
 
@@ -91,7 +90,7 @@ def test_each_pass_waits_for_its_own_launches():
 
     assert launch(sharded, hook=0.0) == 0.0  # with 4,096 tokens the GPU is busy for longer
     slow = 10.0  # seconds per module: nothing else counts
-    modules = hooked_modules(kind, sharded)
+    modules = kind.modules
     assert launch(sharded, hook=slow) == pytest.approx((1 + COUNTS.backward_hooks) * slow * modules, rel=0.01)
     again = replace(sharded, gradient_checkpointing=True)
     assert launch(again, hook=slow) == pytest.approx((2 + COUNTS.backward_hooks) * slow * modules, rel=0.01)
@@ -125,7 +124,8 @@ def test_kernels_are_counted_by_what_a_layer_has():
     assert kernels(routed, BASE) == COUNTS.kernels
     alone = pytest.approx(COUNTS.kernels + 8 * COUNTS.expert_kernels, rel=1e-3)
     assert kernels(routed, replace(BASE, software=Software(grouped_experts=False))) == alone
-    assert hooked_modules(dense, replace(BASE, lora=Lora())) == 23
+    hooks = replace(constants("H100"), launch=0.0, hook=1.0)
+    assert host_seconds(dense, replace(BASE, lora=Lora(), zero_stage=3), hooks)[0] == 23
 
 
 def elementwise(**changes) -> float:

@@ -28,9 +28,9 @@ SHOWN = 8
 BAR = 40
 """Width in characters of a bar that stands for a GPU's whole memory."""
 HOSTS = "HOSTS"
+"""Placeholder for the hostfile in a command."""
 UNEVEN = 0.1
 """Standard deviation of a machine's own speed above which it is named."""
-"""Placeholder for the hostfile in a command."""
 
 
 def as_json(request: PlanRequest, result: SearchResult, workload: Workload | None = None) -> Json:

@@ -66,13 +66,6 @@ def implementation(setup: TrainingSetup) -> str:
     return "varlen" if setup.packing and setup.layout.pipeline == 1 else "sdpa"
 
 
-def attended_tokens(kind: LayerProfile, length: float) -> float:
-    """Return the average number of tokens that a token attends to, causally: half of its sequence, or its window."""
-    if kind.window is None or kind.window >= length:
-        return length / 2
-    return kind.window * (1 - kind.window / (2 * length))
-
-
 def attention_seconds(job: Job, kind: LayerProfile) -> tuple[float, float]:
     """Return the seconds of a layer's attention (scores and values), for the forward and the backward pass."""
     setup, known, length = job.setup, job.known, float(job.setup.sequence_length)
@@ -92,7 +85,8 @@ def attention_seconds(job: Job, kind: LayerProfile) -> tuple[float, float]:
         length = min(length, setup.document_length)
     # Fused kernels recompute the scores in the backward pass: five products instead of four.
     ahead, back = known.kernels[kernel(attention, masked, known.kernels)]
-    keys = length if masked else attended_tokens(kind, length)
+    window = length if kind.window is None else min(kind.window, length)
+    keys = length if masked else window * (1 - window / (2 * length))  # on average, as the first tokens see fewer
     each = per_key * keys * (1 + COUNTS.half_speed / length)
     return each / ahead, 2.5 * each / back
 
@@ -116,15 +110,6 @@ def kernels(kind: LayerProfile, setup: TrainingSetup) -> float:
     return found + COUNTS.expert_kernels * experts_alone(kind, setup)
 
 
-def hooked_modules(kind: LayerProfile, setup: TrainingSetup) -> float:
-    """Return the number of modules per layer that ZeRO-3 fetches and releases: its own, and two per adapter.
-
-    Experts that are modules have three each, and an adapter of each if all linear layers have.
-    """
-    of_experts = COUNTS.expert_matrices * (3 if setup.lora else 1) * experts_alone(kind, setup)
-    return kind.modules + 2 * len(kind.linears) * adapted_share(kind, setup) + of_experts
-
-
 def trained_weights(kind: LayerProfile, setup: TrainingSetup) -> float:
     """Return the number of trained weights of a layer: one per module, or two per adapted matrix."""
     return 2 * len(kind.linears) * adapted_share(kind, setup) if setup.lora else kind.modules
@@ -141,9 +126,13 @@ def adapted_share(kind: LayerProfile, setup: TrainingSetup) -> float:
 
 def host_seconds(kind: LayerProfile, setup: TrainingSetup, known: Constants) -> tuple[float, float]:
     """Return the host's seconds for a layer's forward pass and for its backward pass."""
-    others, taken = min(COUNTS.hook_ranks, setup.zero_ranks) - 1, 0.0
-    hook = known.hook * (1 + known.waiting * others) if setup.zero_stage == 3 else 0.0
-    hooks, launches = hooked_modules(kind, setup) * hook, kernels(kind, setup) * known.launch
+    hooks, taken, launches = 0.0, 0.0, kernels(kind, setup) * known.launch
+    if setup.zero_stage == 3:
+        # Modules that are fetched and released: a layer's own, and two per adapter. Experts that are modules have three
+        # each, and an adapter of each if all linear layers have.
+        of_experts = COUNTS.expert_matrices * (3 if setup.lora else 1) * experts_alone(kind, setup)
+        modules = kind.modules + 2 * len(kind.linears) * adapted_share(kind, setup) + of_experts
+        hooks = modules * known.hook * (1 + known.waiting * (min(COUNTS.hook_ranks, setup.zero_ranks) - 1))
     if setup.zero_stage:
         taken = COUNTS.gradient_hook * trained_weights(kind, setup)
         taken /= setup.gradient_accumulation_steps if setup.zero_stage == 1 else 1

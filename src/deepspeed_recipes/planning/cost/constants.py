@@ -5,10 +5,11 @@ import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 
 from ...recipe.files import JsonView
+from ...recipe.recipe import Precision
 from ..hardware.gpus import Gpu
 from ..hardware.machine_file import CPU, HEAD_WIDTH, NARROW_HEAD, Machine, attention_operations
 from .training_setup import TrainingSetup
@@ -154,9 +155,17 @@ def _range(measure: str, kinds: tuple[str, ...]) -> tuple[float, float]:
     return min(low, 1.0), max(high, 1.0)
 
 
-def measured_constants(machine: Machine, assumed: Constants, gpu: Gpu, precision: str) -> Constants:
-    """Return the constants of this kind of GPU, `assumed`, with those measured on a machine in their place."""
-    dtype, peak, seconds = "fp32" if precision == "fp32" else "bf16", gpu.bf16_tflops * 1e12, machine.seconds
+@lru_cache
+def constants_of(gpu: Gpu, machine: Machine | None, precision: Precision) -> Constants:
+    """Return the constants of a GPU in a precision, with those measured on a machine in their place."""
+    assumed, dtype = constants(gpu.name), "fp32" if precision == "fp32" else "bf16"
+    if not machine:
+        if dtype == "bf16":
+            return assumed
+        # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
+        kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in assumed.kernels.items()}
+        return replace(assumed, matmul=assumed.matmul / 2, kernels=kernels)
+    peak, seconds = gpu.bf16_tflops * 1e12, machine.seconds
     if machine.device == CPU:
         return _on_cpus(machine, assumed, gpu, dtype)
     plain, sharded = seconds["layer zero1"], seconds["layer zero3"]

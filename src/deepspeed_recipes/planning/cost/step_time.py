@@ -2,19 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 
-from ...recipe.recipe import Precision
 from .. import TABLES
 from ..hardware.cluster import Cluster
-from ..hardware.gpus import DESKTOP_GBS, DESKTOP_GPUS, Gpu
-from ..hardware.machine_file import Machine
+from ..hardware.gpus import DESKTOP_GBS, DESKTOP_GPUS
 from ..model_profile.profile import LayerProfile, ModelProfile
 from . import activations, communication, compute_time
 from .communication import Group, zero_traffic
 from .compute_time import COMPUTE, Job
-from .constants import COUNTS, Constants, constants, measured_constants
+from .constants import COUNTS, Constants, constants_of
 from .states import stage_shards
 from .training_setup import TrainingSetup
 
@@ -95,7 +93,7 @@ def step_time(
     Ranks fill the nodes one after the other, in the order of `recipe.layout.rank_position`. A pipeline's micro-batches
     are its gradient accumulation steps.
     """
-    known = given or _constants(cluster.gpu, cluster.machine, setup.precision)
+    known = given or constants_of(cluster.gpu, cluster.machine, setup.precision)
     job, cpu, micro_batches = Job(profile, setup, cluster, known), known.cpu, setup.gradient_accumulation_steps
     stages = _stages(job)
     stage = max(stages, key=lambda stage: stage["micro_batch"])
@@ -123,18 +121,6 @@ def step_time(
         "rest": micro_batches * rest[0] + rest[1],
     }
     return StepTime(components, setup.tokens_per_step, setup.world_size, known.measured)
-
-
-@lru_cache
-def _constants(gpu: Gpu, machine: Machine | None, precision: Precision) -> Constants:
-    known = constants(gpu.name)
-    if machine:
-        return measured_constants(machine, known, gpu, precision)
-    if precision != "fp32":
-        return known
-    # As TF32, at half the rate of bf16; without TF32 (torch's default) it is slower still.
-    kernels = {name: (forward / 2, backward / 2) for name, (forward, backward) in known.kernels.items()}
-    return replace(known, matmul=known.matmul / 2, kernels=kernels)
 
 
 def _stages(job: Job) -> list[dict[str, float]]:

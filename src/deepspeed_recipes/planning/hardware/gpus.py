@@ -84,14 +84,15 @@ def find(name: str) -> Gpu:
             f"--gpu {name}: plan for one kind; in a mixed machine all wait for the slowest and hold as much as the "
             f"smallest: --gpu {smallest} --gpus {len(kinds)}."
         )
-
-    def is_another(gpu: Gpu, more: frozenset[str]) -> bool:
-        """Return whether the remaining words denote another GPU of the same number, or other memory."""
+    within = []
+    for gpu in GPUS:
+        more = words - _words(gpu.name)
+        if not _words(gpu.name) <= words or more & _OTHER_MODELS:
+            continue
         memories = [int(word[:-2]) for word in more if re.fullmatch(r"\d+gb", word)]
         named = memories if gpu.pcie_gbs <= 63 else []  # beyond PCIe 5: a superchip's name states its host's memory
-        return bool(more & _OTHER_MODELS) or any(abs(gib / gpu.memory_gib - 1) > _SAME_MEMORY for gib in named)
-
-    within = [gpu for gpu in GPUS if _words(gpu.name) <= words and not is_another(gpu, words - _words(gpu.name))]
+        if all(abs(gib / gpu.memory_gib - 1) <= _SAME_MEMORY for gib in named):
+            within.append(gpu)
     if within:
         return max(within, key=lambda gpu: len(_words(gpu.name)))
     around = [gpu for gpu in GPUS if words and words <= _words(gpu.name)]

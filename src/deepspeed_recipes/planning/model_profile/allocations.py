@@ -148,6 +148,8 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
 
     def enter(number: int, hidden: torch.Tensor) -> None:
         position["layer"] = number
+        if number == count:
+            alive[AFTER_LAYERS] = live.restart()
 
         def gradient_arrived(gradient: torch.Tensor) -> None:
             peaks[number] = live.peak
@@ -155,10 +157,6 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
 
         if hidden.requires_grad:
             hidden.register_hook(gradient_arrived)
-
-    def leave_last(hidden: torch.Tensor) -> None:
-        alive[AFTER_LAYERS] = live.restart()
-        enter(count, hidden)
 
     def drop_gradient(parameter: nn.Parameter) -> None:
         parameter.grad = None  # gradients belong to the model's states, not to its activations
@@ -173,7 +171,7 @@ def measure(model: nn.Module, layers: Sequence[nn.Module], sequences: int, lengt
         )
     handles.append(
         layers[-1].register_forward_hook(
-            lambda _, __, output: leave_last(output[0] if isinstance(output, tuple) else output)
+            lambda _, __, output: enter(count, output[0] if isinstance(output, tuple) else output)
         )
     )
     live.watch((*model.parameters(), *model.buffers()), counted=False)
