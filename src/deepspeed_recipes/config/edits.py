@@ -5,7 +5,6 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..recipe.files import Json
 from .read import Document, Key, parse
 from .rule import Edit, Finding, shown
 
@@ -38,7 +37,17 @@ def fix(document: Document, judge: Judge, of_trainer: bool = False) -> tuple[str
         if not template and any(edit.value == "auto" and edit.path not in renamed for edit in finding.edits)
     ]
     now = [finding for finding in wanted if finding not in fills]
-    text, dropped = _apply(_strict(document), now, judge, _errors(before))
+    text, words = document.text, {"True": "true", "False": "false", "None": "null"}
+    for problem in sorted(document.problems, key=lambda problem: -problem.at):  # from the end: offsets before it stay
+        at, end = problem.at, problem.at + len(str(problem.value))
+        if problem.kind == "trailing-comma":
+            text = text[:at] + text[at + 1 :]
+        elif problem.kind == "missing-comma":
+            text = text[:at] + "," + text[at:]
+        elif problem.kind == "python-word":
+            text = text[:at] + words[str(problem.value)] + text[end:]
+    assert parse(text).value == document.value, "making strict JSON of the file changed it"
+    text, dropped = _apply(text, now, judge, _errors(before))
     refused = 'the file has no "auto" yet, and without the Trainer it would no longer load; --trainer hf permits it'
     left = [f"`{finding.key}`: not fixed: {refused}" for finding in fills]
     left += [f"`{finding.key}`: not fixed: with it DeepSpeed would refuse the file" for finding in dropped]
@@ -79,41 +88,31 @@ def _renamed(edits: Iterable[Edit]) -> set[Key]:
     return {(*edit.path[:-1], str(edit.value)) for edit in edits if edit.action == "rename"}
 
 
-def edit_value(config: Json, edit: Edit) -> Json:
-    """Return a copy of a config with one edit; an edit that does not apply changes nothing."""
-    result = copy.deepcopy(config)
-    node: object = result
-    for part in edit.path[:-1]:
-        node = node.get(part) if isinstance(node, dict) else None
-    name = edit.path[-1]
-    if not isinstance(node, dict) or (edit.action != "set" and name not in node):
-        return result
-    if edit.action == "set":
-        node[name] = edit.value
-    elif edit.action == "remove":
-        del node[name]
-    elif edit.value not in node:
-        items = [(edit.value if key == name else key, value) for key, value in node.items()]
-        node.clear()
-        node.update(items)
-    return result
-
-
 def edit_text(text: str, edit: Edit) -> str:
     """Return the text of a config with one edit; an edit that does not apply changes nothing."""
     document = parse(text)
-    expected = edit_value(document.value, edit)
-    if expected == document.value:
+    expected, name, span = copy.deepcopy(document.value), edit.path[-1], document.spans.get(edit.path)
+    node: Any = expected
+    for part in edit.path[:-1]:
+        node = node.get(part) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or (edit.action != "set" and name not in node):
         return text
-    span = document.spans.get(edit.path)
-    if span is None:
-        edited = _insert(document, edit)
-    elif edit.action == "set":
-        edited = text[: span.value] + _written(edit.value) + text[span.end :]
-    elif edit.action == "rename":
-        edited = text[: span.start] + _written(edit.value) + text[span.name_end :]
-    else:
+    if edit.action == "set":
+        node[name] = edit.value
+        if expected == document.value:
+            return text
+        edited = text[: span.value] + _written(edit.value) + text[span.end :] if span else _insert(document, edit)
+    elif edit.action == "remove":
+        del node[name]
         edited = _remove(document, edit.path)
+    else:
+        if edit.value in node:
+            return text
+        items = [(edit.value if key == name else key, value) for key, value in node.items()]
+        node.clear()
+        node.update(items)
+        assert span
+        edited = text[: span.start] + _written(edit.value) + text[span.name_end :]
     assert parse(edited).value == expected, f"the edit {edit} of {shown(document.value)} went wrong"
     return edited
 
@@ -183,19 +182,3 @@ def _comma_after(document: Document, start: int, end: int) -> int | None:
         else:
             at += 1
     return None
-
-
-def _strict(document: Document) -> str:
-    """Return the text with the commas and words of strict JSON; comments stay."""
-    text = document.text
-    words = {"True": "true", "False": "false", "None": "null"}
-    for problem in sorted(document.problems, key=lambda problem: -problem.at):
-        at = problem.at
-        if problem.kind == "trailing-comma":
-            text = text[:at] + text[at + 1 :]
-        elif problem.kind == "missing-comma":
-            text = text[:at] + "," + text[at:]
-        elif problem.kind == "python-word":
-            text = text[:at] + words[str(problem.value)] + text[at + len(str(problem.value)) :]
-    assert parse(text).value == document.value, "making strict JSON of the file changed it"
-    return text

@@ -76,25 +76,20 @@ def balanced(costs: Sequence[float], count: int) -> list[range]:
     # By the end of the last stage: the highest cost, the sum of squares (which breaks ties evenly), the stages.
     best: dict[int, tuple[float, float, list[range]]] = {0: (0, 0, [])}
     for stage in range(1, count + 1):
-        best = {stop: _last_stage(best, until, stop) for stop in range(stage, len(costs) - (count - stage) + 1)}
+        before, best = best, {}
+        for stop in range(stage, len(costs) - (count - stage) + 1):
+            best[stop] = (math.inf, math.inf, [])
+            for start in range(stop - 1, min(before) - 1, -1):
+                cost = until[stop] - until[start]
+                if cost > best[stop][0]:
+                    break  # a longer stage costs even more
+                if start not in before:
+                    continue
+                highest, squares, stages = before[start]
+                option = (max(highest, cost), squares + cost**2)
+                if option <= best[stop][:2]:
+                    best[stop] = (*option, [*stages, range(start, stop)])
     return best[len(costs)][2]
-
-
-def _last_stage(
-    best: dict[int, tuple[float, float, list[range]]], until: Sequence[float], stop: int
-) -> tuple[float, float, list[range]]:
-    """Return the best way to append a stage that ends at `stop` to the best splits that end before it."""
-    found: tuple[float, float, list[range]] = (math.inf, math.inf, [])
-    for start in range(stop - 1, min(best) - 1, -1):
-        cost = until[stop] - until[start]
-        if cost > found[0]:
-            break  # a longer stage costs even more
-        if start in best:
-            highest, squares, stages = best[start]
-            option = (max(highest, cost), squares + cost**2)
-            if option <= found[:2]:
-                found = (*option, [*stages, range(start, stop)])
-    return found
 
 
 def per_layer(config: Mapping[str, object], layers: int) -> list[str]:

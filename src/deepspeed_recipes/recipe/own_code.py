@@ -105,8 +105,9 @@ def changed(recipe: object, then: Mapping[str, str], now: Mapping[str, str]) -> 
 
 def check_files(key: str, found: list[Function]) -> None:
     """Check that each function or class is defined in its file, without running the file."""
+    wanted: Any = ast.ClassDef if key == "callbacks" else (ast.FunctionDef, ast.AsyncFunctionDef)
     for function in found:
-        shown = f"{key}={function}"
+        shown, written = f"{key}={function}", WRITTEN[key].format(function.name)
         if not Path(function.path).is_file():
             raise UserError(f"{shown}: no such file.")
         try:
@@ -115,42 +116,32 @@ def check_files(key: str, found: list[Function]) -> None:
             line = getattr(error, "lineno", None)
             where = f" at line {line}" if line else ""
             raise UserError(f"{shown}: not Python{where} ({getattr(error, 'msg', error)}).") from None
-        _check_defined(key, function, tree)
-
-
-def _check_defined(key: str, function: Function, tree: ast.Module) -> None:
-    wanted: Any = ast.ClassDef if key == "callbacks" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    kind = "class" if key == "callbacks" else "function"
-    defined = {node.name: node for node in tree.body if isinstance(node, wanted)}
-    shown, written = f"{key}={function}", WRITTEN[key].format(function.name)
-    found = defined.get(function.name)
-    if found is None:
-        imported_or_assigned = any(
-            (isinstance(node, ast.alias) and (node.asname or node.name) in (function.name, "*"))
-            or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == function.name)
-            for node in ast.walk(tree)
-        )
-        if not imported_or_assigned:
-            plural = "classes" if key == "callbacks" else "functions"
-            has = f"it defines {', '.join(defined)}" if defined else f"it defines no {plural}"
-            raise UserError(f"{shown}: no {kind} of that name in the file; {has}.")
-        return
-    if isinstance(found, ast.ClassDef):
-        return
-    if isinstance(found, ast.AsyncFunctionDef):
-        raise UserError(f"{shown}: must not be async; write `{written}`.")
-    number = written.count(",") + 1
-    least = len(found.args.posonlyargs + found.args.args) - len(found.args.defaults)
-    most = len(found.args.posonlyargs + found.args.args + found.args.kwonlyargs)
-    if key == "reward" and any(one.arg == "completions" for one in found.args.args + found.args.kwonlyargs):
-        return  # it takes lists, as TRL's functions do
-    of_trainer = key == "loss" and [one.arg for one in found.args.args[:1]] == ["model"]  # `Trainer.compute_loss`
-    if (
-        of_trainer
-        or least > number
-        or (most < number and not found.args.vararg and not (found.args.kwarg and key == "loss"))
-    ):
-        raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
+        defined = {node.name: node for node in tree.body if isinstance(node, wanted)}
+        node = defined.get(function.name)
+        if node is None:
+            imported_or_assigned = any(
+                (isinstance(one, ast.alias) and (one.asname or one.name) in (function.name, "*"))
+                or (isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store) and one.id == function.name)
+                for one in ast.walk(tree)
+            )
+            if not imported_or_assigned:
+                kind, plural = ("class", "classes") if key == "callbacks" else ("function", "functions")
+                has = f"it defines {', '.join(defined)}" if defined else f"it defines no {plural}"
+                raise UserError(f"{shown}: no {kind} of that name in the file; {has}.")
+            continue
+        if isinstance(node, ast.ClassDef):
+            continue
+        if isinstance(node, ast.AsyncFunctionDef):
+            raise UserError(f"{shown}: must not be async; write `{written}`.")
+        positional = node.args.posonlyargs + node.args.args
+        number, least = written.count(",") + 1, len(positional) - len(node.args.defaults)
+        most = len(positional) + len(node.args.kwonlyargs)
+        if key == "reward" and any(one.arg == "completions" for one in node.args.args + node.args.kwonlyargs):
+            continue  # it takes lists, as TRL's functions do
+        of_trainer = key == "loss" and [one.arg for one in node.args.args[:1]] == ["model"]  # `Trainer.compute_loss`
+        few = most < number and not node.args.vararg and not (node.args.kwarg and key == "loss")
+        if of_trainer or least > number or few:
+            raise UserError(f"{shown}: must take {MEANT[key]}; write `{written}`.")
 
 
 def load(key: str, function: Function) -> Any:
