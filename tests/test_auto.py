@@ -107,7 +107,7 @@ def test_documents_are_packed_only_where_they_stay_apart(tmp_path):
     """Bamba's state runs on from one document to the next; OLMo 2 tells them apart."""
     (tmp_path / "config.json").write_text(json.dumps(dimensions("bamba")))
     recipe = borrowed.borrow(str(tmp_path), "lora")
-    assert not recipe.packing and not borrowed._keeps_documents_apart(recipe)
+    assert not recipe.packing
     assert borrowed.borrow(str(drafted(tmp_path / "other", "olmo2")), "lora").packing
 
 

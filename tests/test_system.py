@@ -206,9 +206,10 @@ def test_more_gpus_than_a_nodes_cores_can_serve_use_all_cores(machine):
 def test_a_machine_that_does_not_say_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set(), "no nodes, no device"
-    system_of(tmp_path, {0: "0-1", 1: "2-3", 2: ""}, {"0000:17:00.0": -1})  # a virtual machine; memory without cores
-    assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path) == set()
-    assert sorted(readings.numa_nodes(tmp_path)) == [0, 1]
+    system_of(tmp_path / "virtual", {0: "0-1", 1: "2-3"}, {"0000:17:00.0": -1})
+    assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path / "virtual") == set()
+    system_of(tmp_path / "memory", {0: "0-3", 1: ""}, {"0000:17:00.0": 0})  # a node of memory without cores
+    assert readings.cores_near(0, ["0000:17:00.0"], 1, tmp_path / "memory") == set()
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")

@@ -104,7 +104,7 @@ def without_masters(model: torch.nn.Module, settings: plain.Settings) -> torch.o
 
 @pytest.fixture(scope="module")
 def models(model_folder, tmp_path_factory):
-    return {False: model_folder, True: techniques.random_mixture(tmp_path_factory.mktemp("mixture"))}
+    return {False: model_folder, True: techniques.random_qwen3(tmp_path_factory.mktemp("mixture"), experts=True)}
 
 
 @pytest.fixture(scope="module")

@@ -85,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end = time.monotonic() + 60 * options.minutes
     for left, name in zip(range(len(names), 0, -1), names, strict=True):
         try:
-            if name in OWN:
-                OWN[name](options)
-            else:
+            if name in BENCHMARKS:
                 result = run(BENCHMARKS[name], options, own_process.start, share(end - time.monotonic(), left))
                 failed += [f"{name}: {line}" for line in broken(result)]
+            else:
+                of_small_recipe(name, options)
         except Exception as error:  # the rest of the list still runs
             failed.append(f"{name}: {error}")
     for line in failed:
@@ -116,47 +116,34 @@ def share(seconds: float, benchmarks: int) -> float:
     return max(1.0, seconds * min(1, 1.5 / benchmarks))
 
 
-def _bench(options: argparse.Namespace, folder: Path) -> overhead.Bench:
+def of_small_recipe(name: str, options: argparse.Namespace) -> None:
+    """Run `overhead` or `scaling`, print its result, and write it."""
     gpus = visible_gpus()
-    return overhead.Bench(
-        zero_stage=options.zero_stage,
-        steps=options.steps,
-        ranks=rank_count(options.gpus, gpus),
-        gpus=gpus,
-        micro_batch=options.micro_batch,
-        length=options.length,
-        dtype=options.dtype,
-        folder=folder,
-    )
-
-
-def _overhead(options: argparse.Namespace) -> None:
+    counts = scaling.counts(options.gpus, gpus) if name == "scaling" else [rank_count(options.gpus, gpus)]
+    short = options.draft and name == "overhead"
+    output, device = options.output or RESULTS, "gpu" if gpus else "cpu"
     with children.scratch() as folder:
-        bench = _bench(options, folder)
-        rounds = options.rounds
-        if options.draft:
-            bench, rounds = replace(bench, steps=overhead.FEWEST), 1
-        result = overhead.overhead(bench, rounds, LIMIT)
-    print(overhead.table(result))
-    name = f"overhead_zero{bench.zero_stage}_{'gpu' if bench.gpus else 'cpu'}.json"
-    write_json((options.output or RESULTS) / name, result)
-
-
-def _scaling(options: argparse.Namespace) -> None:
-    ranks = scaling.counts(options.gpus, visible_gpus())
-    with children.scratch() as folder:
-        bench = replace(_bench(options, folder), ranks=ranks[-1])
-        result = scaling.scaling(bench, ranks, options.rounds)
-    print(f"\n{scaling.section(result)}")
-    place = (options.output or RESULTS) / f"scaling_{'gpu' if bench.gpus else 'cpu'}.json"
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_json(place, result)
-    files.write_text(place.with_suffix(".md"), scaling.section(result))
-    files.write_bytes(place.with_suffix(".png"), scaling.png(result))
-
-
-OWN = {"overhead": _overhead, "scaling": _scaling}
-"""Benchmarks that have their own functions to run and write them."""
+        bench = overhead.Bench(
+            zero_stage=options.zero_stage,
+            steps=overhead.FEWEST if short else options.steps,
+            ranks=counts[-1],
+            gpus=gpus,
+            micro_batch=options.micro_batch,
+            length=options.length,
+            dtype=options.dtype,
+            folder=folder,
+        )
+        if name == "overhead":
+            result = overhead.overhead(bench, 1 if short else options.rounds, LIMIT)
+            print(overhead.table(result))
+            write_json(output / f"overhead_zero{bench.zero_stage}_{device}.json", result)
+        else:
+            result = scaling.scaling(bench, counts, options.rounds)
+            print(f"\n{scaling.section(result)}")
+            output.mkdir(parents=True, exist_ok=True)
+            write_json(output / f"scaling_{device}.json", result)
+            files.write_text(output / f"scaling_{device}.md", scaling.section(result))
+            files.write_bytes(output / f"scaling_{device}.png", scaling.png(result))
 
 
 def run(benchmark: Benchmark, options: argparse.Namespace, start: Start, seconds: float = float("inf")) -> Json:

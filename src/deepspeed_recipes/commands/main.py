@@ -177,7 +177,31 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with a line that names the mistake and the fix, instead of the whole usage."""
-        self.exit(2, f"{self.prog}: {self._in_words(message)}\n")
+        name = next(iter(re.findall(r"^unrecognized arguments: (-[^\s=]*)", message)), None)
+        if message.startswith("the following arguments are required"):  # argparse looks for these first
+            words = (word.partition("=")[0] for word in self._typed if word.startswith("--") and word != "--")
+            name = next(
+                (word for word in words if not any(one.startswith(word) for one in self._option_string_actions)), None
+            )
+        if name:
+            key = name.lstrip("-").replace("-", "_")
+            ours = overrides.FOREIGN_NAMES.get(key, key)
+            overridden = any(action.dest == "settings" for action in self._actions)
+            if overridden and ours in overrides.override_keys() and not self._guessed(name):
+                hint = f"write the recipe's key as {ours}=VALUE."
+            elif near := self.nearest(name):
+                hint = f"did you mean {near}?"
+            else:
+                writes = self.nearest("--out") is not None or any(action.dest == "folder" for action in self._actions)
+                prints = not writes and name in ("--out", "--output", "-o", "--output-file")
+                hint = "it prints the result: add > FILE." if prints else f"{self.prog} --help lists the options."
+            said = f"{name}: no such option; {hint}"
+        elif wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
+            kind = "a whole number" if wrong[2] == "int" else "a number"
+            said = f"{wrong[1]} {wrong[3]}: must be {kind}."
+        else:
+            said = f"{message.removeprefix('argument ')}; see {self.prog} --help."
+        self.exit(2, f"{self.prog}: {said}\n")
 
     def parse_trusting(self, arguments: Sequence[str] | None) -> argparse.Namespace:
         """Parse arguments, with an option that permits models to run their own Python code."""
@@ -286,32 +310,3 @@ class Parser(argparse.ArgumentParser):
         )
         known = (real for guessed, real in words if option.replace("_", "-") in guessed)
         return next((real for real in known if real in self._option_string_actions), None)
-
-    def _in_words(self, message: str) -> str:
-        """Return argparse's error message in the style of this project."""
-        name = next(iter(re.findall(r"^unrecognized arguments: (-[^\s=]*)", message)), None)
-        if message.startswith("the following arguments are required"):  # argparse looks for these first
-            words = (word.partition("=")[0] for word in self._typed if word.startswith("--") and word != "--")
-            name = next(
-                (word for word in words if not any(one.startswith(word) for one in self._option_string_actions)), None
-            )
-        if name:
-            key = name.lstrip("-").replace("-", "_")
-            overridden = any(action.dest == "settings" for action in self._actions)
-            if (
-                not self._guessed(name)
-                and overridden
-                and (ours := overrides.FOREIGN_NAMES.get(key, key)) in overrides.override_keys()
-            ):
-                hint = f"write the recipe's key as {ours}=VALUE."
-            elif near := self.nearest(name):
-                hint = f"did you mean {near}?"
-            else:
-                writes = self.nearest("--out") is not None or any(action.dest == "folder" for action in self._actions)
-                prints = not writes and name in ("--out", "--output", "-o", "--output-file")
-                hint = "it prints the result: add > FILE." if prints else f"{self.prog} --help lists the options."
-            return f"{name}: no such option; {hint}"
-        if wrong := re.match(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
-            kind = "a whole number" if wrong[2] == "int" else "a number"
-            return f"{wrong[1]} {wrong[3]}: must be {kind}."
-        return f"{message.removeprefix('argument ')}; see {self.prog} --help."

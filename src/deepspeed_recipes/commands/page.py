@@ -48,7 +48,9 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     require("transformers")
     if options.action == "check":
-        return int(check_pages(names))
+        problematic = [f"{name}: {problem}" for name in names for problem in problems(pages.known_page(name))]
+        print(*problematic or [f"{', '.join(names)}: no problems"], sep="\n")
+        return int(bool(problematic))
     if options.action == "compare":
         models: list[tuple[str, Model]] = []
         for name in names:
@@ -98,13 +100,6 @@ def verdict(name: str) -> str:
         chat_templates.training_template(tokenizer), "does not mark the assistant's tokens; TRL has a version that does"
     )
     return f"the chat template of {recipe.model.path} {how}"
-
-
-def check_pages(names: Sequence[str]) -> bool:
-    """Print the problems of the pages `FAMILY` or `PATH/TO/page.py`, and return whether there are any."""
-    found = [f"{name}: {problem}" for name in names for problem in problems(pages.known_page(name))]
-    print(*found or [f"{', '.join(names)}: no problems"], sep="\n")
-    return bool(found)
 
 
 def problems(module: ModuleType) -> list[str]:

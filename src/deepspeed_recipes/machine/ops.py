@@ -205,11 +205,9 @@ def lock(name: str) -> Iterator[None]:
 
 def _is_open(file: Path) -> bool:
     """Return whether a process of this machine has a file open; torch keeps its lock open while it compiles."""
-    wanted = file.stat()
     for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):  # another user's process, or a process that has just ended
-            found = descriptor.stat()
-            if (found.st_dev, found.st_ino) == (wanted.st_dev, wanted.st_ino):
+            if file.samefile(descriptor):
                 return True
     return False
 

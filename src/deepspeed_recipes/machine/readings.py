@@ -138,16 +138,6 @@ def _counters() -> dict[str, int]:
 SYSTEM = Path("/sys")
 
 
-def numa_nodes(system: Path = SYSTEM) -> dict[int, frozenset[int]]:
-    """Return the cores that this process may use, by NUMA node; nodes without such cores are left out."""
-    allowed = os.sched_getaffinity(0)
-    found = {
-        int(folder.name.removeprefix("node")): _numbers((folder / "cpulist").read_text()) & allowed
-        for folder in sorted((system / "devices/system/node").glob("node[0-9]*"))
-    }
-    return {node: frozenset(cores) for node, cores in found.items() if cores}
-
-
 def node_of(address: str, system: Path = SYSTEM) -> int | None:
     """Return the NUMA node of a PCI device, `0000:17:00.0`, or None if sysfs, at `system`, does not report it."""
     try:
@@ -168,7 +158,13 @@ def cores_near(gpu: int, gpus: Sequence[str], threads: int, system: Path = SYSTE
         threads: threads per rank.
         system: see `node_of`.
     """
-    cores, own = numa_nodes(system), node_of(gpus[gpu], system)
+    cores: dict[int, frozenset[int]] = {}  # those that this process may use, by node
+    for folder in (system / "devices/system/node").glob("node[0-9]*"):
+        parts = [part.split("-") for part in (folder / "cpulist").read_text().strip().split(",") if part]  # 0-3,8
+        listed = {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}
+        if usable := listed & os.sched_getaffinity(0):
+            cores[int(folder.name.removeprefix("node"))] = frozenset(usable)
+    own = node_of(gpus[gpu], system)
     if len(cores) < 2 or own not in cores:
         return frozenset()
     sharing = sum(node_of(address, system) == own for address in gpus)
@@ -185,9 +181,3 @@ def bind(cores: frozenset[int]) -> None:
     """
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
-
-
-def _numbers(ranges: str) -> set[int]:
-    """Return the numbers in a list such as `0-3,8`."""
-    parts = [part.split("-") for part in ranges.strip().split(",") if part]
-    return {number for part in parts for number in range(int(part[0]), int(part[-1]) + 1)}

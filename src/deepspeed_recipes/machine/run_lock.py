@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -175,7 +176,10 @@ def _lives(lock: Path, holder: Json) -> bool:
         return began is not None and began == holder.get("started")
     try:
         beaten = _beaten(lock)
-        if holder and 0 <= _now(lock) - beaten < SILENT:
+        # The time by the file system's clock, which may differ from this host's.
+        with tempfile.NamedTemporaryFile(prefix=f".{NAME}.clock.", dir=lock.parent) as clock:
+            now = os.fstat(clock.fileno()).st_mtime
+        if holder and 0 <= now - beaten < SILENT:
             return True
         # Silent, dated in the future, or not written by this project: watch for a heartbeat.
         until = time.monotonic() + LISTENED
@@ -191,16 +195,6 @@ def _lives(lock: Path, holder: Json) -> bool:
 def _beaten(lock: Path) -> float:
     with lock.open("rb") as opened:  # a network file system may report an old time until the file is opened
         return os.fstat(opened.fileno()).st_mtime
-
-
-def _now(lock: Path) -> float:
-    """Return the time by the file system's clock, which may differ from this host's."""
-    file = lock.with_name(f".{NAME}.clock.{socket.gethostname()}.{os.getpid()}")
-    try:
-        file.touch()
-        return file.stat().st_mtime
-    finally:
-        file.unlink(missing_ok=True)
 
 
 def _beat(lock: Lock, ended: threading.Event) -> None:

@@ -84,24 +84,19 @@ def pins(file: Path) -> dict[str, str]:
 def within(package: str, version: str) -> bool:
     """Return whether a version of a package is in the tested range."""
     oldest, newest = RANGES[package]
-    parts = len(_numbers(newest))
-    return _numbers(oldest) <= _numbers(version) and _numbers(version)[:parts] <= _numbers(newest)
+    parts = len(numbers(newest))
+    return numbers(oldest) <= numbers(version) and numbers(version)[:parts] <= numbers(newest)
 
 
 def lacking(package: str, version: str) -> list[str]:
     """Return the features that a version of a package lacks."""
-    known = _numbers(version)
+    known = numbers(version)
     return [
-        lack.what for lack in LACKS if lack.package == package and _numbers(lack.since) <= known < _numbers(lack.before)
+        lack.what for lack in LACKS if lack.package == package and numbers(lack.since) <= known < numbers(lack.before)
     ]
 
 
-def is_before(version: str, other: str) -> bool:
-    """Return whether a version is older than another."""
-    return _numbers(version) < _numbers(other)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
     """Return a version's numbers: (2, 9, 1) for 2.9.1+cpu."""
     return tuple(int(number) for number in re.split(r"[^\d.]", version)[0].strip(".").split("."))
 

@@ -9,12 +9,12 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ..recipe.errors import UserError
-from ..recipe.files import Json, check_writable
+from ..recipe.files import check_writable
 from ..recipe.gpus import GIB
 
 _BLOCK = 8 * 2**20  # bytes per request; drives reach full speed from about 1 MiB
@@ -29,10 +29,6 @@ class Check:
     """`error` stops every run; `warning` stops or slows down some runs."""
     found: str
     fix: str = ""
-
-    def as_json(self) -> Json:
-        """Return the line as data."""
-        return asdict(self)
 
 
 def output(*command: str, timeout: float = 20) -> str | None:

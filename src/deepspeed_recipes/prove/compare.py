@@ -38,7 +38,7 @@ def make(folder: str, kinds: list[Kind]) -> None:
     for kind in kinds:
         model = root / ("mixture" if kind == "mixture" else "dense")
         if not model.exists():
-            (techniques.random_mixture if kind == "mixture" else techniques.random_qwen3)(model)
+            techniques.random_qwen3(model, experts=kind == "mixture")
         used = Technique("", "", kind=kind).settings()
         options: Json = {"device": device}
         if kind in ("adapters", "qlora"):

@@ -219,17 +219,26 @@ def conversation(question: str, answer: str) -> Json:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, **changes: object) -> Path:
-    """Write a random Qwen3 with the tokenizer of `tiny`, and return its folder."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
-    return _write_model(folder, "qwen3", seed, padding, **sizes | {"tie_word_embeddings": True} | changes)
+def random_qwen3(folder: Path, seed: int = 0, padding: int = 0, experts: bool = False, **changes: object) -> Path:
+    """Write a random Qwen3, dense or with eight experts, with the tokenizer of `tiny`, and return its folder."""
+    from transformers import AutoConfig, AutoTokenizer
 
-
-def random_mixture(folder: Path) -> Path:
-    """Write a random MoE model with eight experts and the tokenizer of `tiny`, and return its folder."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8, "decoder_sparse_step": 1}
-    return _write_model(folder, "qwen3_moe", 0, 0, **experts | sizes)
+    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
+    sizes: Json = {
+        "vocab_size": len(tokenizer) + padding,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": STEEP,
+        **{name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+    }
+    if experts:
+        sizes |= {"hidden_size": 32, "head_dim": 8, "decoder_sparse_step": 1}
+        sizes |= {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    else:
+        sizes |= {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "tie_word_embeddings": True}
+    config = AutoConfig.for_model("qwen3_moe" if experts else "qwen3", **sizes | changes)
+    return random_model(folder, config, seed)
 
 
 def random_model(folder: Path, config: object, seed: int = 0) -> Path:
@@ -241,13 +250,3 @@ def random_model(folder: Path, config: object, seed: int = 0) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY_MODEL).save_pretrained(folder)
     return folder
-
-
-def _write_model(folder: Path, kind: str, seed: int, padding: int, **sizes: object) -> Path:
-    from transformers import AutoConfig, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TINY_MODEL)
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": STEEP}
-    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    config = AutoConfig.for_model(kind, vocab_size=len(tokenizer) + padding, **heads | special | sizes)
-    return random_model(folder, config, seed)

@@ -410,7 +410,7 @@ def check_version(layout: Layout) -> None:
     """Refuse a layout that the installed DeepSpeed lacks, or that it would train or export as something else."""
     installed = metadata.version("deepspeed")
     for key, (first, why) in software.LAYOUTS.items():
-        if (size := getattr(layout, key)) > 1 and software.is_before(installed, first):
+        if (size := getattr(layout, key)) > 1 and software.numbers(installed) < software.numbers(first):
             raise refusal("old DeepSpeed", key=key, size=size, installed=installed, why=why, first=first)
 
 

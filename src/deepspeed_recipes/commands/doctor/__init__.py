@@ -20,6 +20,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from ...launching.ssh import hostfile
@@ -90,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
         raise UserError(f"--checkpoint-gib {arguments.checkpoint_gib:g}: must be above 0.")
     arguments.hosts = hostfile.parse(arguments.hostfile) if arguments.hostfile else ()
     checks = list(examine(arguments))
-    found = [check.as_json() for check in checks]
+    found = [asdict(check) for check in checks]
     if arguments.json == "-":
         print(json.dumps(found, indent=2))
     elif arguments.json:

@@ -145,12 +145,23 @@ def borrow(model: str, variant: str) -> Recipe:
         else:
             title = re.sub(r"[^\w.-]+", "_", parts[-1]).strip("._-") or "model"
         recipe = replace(recipe, borrower=title)
-    if recipe.packs:
-        page = pages.find(pages.typed(recipe), recipe.variant)  # with whose architecture packing is tested
-        same = page.model.config["model_type"] == recipe.model.config["model_type"]
-        if not same and not _keeps_documents_apart(recipe):
-            return replace(recipe, packing=False)
-    return recipe
+    if not recipe.packs:
+        return recipe
+    page = pages.find(pages.typed(recipe), recipe.variant)  # with whose architecture packing is tested
+    if page.model.config["model_type"] == recipe.model.config["model_type"]:
+        return recipe
+    from transformers import AutoConfig, AutoTokenizer  # takes seconds, and only such models need it
+
+    from ...training.model import attention, draft, probe
+
+    shape = AutoConfig.for_model(**recipe.model.config)
+    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
+    try:
+        # The last candidate is the implementation that a run uses if no faster one is correct.
+        apart = probe.keeps_documents_apart(shape, tokenizer, attention.candidates(recipe, shape, on_gpu=False)[-1])
+    except Exception:  # a model's own code may raise any error; without packing the model may still train
+        apart = False
+    return recipe if apart else replace(recipe, packing=False)
 
 
 def with_amount(recipe: Recipe, ranks: int, given: Collection[str]) -> Recipe:
@@ -216,18 +227,3 @@ def _with_vision(name: str, config: Json, variant: str) -> Recipe | None:
     where = str(path.parent if path.is_file() else path) if path.exists() else name
     parameters = own + model_recipe.tower_parameters(name)
     return replace(recipe, model=replace(recipe.model, path=where, parameters=parameters, config=config))
-
-
-def _keeps_documents_apart(recipe: Recipe) -> bool:
-    """Return True if packed documents stay apart in a shrunken model of this architecture."""
-    from transformers import AutoConfig, AutoTokenizer  # takes seconds, and only `auto` needs it
-
-    from ...training.model import attention, draft, probe
-
-    config = AutoConfig.for_model(**recipe.model.config)
-    tokenizer = AutoTokenizer.from_pretrained(draft.TINY_MODEL)
-    try:
-        # The last candidate is the implementation that a run uses if no faster one is correct.
-        return probe.keeps_documents_apart(config, tokenizer, attention.candidates(recipe, config, on_gpu=False)[-1])
-    except Exception:  # a model's own code may raise any error; without packing the model may still train
-        return False
