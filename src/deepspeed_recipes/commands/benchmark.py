@@ -140,7 +140,6 @@ def of_small_recipe(name: str, options: argparse.Namespace) -> None:
         else:
             result = scaling.scaling(bench, counts, options.rounds)
             print(f"\n{scaling.section(result)}")
-            output.mkdir(parents=True, exist_ok=True)
             write_json(output / f"scaling_{device}.json", result)
             files.write_text(output / f"scaling_{device}.md", scaling.section(result))
             files.write_bytes(output / f"scaling_{device}.png", scaling.png(result))
@@ -230,6 +229,5 @@ def write_result(result: Json, output: Path | None) -> None:
         return
     folder = output or RESULTS
     name = f"{result['benchmark']}_{'draft' if result['draft'] else 'gpu'}"
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / f"{name}.json", result)
     files.write_text(folder / f"{name}.md", f"{cases.heading(result)}\n\n{cases.table(result)}\n")

@@ -56,7 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
         **({"network": between(pool, arguments.output_dir)} if pool else {}),
     }
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, measured)
     except OSError as error:
         raise UserError(cannot_write(error, file) or f"{file}: {error.strerror}.") from error
