@@ -155,7 +155,7 @@ def test_the_ranks_find_the_same(tmp_path):
         ends = "<|eot_id|>,<|im_end|>,<|return|>,<end_of_turn>"  # of their turns
         tokenizer = chat_templates.load_tokenizer(replace(recipe, model=replace(recipe.model, new_tokens=ends)))
         with pytest.raises(UserError, match=message if name != "tools" else "drops tool calls"):
-            tokenize._conversation(recipe, tokenizer)({"tools": None, "given": 0, **example})
+            tokenize.of_conversation(recipe, tokenizer)({"tools": None, "given": 0, **example})
 
 
 def test_the_check_needs_no_torch(tmp_path):

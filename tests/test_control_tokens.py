@@ -65,7 +65,7 @@ def conversations(name, text):
 
 
 def trained(tokenizer, turns, tools):
-    row = tokenize._conversation(small(TINY_MODEL, "unread"), tokenizer)(
+    row = tokenize.of_conversation(small(TINY_MODEL, "unread"), tokenizer)(
         {"messages": turns, "tools": tools, "given": 0}
     )
     return row["input_ids"], row["labels"]
@@ -102,7 +102,7 @@ def test_an_attack_in_a_question_is_not_learned_and_one_in_an_answer_is(name):
         said = tokenizer.decode([token for token, label in zip(ids, labels, strict=True) if label != tokenize.IGNORED])
         assert (attack(tokenizer) in said) is expected
     given = {"messages": answer, "tools": None, "given": 3}
-    row = tokenize._conversation(small(TINY_MODEL, "unread"), tokenizer)(given)
+    row = tokenize.of_conversation(small(TINY_MODEL, "unread"), tokenizer)(given)
     learned = tokenizer.decode([label for label in row["labels"] if label != tokenize.IGNORED])
     assert attack(tokenizer) in learned and "Yes." not in learned
 
@@ -229,7 +229,7 @@ def test_preferences_and_prompts_have_none_either(monkeypatch):
         scores.log_likelihood(model, tokenizer, [pair, plain], "chosen")
     hostile, harmless = ([one for one in ids if one in control - {tokenizer.pad_token_id}] for ids in seen)
     assert hostile == harmless
-    ids = [token for text, _ in tokenize.first_pair([pair], tokenizer)[0] for token in [text]]
+    ids = [token for text, _ in tokenize.first_answers([pair], tokenizer)[0] for token in [text]]
     assert attack(tokenizer) in "".join(ids)
     monkeypatch.setattr(PreTrainedTokenizerBase, "pad", _recording(seen := []))
     generate(AutoModelForCausalLM.from_pretrained(TINY_MODEL), tokenizer, [pair["prompt"], TURNS[:1]], 1)

@@ -170,7 +170,7 @@ def tools_of(name: str):
     if name not in TOKENIZERS:
         tokenizer, recipe = with_added(name), small(TINY_MODEL, "unread")
         template, _ = chat_templates.marker(recipe, tokenizer)
-        TOKENIZERS[name] = tokenizer, template, tokenize._conversation(recipe, tokenizer)
+        TOKENIZERS[name] = tokenizer, template, tokenize.of_conversation(recipe, tokenizer)
     return TOKENIZERS[name]
 
 

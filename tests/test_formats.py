@@ -1023,7 +1023,7 @@ def test_roles_are_renamed_turns_joined_and_empty_system_turns_dropped(tmp_path)
     assert example["messages"] == [user("Hi.\nHelp?"), assistant("Yes.\nHere.")]
     for wrong in ("customer", "customer:client", ":user"):
         with pytest.raises(UserError, match="write NAME:ROLE"):
-            formats.role_names(wrong)
+            formats.reading_of(recipe_on(path, roles=wrong).data)
     table = tmp_path / "chats.csv"
     with table.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file).writerows([["messages"], [json.dumps(json.loads(chats(*turns))["messages"])]])

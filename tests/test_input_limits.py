@@ -63,7 +63,7 @@ def test_a_template_that_never_ends_is_stopped(model, monkeypatch):
     only_here = "{% if messages[0].content == 'Hi?' %}" + LOOP + "{% endif %}"
     (model / "chat_template.jinja").write_text(only_here + usual)
     recipe = small(model, Path("unread"))
-    to_tokens = tokenize._conversation(recipe, chat_templates.load_tokenizer(recipe))
+    to_tokens = tokenize.of_conversation(recipe, chat_templates.load_tokenizer(recipe))
     with pytest.raises(UserError) as caught:
         to_tokens({"messages": TURNS, "tools": None, "given": 0})
     one_line(caught, "has not ended after 0.5 s")

@@ -100,7 +100,7 @@ def learned(name, messages, tools=None, given=0, **changes):
     """Return the text of every stretch that is in the loss."""
     tokenizer = tokenizer_with(name)
     recipe = small(TINY_MODEL, "unread", **changes)
-    row = tokenize._conversation(recipe, tokenizer)({"messages": messages, "tools": tools, "given": given})
+    row = tokenize.of_conversation(recipe, tokenizer)({"messages": messages, "tools": tools, "given": given})
     marked = [label != tokenize.IGNORED for label in row["labels"]]
     assert all(label in (tokenize.IGNORED, token) for token, label in zip(row["input_ids"], row["labels"], strict=True))
     edges = [index for index in range(1, len(marked)) if marked[index] != marked[index - 1]] + [len(marked)]

@@ -238,16 +238,16 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
         (folder / f"{split}.jsonl").write_text(lines([conversation(f"{split}?", "Yes.")]))
     data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    warning = sources.files_left(source, data)
+    (warning,) = sources.left_out(source, data)
     assert "not read: test.jsonl, valid.jsonl. " in warning and f"data.validation={folder}/test.jsonl meas" in warning
-    assert sources.files_left(source, data, images=True) is None
+    assert sources.left_out(source, data, images=True) == []
     (folder / "test.md").write_text("Not data.")
     tiny = pages.find("tiny", "full")
     found = locate(replace(tiny, data=replace(tiny.data, validation=f"{folder}/valid,{folder}/test")))
     assert found.data.validation == f"{folder}/valid.jsonl,{folder}/test.jsonl"
     (folder / "test.md").unlink()
     held_out = replace(data, validation=f"{folder}/valid.jsonl,{folder}/test.jsonl")
-    assert sources.files_left(source, held_out) is None
+    assert sources.left_out(source, held_out) == []
 
     # A dataset as the Hub's library caches it, which reads it without a network.
     load_dataset("json", data_files={one.stem: str(one) for one in sorted(folder.iterdir())}, cache_dir=str(cache))
@@ -261,11 +261,11 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
     recipe = overrides.apply(pages.find("tiny", "full"), ["data.path=someone/data"])
     (source,) = sources.read("someone/data", recipe)
     said = "someone/data: not read: {} among its splits; data.validation=someone/data/{} measures"
-    assert said.format("test, valid", "test") in sources.files_left(source, recipe.data)
+    assert said.format("test, valid", "test") in sources.left_out(source, recipe.data)[0]
     held_out = locate(replace(recipe, data=replace(recipe.data, validation="someone/data/test")))
     (measured,) = sources.read(held_out.data.validation, held_out)
-    assert questions([*measured.examples]) == ["test?"] and sources.files_left(measured, held_out.data) is None
-    assert "not read: valid among" in sources.files_left(source, held_out.data)
+    assert questions([*measured.examples]) == ["test?"] and sources.left_out(measured, held_out.data) == []
+    assert "not read: valid among" in sources.left_out(source, held_out.data)[0]
     (tmp_path / "chats").mkdir()
     monkeypatch.chdir(tmp_path)
     for wrong in ("chats/x/tst", "someone/data", "./someone/data/test", "someone/data/test.jsonl"):
@@ -301,7 +301,7 @@ def test_without_weights_every_example_of_every_source_comes_once(tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
-def test_weights_are_the_shares_of_the_mixture(tmp_path, streaming):
+def test_weights_are_the_shares_of_the_mixture(tmp_path, capsys, monkeypatch, streaming):
     recipe, path = two(tmp_path, 300, 300)
     found = sources.read(path, recipe, streaming)
     mixed = questions(sources.mix(found, [0.75, 0.25], 1))
@@ -311,8 +311,10 @@ def test_weights_are_the_shares_of_the_mixture(tmp_path, streaming):
     assert mixed == questions(sources.mix(found, [0.75, 0.25], 1))
     assert mixed != questions(sources.mix(found, [0.75, 0.25], 2))
     if not streaming:
-        line = sources.mixed_line(found, [0.75, 0.25], 400)
-        assert re.search(r"75% of them from \S+a.jsonl \(1 times each\), 25%", line)
+        monkeypatch.setattr("deepspeed_recipes.training.distributed.is_first", lambda: True)
+        examples, _ = load.read_examples(replace(recipe, data=replace(recipe.data, weights="3,1")))
+        often = rf"{0.75 * len(examples) / 300:.2g} times each\), 25%"
+        assert re.search(rf"on average 75% of them from \S+a.jsonl \({often}", capsys.readouterr().out)
 
 
 def test_a_share_is_held_out_and_nothing_is_on_both_sides(tmp_path):
@@ -339,14 +341,15 @@ def test_own_data_holds_out_few_examples(tmp_path, examples, most):
     path = tmp_path / "a.jsonl"
     path.write_text(lines([conversation(f"a{n}?", "Yes.") for n in range(examples)]))
     found = sources.read(str(path), small(tmp_path, path))
-    training, held_out = (questions(sources.mix(side, None, 1)) if side else [] for side in sources.split_few(found, 1))
+    sides = sources.split(found, "auto", 1)
+    training, held_out = (questions(sources.mix(side, None, 1)) if side else [] for side in sides)
     assert (len(training), len(held_out)) == (examples - most, most) and not set(training) & set(held_out)
 
 
 def test_examples_that_are_all_alike_are_all_trained_on(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text(lines([CHATS[0]] * 50))
-    training, held_out = sources.split_few(sources.read(str(path), small(tmp_path, path)), 1)
+    training, held_out = sources.split(sources.read(str(path), small(tmp_path, path)), "auto", 1)
     assert (sources.count(training), held_out) == (50, [])
 
 
@@ -427,22 +430,22 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     folder = write_folder(tmp_path)
     data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    assert sources.files_left(source, data) is None, "a readme is not data"
+    assert sources.left_out(source, data) == [], "a readme is not data"
     for name in ("notes.md", "scan.pdf", "more.txt", ".hidden"):
         (folder / name).write_text("Some text.")
-    warning = sources.files_left(source, data)
+    (warning,) = sources.left_out(source, data)
     assert "3 of 6 files are not read: more.txt, notes.md, scan.pdf. Examples are read from .jsonl" in warning
     for number in range(9):
         (folder / f"{number}.docx").write_text("Text.")
-    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.files_left(source, data)
+    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.left_out(source, data)[0]
     splits = dict.fromkeys(("train", "dev", "test"), Dataset.from_list([{"prompt": "Hi?", "completion": "Yes."}]))
     DatasetDict(splits).save_to_disk(saved := tmp_path / "saved")
     (source,) = sources.read(str(saved), small(tmp_path, saved))
     said = f"not read: dev, test among its splits; data.validation={saved}/dev measures"
-    assert said in sources.files_left(source, replace(data, path=str(saved)))
+    assert said in sources.left_out(source, replace(data, path=str(saved)))[0]
     measured = replace(data, path=str(saved), validation=f"{saved}/dev,{saved}/test")
-    assert sources.files_left(source, measured) is None
-    assert said in sources.files_left(source, data, images=True)
+    assert sources.left_out(source, measured) == []
+    assert said in sources.left_out(source, data, images=True)[0]
     assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
 
 
@@ -451,13 +454,14 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
 )
 def test_files_of_a_folder_without_an_example_are_named(tmp_path, name, content):
     folder = write_folder(tmp_path)
+    data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    assert sources.empty_files(source, "train") is None
+    assert sources.left_out(source, data) == []
     (folder / name).write_text(content)
-    warning = sources.empty_files(source, "train")
+    (warning,) = sources.left_out(source, data)
     assert f"1 of 3 files hold no example: {name}; are" in warning
     (one,) = sources.read(str(folder / "a.jsonl"), small(tmp_path, folder))
-    assert sources.empty_files(one, "train") is None
+    assert sources.left_out(one, data) == []
 
 
 def test_copies_are_counted_and_held_out_ones_named(tmp_path):
@@ -476,7 +480,7 @@ def test_copies_are_counted_and_held_out_ones_named(tmp_path):
 def test_examples_with_the_bytes_of_images_can_be_split():
     rows = [{"images": [{"path": None, "bytes": bytes([number])}], "text": "Same."} for number in range(40)]
     source = sources.Source("images", "messages", Dataset.from_list(rows), {})
-    training, held_out = sources.split_few([source], 1)
+    training, held_out = sources.split([source], "auto", 1)
     assert (sources.count(training), sources.count(held_out)) == (38, 2)
 
 
@@ -485,7 +489,7 @@ def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
         (tmp_path / name).write_text(f"Text of {name}.")
     (source,) = sources.read(str(tmp_path), small(tmp_path, tmp_path, method="pretrain"))
     assert sorted(source.examples["text"]) == ["Text of a.md.", "Text of b.rst.", "Text of c.txt."]
-    assert sources.files_left(source, small(tmp_path, tmp_path).data) is None
+    assert sources.left_out(source, small(tmp_path, tmp_path).data) == []
     (source,) = sources.read(str(tmp_path / "a.md"), small(tmp_path, tmp_path, method="pretrain"))
     assert source.examples["text"] == ["Text of a.md."]
 

@@ -25,7 +25,7 @@ def answer(text, reasoning=REASON):
 def rendered(name, turns, how):
     """Return what becomes of a conversation."""
     recipe = replace(small(TINY_MODEL, "unread"), data=Data("unread", thinking=how))
-    return tokenize._conversation(recipe, tokenizer_with(name))({"messages": turns, "tools": None, "given": 0})
+    return tokenize.of_conversation(recipe, tokenizer_with(name))({"messages": turns, "tools": None, "given": 0})
 
 
 def tokens_and_learned(name, turns, how):

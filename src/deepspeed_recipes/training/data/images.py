@@ -80,20 +80,6 @@ def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, lis
         before, *others = text.replace(HERE, "").split(WRITTEN) if listed is not None else [text.replace(HERE, "")]
         return before + "".join(place() + after for after in others)
 
-    def in_part(part: Json) -> str:
-        if not _is_picture(part):
-            return in_text(str(part["text"]))
-        source = part.get("image_url")
-        source = source.get("url") if isinstance(source, dict) else source
-        for key in ("image", "path", "url", "bytes", "base64"):
-            source = part.get(key) if source is None else source
-        if source is None:
-            return place()
-        if "base64" in part:
-            source = f"data:;base64,{source}"
-        found.append(picture(f"{where}: image {len(found) + 1}", source, folder))
-        return HERE
-
     def in_content(content: object) -> object:
         if isinstance(content, str):
             return in_text(content)
@@ -102,19 +88,33 @@ def taken_out(where: str, example: Json, folder: Path | None) -> tuple[Json, lis
         parts = [{key: value for key, value in part.items() if value is not None} for part in content]
         if not all(keys.is_text(part) or (_is_picture(part) and not part.get("text")) for part in parts):
             return content  # `formats` reports the error
-        return "".join(map(in_part, parts))
+        text = ""
+        for part in parts:
+            source = part.get("image_url")
+            source = source.get("url") if isinstance(source, dict) else source
+            for key in ("image", "path", "url", "bytes", "base64"):
+                source = part.get(key) if source is None else source
+            if not _is_picture(part):
+                text += in_text(str(part["text"]))
+            elif source is None:
+                text += place()
+            else:
+                source = f"data:;base64,{source}" if "base64" in part else source
+                found.append(picture(f"{where}: image {len(found) + 1}", source, folder))
+                text += HERE
+        return text
 
-    def in_turn(turn: object) -> object:
-        if not isinstance(turn, dict):
-            return turn
-        return {key: in_content(value) if key in ("content", "value") else value for key, value in turn.items()}
-
-    def in_field(value: object) -> object:
-        if isinstance(value, str):
-            return in_text(value)
-        return list(map(in_turn, value)) if isinstance(value, list) else value
-
-    changed = {name: in_field(value) if name in TURNS else value for name, value in example.items()}
+    changed = dict(example)
+    for name, value in example.items():
+        if name in TURNS and isinstance(value, str):
+            changed[name] = in_text(value)
+        elif name in TURNS and isinstance(value, list):
+            changed[name] = [
+                {key: in_content(one) if key in ("content", "value") else one for key, one in turn.items()}
+                if isinstance(turn, dict)
+                else turn
+                for turn in value
+            ]
     if places != len(listed or ()):
         raise UserError(
             f"{where}: {counted(len(listed or ()), 'image')} in 'images', but {counted(places, 'place')}; write "

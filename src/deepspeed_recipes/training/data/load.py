@@ -73,9 +73,7 @@ def read_examples(
                 say("\n".join(SKIPPED[source.name]["first"]))
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
-            if warning := sources.files_left(source, recipe.data, recipe.model.vision):
-                say(warning)
-            if warning := sources.empty_files(source, recipe.data.split):
+            for warning in sources.left_out(source, recipe.data, recipe.model.vision):
                 say(warning)
     for line in sources.repeated(training, held_out, recipe.seed):
         say(line)
@@ -84,7 +82,11 @@ def read_examples(
     shares = text_files.weights(recipe.data)
     mixed = sources.mix(training, shares, recipe.seed)
     if shares and isinstance(mixed, Dataset):
-        say(sources.mixed_line(training, shares, len(mixed)))
+        parts = (
+            f"{share:.0%} of them from {source.short} ({share * len(mixed) / len(source.examples):.2g} times each)"
+            for source, share in zip(training, shares, strict=True)
+        )
+        say(f"training: {len(mixed):,} examples by data.weights, on average {', '.join(parts)}")
     most = recipe.data.max_examples
     if most is not None and isinstance(mixed, Dataset) and most < len(mixed):
         say(f"training: {most} of {len(mixed)} examples, by data.max_examples, drawn with seed {recipe.seed}")
@@ -99,20 +101,17 @@ def _split(found: list[sources.Source], recipe: Recipe) -> Sides:
     """
     share = recipe.data.validation_share
 
-    def draw(seed: int) -> Sides:
-        return sources.split_few(found, seed) if share == "auto" else sources.split(found, share, seed)
-
     def has_both(judged: list[sources.Source]) -> bool:
         return len({label for source in judged for label in source.examples["label"]}) > 1
 
-    training, held_out = draw(HELD_OUT_SEED)
+    training, held_out = sources.split(found, share, HELD_OUT_SEED)
     # The metric of judged answers compares good ones with bad ones, so a draw that has both is preferred. A draw hashes
     # every example, so none is repeated in vain: where nothing is held out, or all are judged alike.
     if held_out and recipe.method.examples == "judged answers" and has_both([*training, *held_out]):
         for seed in range(HELD_OUT_SEED + 1, HELD_OUT_SEED + 100):
             if has_both(held_out):
                 break
-            training, held_out = draw(seed)
+            training, held_out = sources.split(found, share, seed)
     count, out = sources.count(found), sources.count(held_out)
     if share != "auto":
         say(f"held out: {counted(out, 'example')}, by data.validation_share")

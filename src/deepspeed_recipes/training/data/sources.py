@@ -4,12 +4,12 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import pyarrow.compute as pc
@@ -367,8 +367,8 @@ def _files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def files_left(source: Source, data: Data, images: bool = False) -> str | None:
-    """Return a warning with the splits of a source, or the files of a folder, that are not read, or None if all are.
+def left_out(source: Source, data: Data, images: bool = False) -> list[str]:
+    """Return warnings of the splits of a source and the files of a folder that are not read, or hold no example.
 
     Examples with `images` come with other files.
     """
@@ -380,49 +380,36 @@ def files_left(source: Source, data: Data, images: bool = False) -> str | None:
         splits = _from_hub(source.name, split, not isinstance(source.examples, Dataset)).info.splits or ()
     if unread := [one for one in splits if one != split and folder / one not in read]:
         for_measuring = min(unread, key=lambda name: name.startswith("train"))
-        return f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / for_measuring)}"
-    if images or not _is_of_files(folder):
-        return None
+        return [f"warning: {folder}: not read: {', '.join(unread)} among its splits{_measured(folder / for_measuring)}"]
+    if not folder.is_dir() or any((folder / state).exists() for state in text_files.SAVED):
+        return []
+    warnings, chosen = [], _files(folder, split)
     files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not file.name.startswith(".")]
-    others = set(files) - {file.resolve() for file in _files(folder, split)} - set(_files(folder, split)) - read
+    others = set(files) - {file.resolve() for file in chosen} - set(chosen) - read
     left = [file for file in files if file in others and ("text" in source.forms or not NOTES.match(file.name))]
-    if not left:
-        return None
-    named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])
-    named += f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else ""
-    of_splits = [
-        Path(one) for kind, found in _splits(folder).items() if not kind.startswith((split, "train")) for one in found
-    ]
-    return (
-        f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
-        f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
-        "where there is none of these; name single files with commas in data.path"
-        f"{next((_measured(file) for file in left if file in of_splits), '')}."
-    )
+    if left and not images:
+        named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])
+        named += f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else ""
+        measuring = [found for kind, found in _splits(folder).items() if not kind.startswith((split, "train"))]
+        of_splits = {Path(file) for found in measuring for file in found}
+        warnings.append(
+            f"warning: {source.name}: {len(left)} of {len(files)} files are not read: {named}. Examples are read from "
+            f"{', '.join(text_files.SUFFIXES)} of the split {split!r}, and raw text from {', '.join(text_files.PLAIN)} "
+            "where there is none of these; name single files with commas in data.path"
+            f"{next((_measured(file) for file in left if file in of_splits), '')}."
+        )
+    empty = [file.name for file in chosen if file.stat().st_size < EMPTY_BYTES and next(_from_file(file), None) is None]
+    if empty:
+        more = f" and {len(empty) - NAMED_FILES} more" if len(empty) > NAMED_FILES else ""
+        warnings.append(
+            f"warning: {source.name}: {len(empty)} of {len(chosen)} files hold no example: "
+            f"{', '.join(empty[:NAMED_FILES])}{more}; are the copies complete?"
+        )
+    return warnings
 
 
 def _measured(place: Path) -> str:
     return f"; data.validation={place} measures the model on it"
-
-
-def empty_files(source: Source, split: str) -> str | None:
-    """Return a warning with the files of a folder that contain no example, or None if all contain some."""
-    folder = Path(source.name)
-    if not _is_of_files(folder):
-        return None
-    files = _files(folder, split)
-    empty = [file.name for file in files if file.stat().st_size < EMPTY_BYTES and next(_from_file(file), None) is None]
-    if not empty:
-        return None
-    more = f" and {len(empty) - NAMED_FILES} more" if len(empty) > NAMED_FILES else ""
-    return (
-        f"warning: {source.name}: {len(empty)} of {len(files)} files hold no example: "
-        f"{', '.join(empty[:NAMED_FILES])}{more}; are the copies complete?"
-    )
-
-
-def _is_of_files(folder: Path) -> bool:
-    return folder.is_dir() and not any((folder / state).exists() for state in text_files.SAVED)
 
 
 def _from_hub(name: str, split: str, streaming: bool) -> Examples:
@@ -462,53 +449,34 @@ def mix(sources: Sequence[Source], shares: Sequence[float] | None, seed: int) ->
     return interleave_datasets(found, list(shares), seed, stopping_strategy="all_exhausted")
 
 
-def mixed_line(sources: Sequence[Source], shares: Sequence[float], examples: int) -> str:
-    """Return how often the examples of each source occur among those that `mix` has drawn by `shares`."""
-    parts = (
-        f"{share:.0%} of them from {source.short} ({share * examples / len(source.examples):.2g} times each)"
-        for source, share in zip(sources, shares, strict=True)
-    )
-    return f"training: {examples:,} examples by data.weights, on average {', '.join(parts)}"
-
-
 def draw(found: Dataset, most: int, seed: int) -> Dataset:
     """Return `most` examples drawn with the seed; a larger number begins with the examples of a smaller number."""
     return found.shuffle(seed=seed).select(range(most))
 
 
-def split(sources: Sequence[Source], share: float, seed: int) -> tuple[list[Source], list[Source]]:
+def split(sources: Sequence[Source], share: float | Literal["auto"], seed: int) -> tuple[list[Source], list[Source]]:
     """Return (training, held out): a seeded `share` of all examples is held out, equal examples on the same side.
 
     Examples are ranked by a seeded hash of their content, so an example nearly always keeps its side when others are
-    added or reordered. Of each source some have to be left for training.
+    added or reordered. Of each source some have to be left for training. With "auto" at most `FEW` are held out, and
+    none where that is less than one example, or where a source would have none left.
     """
-    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[max(1, round(share * len(ranks))) - 1]) + 1)
+    ranks = [_ranks(source.examples, seed) for source in sources]
+    every = np.sort(np.concatenate(ranks))
+    if share == "auto":
+        below = every[min(FEW[1], int(FEW[0] * len(every)))]
+    else:
+        below = every[max(1, round(share * len(every))) - 1] + 1
+    training = [_keep(source, rank >= below) for source, rank in zip(sources, ranks, strict=True)]
+    held_out = [_keep(source, rank < below) for source, rank in zip(sources, ranks, strict=True)]
     for source, left in zip(sources, training, strict=True):
         if not len(left.examples):
+            if share == "auto":
+                return list(sources), []
             raise UserError(
                 f"data.validation_share={share}: leaves no example of {source.name} ({len(source.examples)}) to "
                 "train on; lower it, or name a file in data.validation."
             )
-    return training, held_out
-
-
-def split_few(sources: Sequence[Source], seed: int) -> tuple[list[Source], list[Source]]:
-    """Return (training, held out) with at most `FEW` held out, or none where that is less than one example."""
-    share, most = FEW
-    training, held_out = _divide(sources, seed, lambda ranks: int(ranks[min(most, int(share * len(ranks)))]))
-    if all(len(source.examples) for source in training):
-        return training, held_out
-    return list(sources), []
-
-
-def _divide(
-    sources: Sequence[Source], seed: int, bound: Callable[[np.ndarray], int]
-) -> tuple[list[Source], list[Source]]:
-    """Return (training, held out); an example is held out if its rank is below `bound(all ranks, sorted)`."""
-    ranks = [_ranks(source.examples, seed) for source in sources]
-    below = bound(np.sort(np.concatenate(ranks)))
-    training = [_keep(source, rank >= below) for source, rank in zip(sources, ranks, strict=True)]
-    held_out = [_keep(source, rank < below) for source, rank in zip(sources, ranks, strict=True)]
     return training, [source for source in held_out if len(source.examples)]
 
 

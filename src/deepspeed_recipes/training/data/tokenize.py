@@ -161,26 +161,22 @@ def first_documents(sequences: Iterable[Json], tokenizer: PreTrainedTokenizerBas
     return found
 
 
-def first_pair(pairs: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
-    """Return the first preference pair as text: the prompt with each of its two answers."""
-    return [
-        [(f"({answer}) ", False), *_answer_pieces(pairs[0], answer, tokenizer)] for answer in ("chosen", "rejected")
-    ]
+def first_answers(examples: Iterable[Json], tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
+    """Return two answers to compare as text, each with its prompt.
 
-
-def first_judged(examples: Dataset, tokenizer: PreTrainedTokenizerBase) -> list[Pieces]:
-    """Return the first good and the first bad answer among the first examples as text, each with its prompt."""
+    Those of the first pair, or the first good and the first bad one among the first judged answers.
+    """
     found: dict[str, Pieces] = {}
     for example in islice(examples, 100):
-        judged = "(good) " if example["label"] else "(bad) "
-        if judged not in found:
-            found[judged] = [(judged, False), *_answer_pieces(example, "completion", tokenizer)]
+        answers = {"(chosen) ": "chosen", "(rejected) ": "rejected"}
+        if "label" in example:
+            answers = {"(good) " if example["label"] else "(bad) ": "completion"}
+        for name, answer in answers.items():
+            if name not in found:
+                tokens, start = answered(tokenizer, example, answer)
+                learned = [index >= start for index in range(len(tokens))]
+                found[name] = [(name, False), *pieces(tokens, learned, tokenizer)]
     return list(found.values())
-
-
-def _answer_pieces(example: Json, answer: str, tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    tokens, start = answered(tokenizer, example, answer)
-    return pieces(tokens, [index >= start for index in range(len(tokens))], tokenizer)
 
 
 def answered(tokenizer: PreTrainedTokenizerBase, example: Json, answer: str) -> tuple[list[int], int]:
@@ -234,7 +230,7 @@ def fitting(examples: Dataset, recipe: Recipe) -> Dataset:
 
 
 def _tokens(raw: sources.Examples, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> sources.Examples:
-    # The recipe stays out of the closures, see `_conversation`.
+    # The recipe stays out of the closures, see `of_conversation`.
     batched, path = recipe.method.name == "pretrain", recipe.model.path
     tokenize = unchecked = _texts(recipe, tokenizer) if batched else of_conversation(recipe, tokenizer)
     folder = stored.folder_of(path)
@@ -291,10 +287,8 @@ def _state(value: object) -> Any:
 
 def of_conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
     """Return the function that computes a conversation's `input_ids` and `labels`."""
-    return conversation(recipe, tokenizer) if recipe.model.vision else _conversation(recipe, tokenizer)
-
-
-def _conversation(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Callable[[Any], Json]:
+    if recipe.model.vision:
+        return conversation(recipe, tokenizer)
     template, mark = chat_templates.marker(recipe, tokenizer)
     with_tools = chat_templates.renders_tools(tokenizer, template)
     # The recipe stays out of the closure, so that a run at another learning rate finds its tokens in the cache.

@@ -96,7 +96,7 @@ def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Dataset
             "data.validation_share holds out both"
         )
         held_out = None
-    shown = tokenize.first_judged(found, tokenizer)
+    shown = tokenize.first_answers(found, tokenizer)
     load.show(shown)
     tokens = tokenize.mapped(found, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     fits = tokenize.fitting(tokens, recipe).shuffle(recipe.seed)

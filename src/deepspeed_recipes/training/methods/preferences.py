@@ -42,7 +42,7 @@ SIDES = ("chosen", "rejected")
 def datasets(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> load.Datasets:
     """Return pairs as the tokens of a prompt and its two answers, without too long or equal ones."""
     pairs, held_out = load.read_examples(recipe, tokenizer)
-    shown = tokenize.first_pair(pairs, tokenizer)
+    shown = tokenize.first_answers(pairs, tokenizer)
     load.show(shown)
     tokens = tokenize.mapped(pairs, tokenizer, partial(with_tokens, tokenizer=tokenizer))
     differing = tokens.filter(lambda pair: pair["chosen_ids"] != pair["rejected_ids"])

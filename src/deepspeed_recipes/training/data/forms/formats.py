@@ -682,18 +682,6 @@ def refuse_unknown_columns(reading: JsonView, sources: Iterable[Iterable[tuple[s
         raise UserError(f"data.columns names {next(iter(unknown))!r}, which neither data.path nor data.validation has.")
 
 
-def role_names(text: str | None) -> dict[str, str]:
-    """Return the role of each name in `data.roles`."""
-    pairs = [pair.partition(":") for pair in (text or "").split(",") if pair.strip()]
-    for name, _, role in pairs:
-        if not name.strip() or role.strip().lower() not in ROLES:
-            raise UserError(
-                f"data.roles={text}: write NAME:ROLE, several with commas (customer:user,agent:assistant); the roles "
-                f"are {', '.join(dict.fromkeys(ROLES.values()))}."
-            )
-    return {name.strip().lower(): role.strip().lower() for name, _, role in pairs}
-
-
 def prepared(
     located: Iterable[tuple[str, Example]],
     reading: JsonView,
@@ -724,11 +712,19 @@ def reading_of(data: Data) -> Json:
     fields = column_fields(data.columns)
     columns = {column: field for column, field in fields.items() if field not in OF_TURNS}
     of_turns = {key: field for key, field in fields.items() if field in OF_TURNS}
+    roles = {}
+    for name, _, role in (pair.partition(":") for pair in (data.roles or "").split(",") if pair.strip()):
+        if not name.strip() or role.strip().lower() not in ROLES:
+            raise UserError(
+                f"data.roles={data.roles}: write NAME:ROLE, several with commas (customer:user,agent:assistant); the "
+                f"roles are {', '.join(dict.fromkeys(ROLES.values()))}."
+            )
+        roles[name.strip().lower()] = role.strip().lower()
     return {
         "columns": columns,
         "several": len(names(data.path) + names(data.validation)) > 1,
         "keys": of_turns,
-        "roles": role_names(data.roles),
+        "roles": roles,
         "system": data.system,
         "join": data.join_turns,
         "transform": data.transform,
