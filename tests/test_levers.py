@@ -404,7 +404,7 @@ def test_a_tensor_that_comes_back_wrong_is_noticed(monkeypatch):
 def test_compiled_layers_compute_the_same(model_folder):
     plain = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     compiled = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    transforms.compile_layers(compiled)
+    transforms.apply(compiled, small(model_folder, "unread", compile="regional"))
     assert sum(one._compiled_call_impl is not None for one in compiled.modules()) == 2
     assert list(compiled.state_dict()) == list(plain.state_dict())
     assert agree(passed(compiled, boundaries=False), passed(plain, boundaries=False))
@@ -477,7 +477,7 @@ def test_optimisations_are_override_keys_like_any_other(model_folder, conversati
 def test_unavailable_optimisations_are_refused(model_folder, conversations):
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     with pytest.raises(UserError, match="pip install liger-kernel"):
-        transforms.fuse_kernels(model)
+        transforms.apply(model, small(model_folder, conversations, liger_kernel=True))
     with pytest.raises(UserError, match=r"compile=regional with deepspeed=zero3.json: ZeRO-3 .*; use .*zero2.json"):
         recipe = small(model_folder, conversations, "zero3.json", compile="regional")
         limits.check(recipe, 1, deepspeed_file.read(recipe.deepspeed))

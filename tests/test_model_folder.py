@@ -106,11 +106,16 @@ def test_a_model_of_the_hub_is_named_in_the_cards_metadata():
     assert data["base_model_relation"] == "adapter" and data["datasets"] == ["OWNER/DATA"]
     assert {"deepspeed", "sft", "lora"} <= set(data["tags"])
     draft = overrides.apply(recipe, ["model.path=owner/other"])
-    assert card.licence_of_base(draft) is None and card._licence_metadata(None) == {}
+    assert card.licence_of_base(draft) is None
+    assert "license" not in card.metadata(record.Record(draft, {}), contents).to_dict()
 
 
 def test_every_page_states_a_licence_that_the_hub_knows_or_that_has_a_name():
-    known = {(licence := card.licence_of_base(recipe)): card._licence_metadata(licence) for recipe in pages.listing()}
+    contents = card.Contents(True, "", scores=False, quantized=True, chat=True, labels=(), embeds=False)
+    known = {
+        card.licence_of_base(recipe): card.metadata(record.Record(recipe, {}), contents).to_dict()
+        for recipe in pages.listing()
+    }
     assert len(known) >= 7 and None not in known
     named = {name for name, data in known.items() if data["license"] == "other"}
     assert named >= {"DeepSeek", "Qwen-Research", "Qwen"} and "Apache-2.0" not in named

@@ -238,16 +238,16 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
         (folder / f"{split}.jsonl").write_text(lines([conversation(f"{split}?", "Yes.")]))
     data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    (warning,) = sources.left_out(source, data)
+    (warning,) = sources.unread_files(source, data)
     assert "not read: test.jsonl, valid.jsonl. " in warning and f"data.validation={folder}/test.jsonl meas" in warning
-    assert sources.left_out(source, data, images=True) == []
+    assert sources.unread_files(source, data, images=True) == []
     (folder / "test.md").write_text("Not data.")
     tiny = pages.find("tiny", "full")
     found = locate(replace(tiny, data=replace(tiny.data, validation=f"{folder}/valid,{folder}/test")))
     assert found.data.validation == f"{folder}/valid.jsonl,{folder}/test.jsonl"
     (folder / "test.md").unlink()
     held_out = replace(data, validation=f"{folder}/valid.jsonl,{folder}/test.jsonl")
-    assert sources.left_out(source, held_out) == []
+    assert sources.unread_files(source, held_out) == []
 
     # A dataset as the Hub's library caches it, which reads it without a network.
     load_dataset("json", data_files={one.stem: str(one) for one in sorted(folder.iterdir())}, cache_dir=str(cache))
@@ -261,11 +261,11 @@ def test_splits_are_named_that_are_not_read_and_one_can_be_held_out(tmp_path, mo
     recipe = overrides.apply(pages.find("tiny", "full"), ["data.path=someone/data"])
     (source,) = sources.read("someone/data", recipe)
     said = "someone/data: not read: {} among its splits; data.validation=someone/data/{} measures"
-    assert said.format("test, valid", "test") in sources.left_out(source, recipe.data)[0]
+    assert said.format("test, valid", "test") in sources.unread_files(source, recipe.data)[0]
     held_out = locate(replace(recipe, data=replace(recipe.data, validation="someone/data/test")))
     (measured,) = sources.read(held_out.data.validation, held_out)
-    assert questions([*measured.examples]) == ["test?"] and sources.left_out(measured, held_out.data) == []
-    assert "not read: valid among" in sources.left_out(source, held_out.data)[0]
+    assert questions([*measured.examples]) == ["test?"] and sources.unread_files(measured, held_out.data) == []
+    assert "not read: valid among" in sources.unread_files(source, held_out.data)[0]
     (tmp_path / "chats").mkdir()
     monkeypatch.chdir(tmp_path)
     for wrong in ("chats/x/tst", "someone/data", "./someone/data/test", "someone/data/test.jsonl"):
@@ -430,22 +430,22 @@ def test_files_of_a_folder_that_are_not_read_are_named(tmp_path):
     folder = write_folder(tmp_path)
     data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    assert sources.left_out(source, data) == [], "a readme is not data"
+    assert sources.unread_files(source, data) == [], "a readme is not data"
     for name in ("notes.md", "scan.pdf", "more.txt", ".hidden"):
         (folder / name).write_text("Some text.")
-    (warning,) = sources.left_out(source, data)
+    (warning,) = sources.unread_files(source, data)
     assert "3 of 6 files are not read: more.txt, notes.md, scan.pdf. Examples are read from .jsonl" in warning
     for number in range(9):
         (folder / f"{number}.docx").write_text("Text.")
-    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.left_out(source, data)[0]
+    assert "0.docx, 1.docx, 2.docx, 3.docx, 4.docx and 7 more" in sources.unread_files(source, data)[0]
     splits = dict.fromkeys(("train", "dev", "test"), Dataset.from_list([{"prompt": "Hi?", "completion": "Yes."}]))
     DatasetDict(splits).save_to_disk(saved := tmp_path / "saved")
     (source,) = sources.read(str(saved), small(tmp_path, saved))
     said = f"not read: dev, test among its splits; data.validation={saved}/dev measures"
-    assert said in sources.left_out(source, replace(data, path=str(saved)))[0]
+    assert said in sources.unread_files(source, replace(data, path=str(saved)))[0]
     measured = replace(data, path=str(saved), validation=f"{saved}/dev,{saved}/test")
-    assert sources.left_out(source, measured) == []
-    assert said in sources.left_out(source, data, images=True)[0]
+    assert sources.unread_files(source, measured) == []
+    assert said in sources.unread_files(source, data, images=True)[0]
     assert sources.count(sources.read(f"{saved}/dev", small(tmp_path, saved))) == 1
 
 
@@ -456,12 +456,12 @@ def test_files_of_a_folder_without_an_example_are_named(tmp_path, name, content)
     folder = write_folder(tmp_path)
     data = small(tmp_path, folder).data
     (source,) = sources.read(str(folder), small(tmp_path, folder))
-    assert sources.left_out(source, data) == []
+    assert sources.unread_files(source, data) == []
     (folder / name).write_text(content)
-    (warning,) = sources.left_out(source, data)
+    (warning,) = sources.unread_files(source, data)
     assert f"1 of 3 files hold no example: {name}; are" in warning
     (one,) = sources.read(str(folder / "a.jsonl"), small(tmp_path, folder))
-    assert sources.left_out(one, data) == []
+    assert sources.unread_files(one, data) == []
 
 
 def test_copies_are_counted_and_held_out_ones_named(tmp_path):
@@ -489,7 +489,7 @@ def test_a_folder_of_texts_is_read_with_its_markdown(tmp_path):
         (tmp_path / name).write_text(f"Text of {name}.")
     (source,) = sources.read(str(tmp_path), small(tmp_path, tmp_path, method="pretrain"))
     assert sorted(source.examples["text"]) == ["Text of a.md.", "Text of b.rst.", "Text of c.txt."]
-    assert sources.left_out(source, small(tmp_path, tmp_path).data) == []
+    assert sources.unread_files(source, small(tmp_path, tmp_path).data) == []
     (source,) = sources.read(str(tmp_path / "a.md"), small(tmp_path, tmp_path, method="pretrain"))
     assert source.examples["text"] == ["Text of a.md."]
 

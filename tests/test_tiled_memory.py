@@ -144,7 +144,7 @@ SEQUENCES, LENGTH = 2, 2048
 LEVERS = {
     "none": lambda model: None,
     "feed_forward": transforms.recompute_feed_forward,
-    "tiled_mlp": lambda model: transforms.tile_feed_forward(model, LENGTH // SIZES["hidden_size"]),
+    "tiled_mlp": lambda model: transforms.recompute_feed_forward(model, LENGTH // SIZES["hidden_size"]),
 }
 
 

@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_whole(family, told):
     tiled = copy.deepcopy(whole)
     transforms.tile_loss(tiled)
     if family not in MIXTURES | UNNAMED:
-        transforms.tile_feed_forward(tiled, 4)
+        transforms.recompute_feed_forward(tiled, 4)
     loss, gradients = computed(whole)
     tiles_loss, tiles_gradients = computed(tiled, told)
     assert tiles_loss == pytest.approx(loss, rel=1e-5)
@@ -107,16 +107,10 @@ def test_an_ignored_scale_is_noticed():
         assert computed(tiled)[0] != pytest.approx(computed(whole)[0], rel=1e-2), family
 
 
-@pytest.mark.parametrize("family", sorted(MIXTURES))
-def test_experts_are_not_tiled(family):
-    with pytest.raises(UserError, match="experts"):
-        transforms.tile_feed_forward(model_of(family), 4)
-
-
-@pytest.mark.parametrize("family", sorted(UNNAMED))
-def test_layers_without_the_usual_name_are_refused(family):
-    with pytest.raises(UserError, match="no module named mlp"):
-        transforms.tile_feed_forward(model_of(family), 4)
+@pytest.mark.parametrize("family", sorted(MIXTURES | UNNAMED))
+def test_experts_and_layers_without_the_usual_name_are_not_tiled(family):
+    with pytest.raises(UserError, match="experts" if family in MIXTURES else "no module named mlp"):
+        transforms.recompute_feed_forward(model_of(family), 4)
 
 
 class Largest(TorchDispatchMode):
@@ -164,7 +158,7 @@ def test_whole_logits_never_exist():
 def test_feed_forward_layers_save_inputs_and_outputs_only():
     model = model_of("llama3")
     whole = saved(model)
-    transforms.tile_feed_forward(model, 4)
+    transforms.recompute_feed_forward(model, 4)
     assert saved(model) < 0.3 * whole
 
 
@@ -180,11 +174,11 @@ def saved(model: torch.nn.Module) -> int:
     return sum(size for place, size in held.items() if place not in weights)
 
 
-def test_a_tile_is_about_as_long_as_the_model_is_wide():
-    recipe = pages.find("llama3-8b", "full")
-    assert transforms.tile_count(replace(recipe, sequence_length=32768), 4096) == 8
-    assert transforms.tile_count(replace(recipe, sequence_length=32768, layout=Layout(sequence=2)), 4096) == 4
-    assert transforms.tile_count(replace(recipe, sequence_length=512), 4096) == 2
+@pytest.mark.parametrize(("length", "ranks", "tiles"), [(512, 1, 8), (512, 2, 4), (64, 1, 2)])
+def test_a_tile_is_about_as_long_as_the_model_is_wide(length, ranks, tiles):
+    recipe = replace(pages.find("llama3-8b", "full"), tiled_mlp=True, sequence_length=length)
+    model = transforms.apply(model_of("llama3"), replace(recipe, layout=Layout(sequence=ranks)))
+    assert model.config.hidden_size == 64 and model.model.layers[0].mlp.forward.args[1] == tiles
 
 
 @pytest.mark.parametrize(

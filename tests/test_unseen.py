@@ -59,8 +59,11 @@ def test_narrower_layers_get_larger_weights_under_any_name(tokenizer):
 def test_rotary_dimensions_fit_the_narrower_head(tokenizer):
     small = draft.shrink(AutoConfig.for_model("deepseek_v3"), Draft(), tokenizer)
     assert small.head_dim == small.qk_rope_head_dim == small.qk_nope_head_dim // 2
-    assert draft._rope({"mrope_section": [16, 24, 24]}, 16)["mrope_section"] == [4, 2, 2]
-    assert draft._rope({"mrope_section": [24, 20, 20]}, 24)["mrope_section"] == [4, 4, 4]
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    pictures = AutoConfig.for_model("qwen2_5_vl_text", rope_parameters=rope)
+    for width, sections in ((64, [4, 2, 2]), (96, [4, 4, 4])):
+        small = draft.shrink(pictures, Draft(hidden_size=width), tokenizer)
+        assert small.rope_parameters["mrope_section"] == sections
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -121,7 +121,7 @@ def backward_bytes(kind: LayerProfile, setup: TrainingSetup) -> float:
     # In batches smaller than the profiled ones, the gradient of the largest weight is the peak.
     gradient = 2.0 * kind.largest_module if setup.lora is None else 0.0
     recomputed, tiles, feed_forward = 0.0, 1, feed_forward_bytes(kind, setup)
-    if setup.tiled_mlp:  # recomputed tile by tile: `training.model.transforms.tile_count`
+    if setup.tiled_mlp:  # recomputed tile by tile: `training.model.transforms.apply`
         tiles = max(2, math.ceil(setup.own_length / (kind.checkpoint_bytes // 2)))
     if setup.selective:  # the kept outputs of gates, experts and attention are used directly
         used = _inner_results(kind) + _kept_results(kind, setup)

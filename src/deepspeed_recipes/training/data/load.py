@@ -73,7 +73,7 @@ def read_examples(
                 say("\n".join(SKIPPED[source.name]["first"]))
             if unread := source.unread_line(template):
                 say(f"{name}: {unread}")
-            for warning in sources.left_out(source, recipe.data, recipe.model.vision):
+            for warning in sources.unread_files(source, recipe.data, recipe.model.vision):
                 say(warning)
     for line in sources.repeated(training, held_out, recipe.seed):
         say(line)

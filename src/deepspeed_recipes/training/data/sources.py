@@ -39,6 +39,7 @@ from ...recipe.methods import METHODS
 from ...recipe.recipe import Data, Recipe, names
 from ...recipe.run_folder import read_json
 from .. import upstream
+from ..model_folder import weights
 from . import images, text_files
 from .forms import formats, keys, turns
 from .updates import FEW
@@ -367,7 +368,7 @@ def _files(folder: Path, split: str) -> list[Path]:
     return chosen
 
 
-def left_out(source: Source, data: Data, images: bool = False) -> list[str]:
+def unread_files(source: Source, data: Data, images: bool = False) -> list[str]:
     """Return warnings of the splits of a source and the files of a folder that are not read, or hold no example.
 
     Examples with `images` come with other files.
@@ -389,7 +390,7 @@ def left_out(source: Source, data: Data, images: bool = False) -> list[str]:
     left = [file for file in files if file in others and ("text" in source.forms or not NOTES.match(file.name))]
     if left and not images:
         named = ", ".join(str(file.relative_to(folder)) for file in left[:NAMED_FILES])
-        named += f" and {len(left) - NAMED_FILES} more" if len(left) > NAMED_FILES else ""
+        named += weights.more(left, NAMED_FILES)
         measuring = [found for kind, found in _splits(folder).items() if not kind.startswith((split, "train"))]
         of_splits = {Path(file) for found in measuring for file in found}
         warnings.append(
@@ -400,10 +401,9 @@ def left_out(source: Source, data: Data, images: bool = False) -> list[str]:
         )
     empty = [file.name for file in chosen if file.stat().st_size < EMPTY_BYTES and next(_from_file(file), None) is None]
     if empty:
-        more = f" and {len(empty) - NAMED_FILES} more" if len(empty) > NAMED_FILES else ""
         warnings.append(
             f"warning: {source.name}: {len(empty)} of {len(chosen)} files hold no example: "
-            f"{', '.join(empty[:NAMED_FILES])}{more}; are the copies complete?"
+            f"{', '.join(empty[:NAMED_FILES])}{weights.more(empty, NAMED_FILES)}; are the copies complete?"
         )
     return warnings
 

@@ -161,14 +161,9 @@ def suited(recipe: Recipe, size: Size, world_size: int, given: Collection[str]) 
     """
     best = recipe
     if "max_steps" not in given and recipe.max_steps is None:
-        found = list(_suited(recipe, size, world_size, given))
-        made = [in_all(one, size.of(one)) for one in found]
-        for least in (GOOD, GOOD // 2):
-            if chosen := next((one for one, steps in zip(found, made, strict=True) if steps >= least), None):
-                best = chosen
-                break
-        else:
-            best = max(zip(made, found, strict=True), key=lambda one: one[0], default=(0, recipe))[1]
+        found = [(in_all(one, size.of(one)), one) for one in _suited(recipe, size, world_size, given)]
+        enough = [one for least in (GOOD, GOOD // 2) for steps, one in found if steps >= least]
+        best = enough[0] if enough else max(found, key=lambda one: one[0], default=(0, recipe))[1]
     steps = in_all(best, size.of(best))
     changes: Json = {}
     if "logging_steps" not in given:

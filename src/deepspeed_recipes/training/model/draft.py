@@ -77,8 +77,12 @@ def shrink(config: PreTrainedConfig, draft: Draft, tokenizer: PreTrainedTokenize
     values |= {real.get(name, name): size for name, size in sizes.items() if values.get(real.get(name, name))}
     if listed := _layers(values, config.num_hidden_layers, draft.layers):
         values |= listed | {"num_hidden_layers": len(next(iter(listed.values())))}
-    if values.get("rope_parameters"):
-        values["rope_parameters"] = _rope(values["rope_parameters"], sizes["head_dim"])
+    if rope := values.get("rope_parameters"):  # whose lists have to fit the narrower head
+        pairs = int(sizes["head_dim"] * rope.get("partial_rotary_factor", 1.0)) // 2
+        fitted = {name: rope[name][:pairs] for name in ("short_factor", "long_factor") if name in rope}  # LongRoPE's
+        if "mrope_section" in rope:
+            fitted["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+        values["rope_parameters"] = {**rope, **fitted}
     values |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     values["vocab_size"] = len(tokenizer)
     # Narrower layers need larger weights for outputs of the same size.
@@ -150,18 +154,6 @@ def _layers(values: JsonView, before: int, layers: int) -> dict[str, list[Any]]:
     others = [index for index in range(before) if index not in first_of_kind] or first_of_kind
     chosen = sorted((first_of_kind + others * layers)[: max(layers, len(first_of_kind))])
     return {name: [values[name][index] for index in chosen] for name in listed}
-
-
-def _rope(rope: JsonView, head: int) -> Json:
-    """Return rotary parameters whose lists fit a head of this width: LongRoPE's factors, M-RoPE's sections."""
-    fitted = dict(rope)
-    pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
-    for name in ("short_factor", "long_factor"):
-        if name in fitted:
-            fitted[name] = fitted[name][:pairs]
-    if "mrope_section" in fitted:
-        fitted["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
-    return fitted
 
 
 SIDE = 4

@@ -98,8 +98,13 @@ class Fused(LoraLayer):
 
     def forward(self, x: Tensor, *arguments: object, **options: object) -> Tensor:
         """Return the layer's output for x, [..., in]; PEFT computes all but a single plain adapter in x's dtype."""
-        name = None if arguments or options else self._plain_adapter(x)
-        if name is None:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if len(active) != 1 or arguments or options or self.disable_adapters or self.merged:
+            return super().forward(x, *arguments, **options)
+        (name,) = active
+        plain = name not in self.lora_variant and self.lora_B[name].bias is None
+        exact = x.dtype == self.lora_A[name].weight.dtype and not torch.is_autocast_enabled(x.device.type)
+        if not (plain and exact) or torch.compiler.is_compiling():
             return super().forward(x, *arguments, **options)
         # The adapter's modules are not called; ZeRO-3 gathers their weights for this layer after the first read.
         down, up = self.lora_A[name].weight, self.lora_B[name].weight
@@ -110,16 +115,6 @@ class Fused(LoraLayer):
         else:
             x, reduced = DownProjection.apply(x, down)
         return UpProjection.apply(self.base_layer(x), reduced, up, self.scaling[name])
-
-    def _plain_adapter(self, x: Tensor) -> str | None:
-        """Return the only active adapter if `forward` covers it."""
-        active = [name for name in self.active_adapters if name in self.lora_A]
-        if len(active) != 1 or self.disable_adapters or self.merged:
-            return None
-        (name,) = active
-        plain = name not in self.lora_variant and self.lora_B[name].bias is None
-        exact = x.dtype == self.lora_A[name].weight.dtype and not torch.is_autocast_enabled(x.device.type)
-        return name if plain and exact and not torch.compiler.is_compiling() else None
 
 
 class FusedLinear(Fused, Linear):

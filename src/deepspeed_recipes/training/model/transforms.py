@@ -77,18 +77,26 @@ def apply(model: PreTrainedModel, recipe: Recipe) -> PreTrainedModel:
         upstream.narrow_loss_tiles(COLUMNS)
     elif tiles_loss(recipe, config.vocab_size):
         tile_loss(model)
-    if recipe.tiled_mlp:
-        tile_feed_forward(model, tile_count(recipe, config.hidden_size))
+    if recipe.tiled_mlp:  # each tile is about as long as the model is wide, as in the paper
+        length = recipe.sequence_length / recipe.layout.sequence
+        recompute_feed_forward(model, max(2, math.ceil(length / config.hidden_size)))
     elif recipe.gradient_checkpointing == "feed_forward":
         recompute_feed_forward(model)
     if recipe.activation_offloading:
         activation_checkpointing.offload_inputs(model, distributed.on_gpu())
-    if recipe.liger_kernel:
-        fuse_kernels(model)
+    if recipe.liger_kernel:  # for norms, rotary embeddings and gated feed-forward layers
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise UserError(
+                "liger_kernel=true: liger-kernel is not installed; pip install liger-kernel, or leave it out."
+            )
+        # The loss is `tile_loss`'s, which supports every family's scales and soft caps, and ZeRO-3.
+        apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
     if recipe.fp8:
         multiply_in_fp8(model, distributed.on_gpu())
     if recipe.compile == "regional":
-        compile_layers(model)
+        for module in model.modules():
+            if type(module).__name__ in (model._no_split_modules or ()):
+                module.compile()  # in place; compilation begins with the first step
     upstream.keep_4bit_layout(model)
     return model
 
@@ -172,29 +180,22 @@ def tile_loss(model: PreTrainedModel) -> None:
     model.forward = forward
 
 
-def tile_feed_forward(model: PreTrainedModel, tiles: int) -> None:
-    """Make every layer's feed-forward part compute a sequence in `tiles` pieces, keeping only their inputs and outputs.
+def recompute_feed_forward(model: PreTrainedModel, tiles: int = 1) -> None:
+    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass.
 
-    Parts that route tokens to experts are refused, here and in `recompute_feed_forward`.
+    With several `tiles`, each part computes a sequence in so many pieces, and keeps only their inputs and outputs.
+    Parts that route tokens to experts are refused.
     """
-    for part in _feed_forward(model, "tiled_mlp=true"):
-        part.forward = partial(_in_tiles, part.forward, tiles)
-
-
-def recompute_feed_forward(model: PreTrainedModel) -> None:
-    """Make every layer keep the input of its feed-forward part, and compute the rest again in the backward pass."""
-    for part in _feed_forward(model, "gradient_checkpointing=feed_forward"):
-        part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-
-
-def _feed_forward(model: PreTrainedModel, asked: str) -> list[torch.nn.Module]:
     parts = [module for name, module in model.named_modules() if name.endswith(".mlp")]
     if not parts or any(name.endswith(".experts") for part in parts for name, _ in part.named_modules(prefix=".")):
         raise UserError(
-            f"{asked}: not for {model.config.model_type}, whose layers have "
+            f"{'tiled_mlp=true' if tiles > 1 else 'gradient_checkpointing=feed_forward'}: not for "
+            f"{model.config.model_type}, whose layers have "
             f"{'experts, which already get parts of the tokens' if parts else 'no module named mlp'}; leave it out."
         )
-    return parts
+    for part in parts:
+        whole = partial(checkpoint, part.forward, use_reentrant=False)
+        part.forward = partial(_in_tiles, part.forward, tiles) if tiles > 1 else whole
 
 
 def _in_tiles(forward: Callable[..., torch.Tensor], tiles: int, *inputs: torch.Tensor) -> torch.Tensor:
@@ -206,19 +207,6 @@ def _in_tiles(forward: Callable[..., torch.Tensor], tiles: int, *inputs: torch.T
     parts = zip(*(one.tensor_split(tiles, dim=1) for one in inputs), strict=True)
     outputs = [checkpoint(forward, *(one.contiguous() for one in part), use_reentrant=False) for part in parts]
     return torch.cat(outputs, dim=1)
-
-
-def tile_count(recipe: Recipe, hidden: int) -> int:
-    """Return the number of tiles of a sequence: each is about as long as the model is wide, as in the paper."""
-    return max(2, math.ceil(recipe.sequence_length / recipe.layout.sequence / hidden))
-
-
-def fuse_kernels(model: PreTrainedModel) -> None:
-    """Replace norms, rotary embeddings and gated feed-forward layers with Liger's kernels; the loss is unchanged."""
-    if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("liger_kernel=true: liger-kernel is not installed; pip install liger-kernel, or leave it out.")
-    # The loss is `tiled_loss`, which supports every family's scales and soft caps, and ZeRO-3.
-    apply_liger_kernel(model, {"cross_entropy": False, "fused_linear_cross_entropy": False})
 
 
 def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
@@ -243,13 +231,6 @@ def multiply_in_fp8(model: PreTrainedModel, on_gpu: bool) -> None:
     for layer in model.modules():
         if isinstance(layer, Float8Linear):
             layer.forward = partial(exact_in_evaluation, layer, layer.forward)
-
-
-def compile_layers(model: PreTrainedModel) -> None:
-    """Compile each repeated layer of `model`, in place; compilation begins with the first step."""
-    for module in model.modules():
-        if type(module).__name__ in (model._no_split_modules or ()):
-            module.compile()
 
 
 def check(recipe: Recipe, file: DeepSpeedFile, on_gpu: bool) -> None:

@@ -141,9 +141,11 @@ def metadata(held: Record, contents: Contents) -> ModelCardData:
             metric_name=method.title(metric),
             metric_value=after,
         )
+    licence = (licence_of_base(recipe) or "").lower()
     return ModelCardData(
         **({"base_model": recipe.model.path, "base_model_relation": relation} if known else {}),
-        **_licence_metadata(licence_of_base(recipe)),
+        license=_HUB_NAMES.get(licence, "other") if licence else None,
+        license_name=licence.replace(" ", "-") if licence and licence not in _HUB_NAMES else None,
         datasets=[name for name in names(recipe.data.path) if is_hub_id(name)] or None,
         library_name=library(contents),
         pipeline_tag=task(contents),
@@ -218,14 +220,6 @@ def licence_of_base(recipe: Recipe) -> str | None:
     if model is None or (portable_path(model.path) != started and PurePath(started).parent != OWN):
         return None
     return pages.licence(module, recipe.size)
-
-
-def _licence_metadata(licence: str | None) -> dict[str, str]:
-    """Return a licence in the terms of a model card: the Hub's identifier, or `other` with its name."""
-    if not licence:
-        return {}
-    known = _HUB_NAMES.get(licence.lower())
-    return {"license": known} if known else {"license": "other", "license_name": licence.lower().replace(" ", "-")}
 
 
 def changes(recipe: Recipe) -> list[str]:
