@@ -614,6 +614,45 @@ def test_every_problem_of_a_data_set_is_named(place):
         assert problem in found.missing["dataset: ours"]
 
 
+def test_what_a_list_of_data_sets_says_is_used_or_named(place):
+    entry = {"hf_hub_url": "us/ours", "split": "test_sft", "colums": {}}
+    (place / "data" / "dataset_info.json").write_text(json.dumps({"ours": entry, "more": {"file_name": "ours.jsonl"}}))
+    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+    assert found.overrides["data.split"] == "test_sft" and not found.missing
+    assert "dataset_info.json: ours: not read: colums" in found.remarks
+    found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,more"})), 1)
+    assert "split: test_sft cannot be asked for" in found.missing["dataset: ours"]
+    (place / "data" / "dataset_info.json").write_text('{"ours": {"file_name": "a"}, "ours": {"file_name": "b"}}')
+    with pytest.raises(UserError, match="dataset_info.json: not JSON .the key 'ours' twice"):
+        translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
+    with pytest.raises(UserError, match="theirs.json: not valid JSON: the key 'stage' twice"):
+        translate.translate(written(place, '{"stage": "sft", "stage": "pt"}', "theirs.json"), 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "warmup", "ignored"),
+    [
+        ({"warmup_steps": 0, "warmup_ratio": 0.1}, "0.1", "warmup_steps"),
+        ({"warmup_steps": 100, "warmup_ratio": 0.1}, "100", "warmup_ratio"),
+        ({"warmup_steps": 7}, "7", None),
+        ({"warmup_ratio": 0}, "0.0", None),
+    ],
+)
+def test_steps_of_warm_up_count_before_their_share_as_in_transformers(place, values, warmup, ignored):
+    theirs = {name: value for name, value in FACTORY.items() if "warmup" not in name} | values
+    found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+    assert found.overrides["schedule.warmup"] == warmup
+    assert [name for name, why in found.unneeded.items() if why.endswith(" counts")] == [ignored] * bool(ignored)
+
+
+@pytest.mark.parametrize("names", [("learning_rate", "lr"), ("lora_rank", "lora_r"), ("num_train_epochs", "epochs")])
+def test_two_names_of_a_setting_have_to_agree(place, names):
+    for values, clash in (((4, 4), False), ((4, 8), True)):
+        theirs = FACTORY | dict(zip(names, values, strict=True))
+        found = translate.translate(written(place, yaml.safe_dump(theirs)), 1)
+        assert any("another key of the file sets" in why for why in found.missing.values()) == clash
+
+
 def test_anchors_are_read(place):
     text = (
         "base: &base\n  path: ours.jsonl\n  type: alpaca\nbase_model: x\ndatasets:\n  - <<: *base\n    split: train\n"

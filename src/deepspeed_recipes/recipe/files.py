@@ -24,6 +24,15 @@ NEVER = 2147483647
 """Stands for infinity, which strict JSON lacks, as for the Trainer's `steps_per_print`; no run reaches this number."""
 
 
+def unique(pairs: list[tuple[str, Any]]) -> Json:
+    """Return a JSON object, for `object_pairs_hook`; a ValueError if a key is there twice, of which one would be lost."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
+    return found
+
+
 def finite(value: object) -> Any:
     """Return JSON-like values with `NEVER` in place of infinity."""
     if isinstance(value, dict):

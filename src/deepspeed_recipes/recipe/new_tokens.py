@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .bounds import shown
 from .errors import UserError
+from .files import unique
 
 FILES = (".txt", ".json")
 
@@ -39,7 +40,7 @@ def read(text: str | None) -> tuple[NewToken, ...]:
     found: object = content.splitlines() if file and file.suffix == ".txt" else content.split(",")
     if content.lstrip().startswith(("[", "{")) and not (file and file.suffix == ".txt"):
         try:
-            found = json.loads(content)
+            found = json.loads(content, object_pairs_hook=unique)
         except ValueError as error:
             if file or content.lstrip().startswith(("[{", '["', "{")):  # `[PAD],[SEP]` is no JSON
                 raise UserError(f"{where}: not JSON: {error}.") from None

@@ -121,7 +121,7 @@ def read_json(path: Path, *missing: object) -> Any:
     """
     files.check_ends(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=files.unique)
     except FileNotFoundError:
         if missing:
             return missing[0]

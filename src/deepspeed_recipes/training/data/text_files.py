@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...recipe.errors import UserError, first_line
-from ...recipe.files import Json, below
+from ...recipe.files import Json, below, unique
 from ...recipe.recipe import Data, names
 from ...recipe.run_folder import read_json
 
@@ -341,14 +341,6 @@ def from_json(text: str) -> Any:
             or half of a character (a lone surrogate), which no tokenizer and no file supports.
         RecursionError: nested too deeply.
     """
-
-    def unique(pairs: list[tuple[str, object]]) -> Json:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice in an object")
-        return found
-
     value = json.loads(text, object_pairs_hook=unique)
     if "\\ud" in text or "\\uD" in text:
         try:

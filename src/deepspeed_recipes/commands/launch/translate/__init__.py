@@ -117,13 +117,13 @@ def read(file: Path) -> Json:
         )
     what = "JSON" if file.suffix == ".json" else "YAML"
     try:
-        values = json.loads(text) if file.suffix == ".json" else yaml.load(text, Loader)
+        values = json.loads(text, object_pairs_hook=files.unique) if file.suffix == ".json" else yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{file}:{line}: not valid {what}: {error.problem or first_line(error)}.") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{file}:{error.lineno}: not valid {what}: {error.msg}.") from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UserError(f"{file}: not valid {what}: {first_line(error)}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise UserError(f"{file}: not a training file: its top level must be settings, `key: value`.")

@@ -19,6 +19,11 @@ METHODS = {"pt": "pretrain", "sft": "sft", "rm": "reward", "kto": "kto"}
 MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Its keys for the GPUs that share a copy of the model."""
 OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
+ENTRY = (
+    *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_sha1", "formatting"),
+    *("ranking", "subset", "split", "folder", "num_samples", "columns", "tags"),
+)
+"""The keys of a data set in dataset_info.json."""
 PACKED = "documents never attend to each other here, as with neat_packing"
 
 
@@ -199,6 +204,13 @@ def _sources(found: Translation, name: str, key: str, folder: Path, words: list[
         problems = [f"{one}: {entry[one]} cannot be asked for; give a file or folder" for one in asked]
         if not entry.keys() & {"file_name", "hf_hub_url"}:
             problems.append("neither a file nor a data set on the Hub")
+        split = str(entry.get("split") or "train")
+        if split != "train" and key == "data.path" and len(words) == 1 and "[" not in split:
+            found.set("data.split", split, name)
+        elif split != "train":
+            problems.append(f"split: {split} cannot be asked for here; give a file")
+        if unread := sorted(entry.keys() - set(ENTRY)):
+            found.remarks.append(f"dataset_info.json: {word}: not read: {', '.join(unread)}")
         problems += [f"{kind} are not read" for kind in ("videos", "audios") if columns.get(kind)]
         if problems:
             found.lack(f"{name}: {word}", "; ".join(problems))

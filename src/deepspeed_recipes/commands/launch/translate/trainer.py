@@ -89,7 +89,11 @@ def _optimization(found: Translation) -> None:
     if kind == "constant":
         found.need_none(("warmup_steps", "warmup_ratio"), "a constant rate has no warm-up")
     else:
-        found.set("schedule.warmup", steps or ratio or 0.0, "warmup_steps" if steps else "warmup_ratio")
+        given = [name for name in ("warmup_steps", "warmup_ratio") if name in found.values]
+        if len(given) == 2:  # as in transformers
+            given = given[:1] if steps or not ratio else given[1:]
+            found.unneeded["warmup_ratio" if given == ["warmup_steps"] else "warmup_steps"] = f"{given[0]} counts"
+        found.set("schedule.warmup", steps or ratio or 0.0, *given)
     name = _typed(found, "optim", "optimizer")
     kind = str(found.take("optim", "optimizer"))
     if kind in OUR_OPTIMIZERS:

@@ -17,6 +17,7 @@ SHARED = ("data", "lora", "model", "schedule", "wandb", "layout", "draft")
 """Sections of a recipe with any method."""
 WITH_HELD_OUT = "with data.validation=FILE, give"
 """Words before a setting that needs held-out examples."""
+SET_TWICE = "another key of the file sets {}; keep one of them"
 OFF: tuple[object, ...] = (None, False, "", [], {}, "none", "null")
 """Values with which a key asks for nothing."""
 
@@ -74,7 +75,10 @@ class Translation:
         names = names or (key, *OTHER_TOOLS["same"].get(key, "").split())
         value = self.take(*names)
         if value is not None:
-            self.set(key, value, *names)
+            agree = [name for name in names if self.values.get(name) in (None, value)]
+            self.set(key, value, *agree)
+            for name in set(names) & self.values.keys() - set(agree):
+                self.lack(name, SET_TWICE.format(f"{key}={as_text(value)}"))
 
     def set_if_given(self, name: str, key: str, value: object = True) -> None:
         """Set our `key` to `value` if the file's key `name` asks for something."""
@@ -174,7 +178,10 @@ class Translation:
                 setting = "" if setting in self.overrides else setting  # which other keys of the file decide
                 key = setting or key_of(name, self.method)
                 section = key.partition(".")[0]
-                if key in override_keys() and not inside and section in (self.method, key, *SHARED):
+                twice = key in self.overrides and key not in self.by_default
+                if twice and self.overrides[key] != as_text(self.values[name]):
+                    self.missing[name] = SET_TWICE.format(f"{key}={self.overrides[key]}")
+                elif key in override_keys() and not inside and section in (self.method, key, *SHARED):
                     self.set(key, value if setting else self.values[name], name)
                     self.adapter = self.adapter or ("lora" if section == "lora" else "")
                 else:
