@@ -88,6 +88,23 @@ def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoin
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
 
 
+def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
+    source = tmp_path / "ours"
+    shutil.copytree(TINY_MODEL, source)
+    kept = {"modeling_ours.py", "vocabulary.tiktoken", "LICENSE", "parts/rotary.py", "additional_chat_templates/a.jinja"}
+    for name in (*kept, "pytorch_model.bin", "original/all.pth", ".git/HEAD", "global_step3/states.pt", "latest"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(name)
+    export.write(source, tmp_path / "copy", merge=False)
+    copied = {str(file.relative_to(tmp_path / "copy")) for file in (tmp_path / "copy").rglob("*") if file.is_file()}
+    assert {name for name in copied if not (TINY_MODEL / name).exists()} - {"README.md"} == kept
+    assert {file.name for file in TINY_MODEL.iterdir() if file.is_file()} <= copied
+    assert capsys.readouterr().out == "left out, other formats of weights: original/all.pth, pytorch_model.bin\n"
+    (source / "more.py").symlink_to("absent.py")
+    with pytest.raises(UserError, match=r"more.py: a link to absent.py, which does not exist"):
+        export.write(source, tmp_path / "other", merge=False)
+
+
 def test_a_merged_model_is_reloaded_before_it_appears(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "load_merged", lambda _: export.load_whole(TINY_MODEL, torch.float32))
     write_json(checkpoint / export.ADAPTER, {"base_model_name_or_path": str(TINY_MODEL)})

@@ -1,6 +1,8 @@
 """Exports a run as a folder that plain `transformers` loads, and proves that it does."""
 
 import math
+import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -38,6 +40,12 @@ from .model import processor as vision
 from .model_folder import base_model, complete, expected, weights
 from .model_folder.base_model import ADAPTER, QUANTIZATION
 
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack", ".ot", ".tflite")
+"""Suffixes of weights in other formats, which are not copied."""
+OF_A_RUN = re.compile(
+    rf"(global_step|checkpoint-|training/|__pycache__/|trainer_state\.json$|{COMPLETE}$|latest|zero_to_fp32\.py$)"
+)
+"""What a checkpoint's or an export's folder holds in addition to a model; `complete.of_copy` copies the record."""
 WEIGHTS_SHARE = 0.8
 """Share of the free memory, a GPU's or the host's, that weights may take; the rest is for activations and the cache of
 answers."""
@@ -470,6 +478,17 @@ def write(source: Path, output: Path, merge: bool) -> str:
             f"{source}: no .safetensors file. A ZeRO-3 checkpoint has one if the DeepSpeed config sets\n"
             '"stage3_gather_16bit_weights_on_model_save": true.'
         )
+    copied, left_out = [], []
+    for file in sorted(one for one in source.rglob("*") if not one.is_dir()):
+        name = file.relative_to(source)
+        if not file.exists():
+            raise UserError(f"{file}: a link to {os.readlink(file)}, which does not exist; copy or download it again.")
+        if OF_A_RUN.match(str(name)) or any(part.startswith(".") for part in name.parts):
+            continue
+        if file.suffix in OTHER_WEIGHTS:
+            left_out.append(str(name))
+        else:
+            copied.append(file)
     output.parent.mkdir(parents=True, exist_ok=True)
     with children.scratch(f"{output.name[:100]}.", inside=output.parent) as place:
         part = place / "part"
@@ -490,11 +509,12 @@ def write(source: Path, output: Path, merge: bool) -> str:
                 raise RuntimeError(f"{part}: reloaded logits differ by {difference:.1e} of the largest")
             kind = "a whole model with the adapter merged into it"
         else:
-            part.mkdir()
-            for file in sorted(source.iterdir()):
-                copied = file.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
-                if copied and file.name not in ("trainer_state.json", COMPLETE):  # which are a run's
-                    shutil.copy2(file, part)
+            for file in copied:
+                place_of = part / file.relative_to(source)
+                place_of.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(file, place_of)
+            if left_out and not (source / COMPLETE).exists():
+                say(f"left out, other formats of weights: {', '.join(left_out)}")
             _check_copies(source, part)
             if is_adapter:
                 name = str(base_model.find(source))
@@ -525,7 +545,7 @@ def _sample_logits(model: PreTrainedModel) -> torch.Tensor:
 def _check_copies(source: Path, copy: Path) -> None:
     """Refuse to export a checkpoint's files that are damaged."""
     written = read_json(source / COMPLETE, {}).get("digests", {})
-    for file in copy.iterdir():
-        if digests.of_file(file) != written.get(file.name, digests.of_file(source / file.name)):
-            why = digests.harm(source, file.name)
-            raise UserError(f"{source / file.name} is damaged ({why}); export another checkpoint.")
+    for name in (str(file.relative_to(copy)) for file in copy.rglob("*") if file.is_file()):
+        if digests.of_file(copy / name) != written.get(name, digests.of_file(source / name)):
+            why = digests.harm(source, name)
+            raise UserError(f"{source / name} is damaged ({why}); export another checkpoint.")
