@@ -91,7 +91,13 @@ def test_a_checkpoint_is_exported_without_the_model_that_it_began_with(checkpoin
 def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
     source = tmp_path / "ours"
     shutil.copytree(TINY_MODEL, source)
-    kept = {"modeling_ours.py", "vocabulary.tiktoken", "LICENSE", "parts/rotary.py", "additional_chat_templates/a.jinja"}
+    kept = {
+        "modeling_ours.py",
+        "vocabulary.tiktoken",
+        "LICENSE",
+        "parts/rotary.py",
+        "additional_chat_templates/a.jinja",
+    }
     for name in (*kept, "pytorch_model.bin", "original/all.pth", ".git/HEAD", "global_step3/states.pt", "latest"):
         (source / name).parent.mkdir(exist_ok=True)
         (source / name).write_text(name)
@@ -101,7 +107,7 @@ def test_a_copy_has_all_files_of_the_model(tmp_path, capsys):
     assert {file.name for file in TINY_MODEL.iterdir() if file.is_file()} <= copied
     assert capsys.readouterr().out == "left out, other formats of weights: original/all.pth, pytorch_model.bin\n"
     (source / "more.py").symlink_to("absent.py")
-    with pytest.raises(UserError, match=r"more.py: a link to absent.py, which does not exist"):
+    with pytest.raises(UserError, match=r"more\.py: a link to absent.py, which does not exist"):
         export.write(source, tmp_path / "other", merge=False)
 
 

@@ -1,5 +1,6 @@
 """Machines that were measured: the file, the plans that use it, and runs on an H100 beside these plans."""
 
+import copy
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from deepspeed_recipes.commands.doctor import measure
 from deepspeed_recipes.commands.main import run as run_command
 from deepspeed_recipes.planning.cost.constants import CPU_SPEEDS
 from deepspeed_recipes.planning.hardware import machine_file
-from deepspeed_recipes.planning.hardware.cluster import Cluster, with_measurements
+from deepspeed_recipes.planning.hardware.cluster import Cluster, of_cpus, with_measurements
 from deepspeed_recipes.planning.hardware.gpus import find
 from deepspeed_recipes.planning.search import forecast, plans, strategies
 from deepspeed_recipes.recipe import overrides, pages
@@ -102,12 +103,26 @@ def test_slower_measurements_make_slower_plans(tmp_path):
 BROKEN = {
     "of another version": (lambda data: data | {"version": 0}, "version 0 is not 1"),
     "a list": (lambda data: [data], "version None is not 1"),
-    "without a probe": (lambda data: data | {"seconds": {}}, "seconds.products is missing"),
+    "without a probe": (lambda data: data | {"seconds": {}}, "products of no dtype"),
     "negative": (lambda data: data | {"seconds": data["seconds"] | {"copy": -1}}, "seconds.copy"),
     "not a number": (lambda data: data | {"seconds": data["seconds"] | {"copy": float("nan")}}, "seconds.copy"),
     "by hand": (lambda data: data | {"seconds": data["seconds"] | {"copy": "fast"}}, "damaged"),
     "an empty network": (lambda data: data | {"network": {}}, "damaged"),
     "a negative spread": (lambda data: data | {"spread": -0.1}, "damaged"),
+    "zero": (lambda data: data | {"seconds": data["seconds"] | {"copy": 0}}, "seconds.copy is missing or no time"),
+    "without products": (lambda data: data | {"seconds": data["seconds"] | {"products": {}}}, "products of no dtype"),
+    "other products": (lambda data: data | {"seconds": data["seconds"] | {"products": {"x fp32": 1}}}, "damaged"),
+    "no attention": (lambda data: data | {"seconds": data["seconds"] | {"attention": 0}}, "seconds.attention"),
+    "half an attention": (
+        lambda data: data | {"seconds": data["seconds"] | {"attention": {"flash_2 bf16 forward": 1}}},
+        "seconds.attention.flash_2 bf16 both",
+    ),
+    "half a layer": (
+        lambda data: data | {"seconds": data["seconds"] | {"layer zero3": {"forward": 1}}},
+        "seconds.layer zero3.backward",
+    ),
+    "without ranks": (lambda data: data | {"ranks": 0}, "damaged (spread 0.0, ranks 0)"),
+    "a list of seconds": (lambda data: data | {"seconds": []}, "damaged"),
     "without sizes": (lambda data: data | {"sizes": {}}, "damaged"),
 }
 
@@ -119,6 +134,30 @@ def test_a_file_that_is_broken_is_named_and_datasheets_are_used(tmp_path, name):
     file.write_text(json.dumps(change(json.loads(H100.read_text()))))
     assert with_measurements(ONE, file, False, said.append) == ONE
     assert len(said) == 1 and str(file) in said[0] and reason in said[0] and "Datasheets are used instead" in said[0]
+
+
+def test_every_entry_that_the_planner_reads_of_a_cpu_is_needed(tmp_path):
+    """Without any one of the entries the file is refused, or plans are as before."""
+    whole, file = json.loads(cpu_speed.MACHINE.read_text()), tmp_path / "machine.json"
+
+    def speeds():
+        cluster = of_cpus(machine_file.read(file), 2)
+        return [
+            strategies.search(strategies.plan_request(pages.find("tiny", name), cluster)).best.speed
+            for name in ("full", "lora")
+        ]
+
+    file.write_text(json.dumps(whole))
+    before = speeds()
+    for name, value in whole["seconds"].items():
+        for inner in value if isinstance(value, dict) else [None]:
+            changed = copy.deepcopy(whole)
+            changed["seconds"].pop(name) if inner is None else changed["seconds"][name].pop(inner)
+            file.write_text(json.dumps(changed))
+            try:
+                assert speeds() == before or name in ("products", "host_adam"), (name, inner)
+            except UserError as error:
+                assert "is missing or no time" in str(error), (name, inner)
 
 
 def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path):

@@ -623,9 +623,9 @@ def test_what_a_list_of_data_sets_says_is_used_or_named(place):
     found = translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours,more"})), 1)
     assert "split: test_sft cannot be asked for" in found.missing["dataset: ours"]
     (place / "data" / "dataset_info.json").write_text('{"ours": {"file_name": "a"}, "ours": {"file_name": "b"}}')
-    with pytest.raises(UserError, match="dataset_info.json: not JSON .the key 'ours' twice"):
+    with pytest.raises(UserError, match=r"dataset_info\.json: not JSON .the key 'ours' twice"):
         translate.translate(written(place, yaml.safe_dump(FACTORY | {"dataset": "ours"})), 1)
-    with pytest.raises(UserError, match="theirs.json: not valid JSON: the key 'stage' twice"):
+    with pytest.raises(UserError, match=r"theirs\.json: not valid JSON: the key 'stage' twice"):
         translate.translate(written(place, '{"stage": "sft", "stage": "pt"}', "theirs.json"), 1)
 
 

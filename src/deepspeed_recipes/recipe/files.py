@@ -25,7 +25,7 @@ NEVER = 2147483647
 
 
 def unique(pairs: list[tuple[str, Any]]) -> Json:
-    """Return a JSON object, for `object_pairs_hook`; a ValueError if a key is there twice, of which one would be lost."""
+    """Return a JSON object, for `object_pairs_hook`; raises a ValueError if a key is there twice: one would be lost."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -3,7 +3,7 @@
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ NARROW_HEAD = 32
 """Head width of the second attention that is measured on a CPU."""
 CPU = "CPU"
 """The device of a machine without GPUs."""
-NEEDED = ("products", "attention", "copy", "layer plain", "layer zero1", "layer zero3")
-"""Entries of `seconds` that every file has."""
-NEEDED_OF_CPUS = ("wide", "layer plain fp32")
+DIFFERENCES = ("layer ", "wide.", "parameter.")
+"""Entries of `seconds` that may be 0, since they are the difference of two measurements."""
 
 
 def median_of(found: Sequence[Any]) -> Any:
@@ -125,18 +124,45 @@ def read(file: Path) -> Machine:
             _ring_gbs(network["ranks"], data["sizes"], network["seconds"]) if network is not None else 0.0,
             float(data.get("spread", 0)),
         )  # fmt: skip
-        if not 0 <= machine.spread < math.inf:
-            raise ValueError(f"spread {machine.spread}")
-        needed = (*NEEDED, *NEEDED_OF_CPUS) if machine.device == CPU else NEEDED
-        wrong = [name for name in needed if name not in machine.seconds]
-        wrong += ["parameter"] if machine.device == CPU and "parameter" not in machine.alone else []
-        wrong = wrong or [name for name, taken in _flat(machine.seconds) if not 0 <= taken < math.inf]
-        wrong += [name for name in ("copy", "length", "heads", "message") if not machine.sizes[name] > 0]
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if not 0 <= machine.spread < math.inf or machine.ranks < 1:
+            raise ValueError(f"spread {machine.spread}, ranks {machine.ranks}")
+        seconds = dict(_flat(machine.seconds))
+        known = {*seconds, *(name for name, _ in _flat(machine.alone) if name.startswith("parameter."))}
+        wrong = sorted(_needed(machine, seconds) - known)
+        wrong = wrong or [
+            name
+            for name, taken in (*seconds.items(), *_flat(machine.alone))
+            if not (0 < taken < math.inf or (taken == 0 and name.startswith(DIFFERENCES)))
+        ]
+        sizes = dict(_flat(machine.sizes | {"products": {}}))
+        wrong += [name for name in ("copy", "length", "heads", "message", "adam") if not sizes[name] > 0]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise UserError(f"{file}: damaged ({error}); measure again with doctor --measure.") from error
     if wrong:
         raise UserError(f"{file}: seconds.{wrong[0]} is missing or no time; measure again with doctor --measure.")
     return machine
+
+
+def _needed(machine: Machine, known: Collection[str]) -> set[str]:
+    """Return the names that `cost.constants` reads, with a point before those of a part; `known` are those there."""
+    products = [name.removeprefix("products.").split() for name in known if name.startswith("products.")]
+    dtypes = {dtype for side, dtype in products if int(side) > 0}
+    if "fp32" not in dtypes or not dtypes <= {"bf16", "fp32"}:
+        raise ValueError(f"products of {', '.join(sorted(dtypes)) or 'no dtype'}")
+    passes, stages = ("forward", "backward", "step"), ("plain", "zero1", "zero3")
+    needed = {"copy", *(f"layer {stage}.{each}" for stage in stages for each in passes)}
+    if machine.device != CPU:
+        return needed | {name.replace(" forward", " both") for name in known if name.startswith("attention.")}
+    needed |= {"layer plain fp32.forward", *(f"layer {stage}.rest {each}" for stage in stages for each in passes)}
+    for dtype in dtypes:
+        needed |= {f"wide.{dtype} forward", f"wide.{dtype} backward", f"parameter.{dtype} zero1 step"}
+        needed |= {
+            f"attention.{name} {dtype} {which}" for name in ("narrow", "flash_2") for which in ("forward", "both")
+        }
+        needed |= {f"parameter.{dtype} {stage} backward" for stage in stages}
+        suffix = " fp32" if dtype == "fp32" else ""
+        needed |= {f"all_gather {size}{suffix}" for size in ("large", "small") if machine.ranks > 1}
+    return needed
 
 
 def _flat(seconds: JsonView, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -20,7 +20,16 @@ MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "conte
 """Its keys for the GPUs that share a copy of the model."""
 OTHER_FIELDS = ("label", "history", "system", "tools", "chosen", "rejected")
 ENTRY = (
-    *("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name", "file_sha1", "formatting"),
+    *(
+        "file_name",
+        "hf_hub_url",
+        "ms_hub_url",
+        "om_hub_url",
+        "script_url",
+        "cloud_file_name",
+        "file_sha1",
+        "formatting",
+    ),
     *("ranking", "subset", "split", "folder", "num_samples", "columns", "tags"),
 )
 """The keys of a data set in dataset_info.json."""
