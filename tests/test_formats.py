@@ -442,7 +442,21 @@ UNREAD = [
         ["images.detail", "images.max_pixels", "inconsistent at: here", "inconsistent: 'look' is not in 'tools'"],
     ),
     ({"messages": SHORT, "label": "a", "train": False}, "labelled_messages", "classify", ["train"]),
+    ({"messages": SHORT, "loss": 0}, "messages", "sft", ["loss"]),
+    ({"messages": SHORT, "loss": False}, "messages", "sft", []),
+    ({"messages": json.dumps([user("a") | {"mood": "good"}, assistant("b")])}, "messages", "sft", ["turns.mood"]),
 ]
+
+
+def test_roles_that_no_turn_has_are_found():
+    rows = [("a", {"messages": [{"role": "Customer", "content": "a"}, assistant("b")]})]
+    rows.append(("b", {"chat": json.dumps([{"speaker": "agent", "content": "a"}])}))
+    reading = formats.reading_of(Data("a", roles="customer:user,agent:assistant,bot:assistant", columns="speaker:role"))
+    assert formats.unused_roles(reading, [iter(rows)]) == {"bot"}
+    assert formats.unused_roles(reading, [iter(rows[:1])]) == {"agent", "bot"}
+    assert not formats.unused_roles(reading | {"transform": "mine.py:change"}, [iter(rows)])
+    with pytest.raises(UserError, match="Customer has two roles"):
+        formats.reading_of(Data("a", roles="customer:user,Customer:assistant"))
 
 
 @pytest.mark.parametrize(("row", "form", "method", "keys"), UNREAD)

@@ -467,6 +467,14 @@ UNREAD = {
     "full draft.layers=3 profile.ranks=all data.max_pixels=9999": ["data.max_pixels", "draft.layers", "profile.ranks"],
     "dpo_lora packing=true": ["packing"],
     "pretrain model.chat_template=chatml": ["model.chat_template"],
+    "pretrain data.max_new_tokens=9 data.roles=a:user data.join_turns=true": [
+        *("data.join_turns", "data.max_new_tokens", "data.roles")
+    ],
+    "dpo_lora data.max_new_tokens=9 data.sample_answers=2 data.roles=a:user": [
+        *("data.max_new_tokens", "data.sample_answers")
+    ],
+    "embed data.roles=a:user": ["data.roles"],
+    "full data.max_new_tokens=9 data.sample_answers=2 data.roles=a:user": [],
     "distill distill.beta=0.3 distill.max_new_tokens=9": ["distill.beta", "distill.max_new_tokens"],
     "grpo grpo.loss=rloo grpo.epsilon_high=0.3 grpo.scale=batch": ["grpo.epsilon_high", "grpo.scale"],
 }

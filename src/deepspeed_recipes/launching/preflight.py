@@ -278,7 +278,11 @@ def _checked_data(recipe: Recipe, listed: bool = False) -> int | None:
     known_files = [files for files, _ in files_of.values()]
     if all(known_files) and (reads_columns or not any(map(text_files.is_columnar, chain(*known_files)))):
         rows = (text_files.read(file, lambda _: None) for file in chain(*known_files))
-        formats.refuse_unknown_columns(formats.reading_of(recipe.data), rows)
+        reading = formats.reading_of(recipe.data)
+        formats.refuse_unknown_columns(reading, rows)
+        rows = (text_files.read(file, lambda _: None) for file in chain(*known_files))
+        if listed and (unused := formats.unused_roles(reading, rows)):
+            print(f"data.roles: no turn has the role {' or '.join(sorted(unused))}", flush=True)
     for path, trained in ((recipe.data.path, True), (recipe.data.validation, False)):
         labels: Counter[object] = Counter()
         for name in names(path):

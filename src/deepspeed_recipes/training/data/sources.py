@@ -363,6 +363,8 @@ def _files(folder: Path, split: str) -> list[Path]:
             others = (
                 f"; {Path(named[0]).name} is named for the split {kind}, and then files without a split's name are not "
                 f"read; give data.path={folder / left}"
+                if kind in Path(named[0]).name
+                else f"; no file is named for a split, so all are of the split {kind}"
             )
         raise UserError(f"{folder}: no file of the split {split!r} in this folder ({kinds}){others}.")
     return chosen

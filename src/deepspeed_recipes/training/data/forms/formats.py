@@ -51,6 +51,7 @@ from .turns import (
     read_turns,
     renamed_turns,
     said,
+    turns_of,
     with_system,
     wrong,
 )
@@ -371,7 +372,9 @@ def unread(where: str, example: Example, form: str, method: str) -> list[str]:
     read = read_by(form, method) | ({_prompt_field(example)} if form == "preference" else set())
     found = [name for name, value in example.items() if name not in read and value not in keys.EMPTY]
     found = [FOR_REWARD + name for name in found] if METHODS[method].examples == "prompts" else found
-    lists = [value for name, value in example.items() if name in read and isinstance(value, list)]
+    if (loss := example.get(keys.MEASURED)) not in keys.EMPTY and str(loss).lower() not in ("true", "false"):
+        found.append(keys.MEASURED)  # a measurement, not a flag
+    lists = [turns_of(where, value) for name, value in example.items() if name in read]
     turns = [one for turns in lists for one in turns if isinstance(one, dict) and ("role" in one or "from" in one)]
     known = {*READ, *keys.FLAGS, keys.DETAIL, "from", "value", "function_call"}
     for turn in turns:
@@ -670,6 +673,19 @@ def renamed_columns(
         yield where, {columns.get(name, name): value for name, value in kept.items()}
 
 
+def unused_roles(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> set[str]:
+    """Return the names in `data.roles` that no turn has; examples are read until all are found."""
+    unused, of_turns = set(reading["roles"]), {"role", "from", *reading["keys"]}
+    for located in sources if not reading["transform"] else ():  # which may make the turns
+        for where, example in located:
+            if not unused:
+                return unused
+            for turn in chain.from_iterable(turns_of(where, value) for value in example.values()):
+                if isinstance(turn, dict):
+                    unused -= {str(turn.get(key)).lower() for key in of_turns}
+    return set() if reading["transform"] else unused
+
+
 def refuse_unknown_columns(reading: JsonView, sources: Iterable[Iterable[tuple[str, Example]]]) -> None:
     """Refuse a column of `data.columns` that no source has in its first examples; `reading` is from `reading_of`."""
     unknown = dict(reading["columns"])
@@ -719,7 +735,8 @@ def reading_of(data: Data) -> Json:
                 f"data.roles={data.roles}: write NAME:ROLE, several with commas (customer:user,agent:assistant); the "
                 f"roles are {', '.join(dict.fromkeys(ROLES.values()))}."
             )
-        roles[name.strip().lower()] = role.strip().lower()
+        if roles.setdefault(name.strip().lower(), role.strip().lower()) != role.strip().lower():
+            raise UserError(f"data.roles={data.roles}: {name.strip()} has two roles; remove one of them.")
     return {
         "columns": columns,
         "several": len(names(data.path) + names(data.validation)) > 1,

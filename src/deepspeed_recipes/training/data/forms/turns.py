@@ -244,6 +244,14 @@ def renamed_turns(where: str, value: Any, keys: Mapping[str, str], roles: Mappin
     return turns if isinstance(value, list) else turns[0]
 
 
+def turns_of(where: str, value: object) -> list[Any]:
+    """Return the items of a list, or of one that is JSON text, as in a table; none of any other value."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with contextlib.suppress(UserError):  # which the conversion raises
+            value = parsed(where, value)
+    return value if isinstance(value, list) else []
+
+
 def _joined(before: object, turn: object) -> Turn | None:
     """Return two turns as one, or None if their roles, or anything but their texts, differ."""
     if not (isinstance(before, dict) and isinstance(turn, dict)):
